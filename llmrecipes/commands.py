@@ -1,0 +1,154 @@
+"""The commands that run something: parsing and printing only. Each imports its work when it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmrecipes.errors import ExitCode
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Name in recipes/, or path of a YAML file.")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, for example train.train_iters=50.")
+]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="Run directory, recipe/run-id, run id, or a recipe's name for its newest run.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunsOption = Annotated[Path, typer.Option("--runs-dir", envvar="LLMRECIPES_RUNS", help="Where runs are kept.")]
+DataOption = Annotated[Path, typer.Option("--data-dir", envvar="LLMRECIPES_DATA", help="Where prepared data is kept.")]
+RanksOption = Annotated[
+    int | None, typer.Option("--nproc", metavar="N", help="Ranks; default: one for every GPU, else one.")
+]
+RUNS, DATA = Path("runs"), Path("data")
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the program."""
+    for command in (train, prepare, smoke, generate, runs, ui):
+        app.command(command.__name__)(command)
+
+
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nproc: RanksOption = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Name of the run; one that exists goes on.")] = None,
+    overfit_batch: Annotated[bool, typer.Option("--overfit-batch", help="Learn one batch by heart, or say why not.")] = False,
+    anomaly: Annotated[bool, typer.Option("--anomaly", help="Name the first module that gives a NaN or infinity (slow).")] = False,
+    profile_steps: Annotated[int, typer.Option("--profile", metavar="N", min=0, help="Profile N steps.")] = 0,
+    sample: Annotated[bool, typer.Option(help="End with a text sample.")] = True,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Train a recipe here, or go on with a run (the same command with its --run-id)."""
+    from llmrecipes.console import setup_logging
+    from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.train import Places, Wishes
+    from llmrecipes.workflow.train import train as start
+
+    setup_logging()
+    wishes = Wishes(nproc, run_id, overfit_batch, anomaly, profile_steps, sample)
+    return start(load(recipe, overrides or []).recipe, Places(runs_dir, data_dir), wishes, _say)
+
+
+def prepare(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Check every file's hash and the splits of what is there.")] = False,
+    workers: Annotated[int | None, typer.Option("--workers", metavar="N", min=1, help="Processes; default: all cores.")] = None,
+    as_json: JsonOption = False,
+    data_dir: DataOption = DATA,
+) -> None:
+    """Turn a recipe's sources into a tokenizer and tokens; does nothing where they are there."""
+    from llmrecipes.console import setup_logging
+    from llmrecipes.data.prepare import prepare as make
+    from llmrecipes.recipe.load import load
+
+    setup_logging()
+    prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, progress=None if as_json else _say)
+    documents = prepared.verify() if verify else None
+    if as_json:
+        values = {"path": str(prepared.path), "verified_documents": documents}
+        print(json.dumps({**values, **prepared.manifest.model_dump(mode="json")}, indent=2))
+        return
+    for split in ("train", "valid", "test"):
+        counts = prepared.manifest.counts(split)
+        print(f"{split:>6}  {counts.documents:>9,} documents  {counts.tokens:>13,} tokens  {counts.bytes:>15,} bytes")
+    print(f"{prepared.path}" + ("" if documents is None else f": all hashes right, {documents:,} documents in one split each"))
+
+
+def smoke(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nproc: RanksOption = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Rehearse a recipe with a small model of its kind: train, save, resume, compare."""
+    from llmrecipes.console import setup_logging
+    from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.smoke import smoke as rehearse
+    from llmrecipes.workflow.train import Places
+
+    setup_logging()
+    result = rehearse(
+        load(recipe, overrides or []).recipe, Places(runs_dir, data_dir), nproc or 1, (lambda _line: None) if as_json else _say
+    )
+    print(json.dumps(result.as_dict(), indent=2) if as_json else result.as_text())
+    return int(ExitCode.DONE if result.ok else 1)
+
+
+def generate(
+    run: RunArgument,
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")] = "def ",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option("--top-k", help="0 for all.")] = 40,
+    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    num_samples: Annotated[int, typer.Option("--num-samples", min=1)] = 1,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> None:
+    """Continue a prompt with a run's newest checkpoint."""
+    from llmrecipes.console import setup_logging
+    from llmrecipes.workflow.generate import Request, samples
+    from llmrecipes.workflow.runs import find_run
+
+    setup_logging()
+    request = Request(prompt, max_new_tokens, temperature, top_k, top_p, seed, num_samples)
+    for sample in samples(find_run(run, runs_dir), data_dir, request):
+        if as_json:
+            print(json.dumps({"step": sample.step, "prompt": prompt, "text": sample.text, "tokens": sample.tokens}))
+        else:
+            print(f"{sample.prompt}{sample.text}\n")
+
+
+def runs(as_json: JsonOption = False, runs_dir: RunsOption = RUNS) -> None:
+    """The runs there are, and how far they are."""
+    from llmrecipes.tracking.runs import list_runs
+    from llmrecipes.tracking.runs import table
+
+    found = list_runs(runs_dir)
+    print(json.dumps([run.as_dict() for run in found], indent=2) if as_json else table(found))
+
+
+def ui(
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 5000, runs_dir: RunsOption = RUNS
+) -> None:
+    """Open MLflow on the runs, on this machine only."""
+    from llmrecipes.tracking.ui import serve
+
+    serve(runs_dir, port)
+
+
+def _say(line: str) -> None:
+    from llmrecipes.console import console
+
+    console().print(line, markup=False)

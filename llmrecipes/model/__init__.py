@@ -1,0 +1,1 @@
+"""recipe -> megatron-core GPTModel."""

@@ -1,0 +1,25 @@
+"""torch's LayerNorm and RMSNorm as megatron-core wants them built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class TorchNorm:
+    """Builds the norm that `config.normalization` names.
+
+    megatron-core's own wrapper refuses sequence parallelism; here the weights carry its mark, so that their gradients
+    are reduced over the tensor-parallel group as those of the fused norms are.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
+    ) -> torch.nn.Module:
+        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm

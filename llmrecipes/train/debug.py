@@ -1,0 +1,76 @@
+"""Looking into a run: anomaly mode and profiles."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from llmrecipes.errors import ExitCode, UserError
+
+logger = logging.getLogger(__name__)
+
+WARMUP_STEPS = 2
+
+
+@contextmanager
+def anomaly_mode(module: torch.nn.Module) -> Iterator[None]:
+    """Name the first module whose output, or backward function whose gradient, is not finite.
+
+    Forward hooks check every module's output; autograd's anomaly detection checks the backward pass (NaN alone) and
+    points to the forward call. Both are slow.
+
+    Raises:
+        UserError: inside the block, at the first such output.
+    """
+    handles = [part.register_forward_hook(_checker(name)) for name, part in module.named_modules() if name]
+    try:
+        with torch.autograd.set_detect_anomaly(True):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _checker(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
+    def check(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        tensors = output if isinstance(output, tuple) else (output,)
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise UserError(
+                    f"the output of {name} is not finite",
+                    rule="anomaly mode stops at the first module whose output has a NaN or an infinity",
+                    fix="look at this module's inputs and weights",
+                    code=ExitCode.STOP,
+                )
+
+    return check
+
+
+@contextmanager
+def profiled(steps: int, folder: Path, rank: int) -> Iterator[Callable[[], None]]:
+    """Profile a few steps; gives the function to call after every step.
+
+    Args:
+        steps: how many, after `WARMUP_STEPS`; 0 for none.
+        folder: `trace-rank-<rank>.json` goes there, for chrome://tracing or Perfetto.
+        rank: of this process.
+    """
+    if steps == 0:
+        yield lambda: None
+        return
+
+    def write(profiler: Any) -> None:
+        path = folder / f"trace-rank-{rank}.json"
+        profiler.export_chrome_trace(str(path))
+        logger.info("profile of %d steps: %s", steps, path)
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    plan = schedule(wait=0, warmup=WARMUP_STEPS, active=steps, repeat=1)
+    with profile(activities=activities, schedule=plan, on_trace_ready=write, record_shapes=True) as profiler:
+        yield profiler.step

@@ -1,0 +1,216 @@
+"""One optimizer step on megatron-core: data parallel, distributed optimizer, mixed precision.
+
+The loop owns the order of things, the engine owns their arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from llmrecipes.model.config import DTYPES
+from llmrecipes.model.gpt import BuiltModel
+from llmrecipes.plan.derive import Plan
+from llmrecipes.platform import Platform
+from llmrecipes.recipe.schema import Recipe
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step came to."""
+
+    loss: float
+    """Mean loss per token of the global batch, with label smoothing where the recipe has it."""
+    grad_norm: float | None
+    """Global gradient norm before clipping; None where the step was skipped."""
+    lr: float
+    """Learning rate of this step."""
+    loss_scale: float | None
+    """fp16 loss scale of this step."""
+    skipped: bool
+    """Gradients overflowed in fp16: weights and schedule stayed as they were."""
+    stop: bool
+    """Some rank was asked to stop before this step's gradients were reduced."""
+
+
+class MegatronEngine:
+    """Model, gradients, optimizer and schedule of one rank. `local_loss` is this rank's part of the last loss.
+
+    Args:
+        recipe: the resolved recipe.
+        plan: its plan on this world.
+        built: the initialised model.
+        platform: where batches go.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, built: BuiltModel, platform: Platform) -> None:
+        self.recipe, self.plan, self.platform = recipe, plan, platform
+        self.module = built.module
+        if recipe.train.torch_compile:
+            _compile(self.module)
+        self.ddp = _data_parallel(recipe, built)
+        self.optimizer: MegatronOptimizer = get_megatron_optimizer(_optimizer_config(recipe), [self.ddp])
+        _allocate_optimizer_state(self.optimizer)
+        self.scheduler = _scheduler(recipe, plan, self.optimizer)
+        self.local_loss = 0.0
+        config = built.config
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if recipe.parallelism.overlap_grad_reduce:
+            config.no_sync_func = self.ddp.no_sync
+        self._forward_backward = get_forward_backward_func()
+
+    def train_step(self, batches: Iterator[Batch], *, stop: bool = False) -> StepResult:
+        """One optimizer step on the next global batch.
+
+        Args:
+            batches: this rank's micro-batches, each tensor [micro_batch_size, seq_length].
+            stop: whether this rank was asked to stop. It travels with the loss, so that agreeing costs nothing.
+        """
+        self.ddp.train()
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss, stopping = self._run(batches, forward_only=False, stop=stop)
+        scale = float(self.optimizer.get_loss_scale()) if self.recipe.train.precision == "fp16" else None
+        lr = self.learning_rate
+        updated, grad_norm, _ = self.optimizer.step()
+        if updated:
+            self.scheduler.step(increment=1)
+        return StepResult(loss, float(grad_norm) if updated else None, lr, scale, not updated, stopping)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
+        """Mean validation loss per token, without dropout and label smoothing.
+
+        Args:
+            batches: this rank's micro-batches of the validation split.
+            global_batches: how many global batches to read.
+        """
+        self.ddp.eval()
+        losses = [self._run(batches, forward_only=True)[0] for _ in range(global_batches)]
+        self.ddp.train()
+        return math.fsum(losses) / len(losses)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return float(next(group["lr"] for group in self.optimizer.param_groups if group["params"]))
+
+    def _run(self, batches: Iterator[Batch], *, forward_only: bool, stop: bool = False) -> tuple[float, bool]:
+        size = self.recipe.train.micro_batch_size
+        outputs = self._forward_backward(
+            forward_step_func=self._forward_step,
+            data_iterator=batches,
+            model=[self.ddp],
+            num_microbatches=self.plan.num_microbatches,
+            seq_length=self.recipe.model.seq_length,
+            micro_batch_size=size,
+            decoder_seq_length=self.recipe.model.seq_length,
+            forward_only=forward_only,
+        )
+        totals = torch.stack([output["loss"] for output in outputs]).sum(dim=0)
+        mine = totals.clone()
+        totals = torch.cat([totals, totals.new_tensor([float(stop)])])
+        dist.all_reduce(totals)
+        loss_sum, tokens, stops = totals.tolist()
+        self.local_loss = float(mine[0] / mine[1].clamp(min=1.0))
+        return loss_sum / max(tokens, 1.0), stops > 0
+
+    def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in next(batches).items()}
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return losses, partial(_sum_over_tokens, batch["loss_mask"])
+
+
+def _sum_over_tokens(
+    mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Summed loss and token count of a micro-batch; megatron-core divides by the count of the global batch."""
+    total = (losses.float() * mask).sum()
+    tokens = mask.sum()
+    report = torch.stack([total.detach(), tokens]).double()
+    return total, tokens.to(torch.int), {"loss": report}
+
+
+def _compile(module: torch.nn.Module) -> None:
+    # Layer by layer: all layers share one compiled graph, so compilation does not grow with depth.
+    for layer in module.decoder.layers:  # type: ignore[union-attr]
+        layer.compile(dynamic=False)
+    module.compute_language_model_loss = torch.compile(module.compute_language_model_loss, dynamic=False)
+
+
+def _data_parallel(recipe: Recipe, built: BuiltModel) -> DistributedDataParallel:
+    parallelism = recipe.parallelism
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=parallelism.grad_reduce_in_fp32 or recipe.train.precision == "fp32",
+        overlap_grad_reduce=parallelism.overlap_grad_reduce,
+        overlap_param_gather=parallelism.overlap_param_gather,
+        use_distributed_optimizer=parallelism.use_distributed_optimizer,
+    )
+    return DistributedDataParallel(built.config, config, built.module)
+
+
+def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
+    optimizer, train = recipe.optimizer, recipe.train
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        # megatron-core computes the norm only when it clips; an infinite bound gives the norm and never clips.
+        clip_grad=optimizer.clip_grad or math.inf,
+        bf16=train.precision == "bf16",
+        fp16=train.precision == "fp16",
+        params_dtype=DTYPES[train.precision],
+        initial_loss_scale=train.initial_loss_scale,
+        min_loss_scale=train.min_loss_scale,
+        loss_scale_window=train.loss_scale_window,
+        hysteresis=train.hysteresis,
+        use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer,
+        overlap_param_gather=recipe.parallelism.overlap_param_gather,
+    )
+
+
+def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    # Otherwise the moments appear at the first update: too late to be saved before it (every step can overflow in fp16),
+    # and too late to run out of memory.
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.init_state_fn(part.optimizer, part.config)
+
+
+def _scheduler(recipe: Recipe, plan: Plan, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    schedule = recipe.scheduler
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=recipe.optimizer.lr,
+        min_lr=recipe.optimizer.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_iters,
+        lr_decay_steps=plan.lr_decay_iters,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=recipe.optimizer.weight_decay,
+        end_wd=recipe.optimizer.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        # A resumed run follows the recipe of now; the checkpoint only says how far it is.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=schedule.lr_wsd_decay_iters,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )

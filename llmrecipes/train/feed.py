@@ -1,0 +1,62 @@
+"""Batches of one rank, from prepared data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain, repeat
+
+from llmrecipes.data import heldout
+from llmrecipes.data.dataset import build
+from llmrecipes.data.loader import batches
+from llmrecipes.data.prepared import Prepared
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.engine import Batch
+from llmrecipes.train.loop import Feed
+from llmrecipes.train.world import World
+
+
+def open_feed(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory: bool) -> Feed:
+    """Batches of the train and validation splits.
+
+    Args:
+        recipe: the resolved recipe.
+        prepared: its prepared data.
+        world: this rank.
+        pin_memory: page-lock batches; only where there is a GPU.
+    """
+    train = build(recipe, prepared, "train")
+    if train is None:
+        raise UserError(
+            f"the training split has less than one sequence of {recipe.model.seq_length} tokens",
+            where=str(prepared.path),
+            fix="more text in data.sources, or a smaller model.seq_length",
+        )
+    valid = build(recipe, prepared, "valid")
+    read = partial(
+        batches,
+        micro_batch_size=recipe.train.micro_batch_size,
+        global_batch_size=recipe.train.global_batch_size,
+        data_parallel_rank=world.data_parallel_rank,
+        data_parallel_size=world.data_parallel_size,
+        prefetch_factor=recipe.data.prefetch_factor,
+        pin_memory=pin_memory and recipe.data.pin_memory,
+    )
+    # A few batches every hundred steps do not earn a worker process.
+    return Feed(
+        train=lambda consumed: read(train, consumed_samples=consumed, num_workers=recipe.data.num_workers),
+        valid=None if valid is None else lambda: read(valid, consumed_samples=0, num_workers=0),
+        bits_per_byte=lambda loss: heldout.bits_per_byte(loss, prepared, "valid", recipe.model.seq_length),
+    )
+
+
+def one_batch_forever(feed: Feed, num_microbatches: int) -> Feed:
+    """A feed that repeats the first global batch, to see whether the model can learn it by heart."""
+
+    def train(_consumed: int) -> Iterator[Batch]:
+        source = feed.train(0)
+        first = [next(source) for _ in range(num_microbatches)]
+        return chain.from_iterable(repeat(first))
+
+    return Feed(train=train, valid=None, bits_per_byte=feed.bits_per_byte)

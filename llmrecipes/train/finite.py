@@ -1,0 +1,41 @@
+"""Stopping at a loss or gradient that is not finite, on all ranks alike."""
+
+from __future__ import annotations
+
+import math
+
+import torch.distributed as dist
+
+from llmrecipes.faults.numerics import NonFinite, first_bad_parameter, named_gradients
+from llmrecipes.train.engine import MegatronEngine, StepResult
+from llmrecipes.train.world import World
+
+
+def require_finite(step: int, result: StepResult, engine: MegatronEngine, world: World) -> None:
+    """Raise on every rank if the step's loss or gradient norm is not finite.
+
+    The reduced numbers are the same on all ranks, so all of them come to the same decision; only then do they compare
+    notes about which rank it began on.
+
+    Raises:
+        NonFinite: naming step, rank, quantity and first bad parameter.
+    """
+    # fp16 overflow is not an error: the scaler skipped the step, and the loss of a skipped step may be anything.
+    if result.skipped:
+        return
+    loss_is_bad = not math.isfinite(result.loss)
+    norm_is_bad = result.grad_norm is not None and not math.isfinite(result.grad_norm)
+    if not (loss_is_bad or norm_is_bad):
+        return
+    bad = first_bad_parameter(named_gradients(engine.module))
+    findings: list[tuple[int, bool, object]] = [(0, False, None)] * world.size
+    dist.all_gather_object(findings, (world.rank, not math.isfinite(engine.local_loss), bad))
+    # Gradients are summed over ranks, so a bad one is bad everywhere; a bad loss tells whose batch it was.
+    rank, _, first = min(findings, key=lambda found: (not found[1], found[2] is None, found[0]))
+    raise NonFinite(
+        step=step,
+        rank=rank,
+        quantity="loss" if loss_is_bad else "gradient norm",
+        value=result.loss if loss_is_bad else float(result.grad_norm or 0.0),
+        first_bad=first,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,236 @@
+"""The training loop: resume, step, check, log, evaluate, save, stop. It owns the order; the engine owns the arithmetic."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.signals import StopRequest
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
+from llmrecipes.train.engine import Batch, MegatronEngine, StepResult
+from llmrecipes.train.finite import require_finite
+from llmrecipes.train.state import Progress, sharded_state
+from llmrecipes.train.world import World
+
+logger = logging.getLogger(__name__)
+
+
+class Outcome(Enum):
+    """How a loop ended; its state is saved in both cases."""
+
+    FINISHED = ExitCode.DONE
+    STOPPED = ExitCode.REQUEUE
+
+
+class Tracker(Protocol):
+    """Where the loop reports to."""
+
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    def eval(self, metrics: EvalMetrics) -> None: ...
+
+    def note(self, note: Note) -> None: ...
+
+
+class NoTracker:
+    """The ranks that do not report."""
+
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    def eval(self, metrics: EvalMetrics) -> None: ...
+
+    def note(self, note: Note) -> None: ...
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Batches of this rank.
+
+    Args:
+        train: micro-batches from a number of consumed samples on.
+        valid: the validation micro-batches, the same ones at every call; None where there is no validation split.
+        bits_per_byte: turns a validation loss in nats per token into bits per byte of the held-out text.
+    """
+
+    train: Callable[[int], Iterator[Batch]]
+    valid: Callable[[], Iterator[Batch]] | None
+    bits_per_byte: Callable[[float], float]
+
+
+@dataclass
+class Loop:
+    """One rank's way through a run.
+
+    Args:
+        recipe, plan: what to do.
+        engine: does it.
+        world: this rank.
+        feed: what to train on.
+        tracker: hears everything; a `NoTracker` on all ranks but one.
+        saver: writes checkpoints.
+        stop: set by signals.
+        recipe_hash: goes into checkpoints' manifests.
+        peak_flops: dense FLOP/s of one GPU, for MFU; None where it is not known.
+        after_step: called after every step, for profilers.
+        stop_after: save and stop after this step, as a signal would make it.
+        failed_saves: steps whose checkpoint could not be written, and why.
+        losses: training loss of every step of this start.
+        valid_loss: the last one, in nats per token.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    engine: MegatronEngine
+    world: World
+    feed: Feed
+    tracker: Tracker
+    saver: AsyncSaver
+    stop: StopRequest
+    recipe_hash: str
+    peak_flops: float | None
+    after_step: Callable[[], None]
+    stop_after: int | None = None
+    failed_saves: dict[int, str] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    valid_loss: float | None = None
+
+    def run(self, progress: Progress) -> Outcome:
+        """Train from `progress` to the last step, or until asked to stop.
+
+        Raises:
+            NonFinite: a loss or gradient norm is not finite.
+            UserError: the last checkpoint could not be written.
+        """
+        train = self.recipe.train
+        batches = self.feed.train(progress.consumed_samples)
+        saved = progress.step
+        while progress.step < train.train_iters:
+            progress, stopping = self._step(progress, batches)
+            last = progress.step == train.train_iters
+            if last or progress.step % train.eval_interval == 0:
+                self._evaluate(progress)
+            if last or stopping or progress.step % self.recipe.checkpoint.save_interval == 0:
+                self._save(progress)
+                saved = progress.step
+            self._hear(self.saver.poll())
+            if stopping and not last:
+                self._finish(saved)
+                logger.info("stopped after step %d of %d; the state is saved", progress.step, train.train_iters)
+                return Outcome.STOPPED
+        self._finish(saved)
+        return Outcome.FINISHED
+
+    def _step(self, progress: Progress, batches: Iterator[Batch]) -> tuple[Progress, bool]:
+        started = time.perf_counter()
+        result = self.engine.train_step(batches, stop=self.stop.requested)
+        seconds = time.perf_counter() - started
+        progress = Progress(
+            step=progress.step + 1,
+            consumed_samples=progress.consumed_samples + self.recipe.train.global_batch_size,
+            consumed_tokens=progress.consumed_tokens + self.plan.tokens_per_step,
+            skipped_steps=progress.skipped_steps + result.skipped,
+        )
+        self.losses.append(result.loss)
+        require_finite(progress.step, result, self.engine, self.world)
+        self._report(progress, result, seconds)
+        self._require_loss_scale(progress, result)
+        self.after_step()
+        return progress, result.stop or progress.step == self.stop_after
+
+    def _report(self, progress: Progress, result: StepResult, seconds: float) -> None:
+        rate = self.plan.tokens_per_step / seconds
+        self.tracker.step(
+            StepMetrics(
+                step=progress.step,
+                loss=result.loss,
+                grad_norm=math.nan if result.grad_norm is None else result.grad_norm,
+                lr=result.lr,
+                consumed_samples=progress.consumed_samples,
+                consumed_tokens=progress.consumed_tokens,
+                step_seconds=seconds,
+                tokens_per_second=rate,
+                loss_scale=result.loss_scale,
+                skipped=result.skipped,
+                memory_bytes=self.engine.platform.peak_memory(),
+                mfu=self._utilisation(rate, self.plan.flops_per_token_full),
+                mfu_causal=self._utilisation(rate, self.plan.flops_per_token_causal),
+            )
+        )
+        if result.skipped:
+            details = {"loss_scale": result.loss_scale, "skipped_steps": progress.skipped_steps}
+            self.tracker.note(Note(step=progress.step, event="overflow_skipped", details=details))
+
+    def _utilisation(self, tokens_per_second: float, flops_per_token: float) -> float | None:
+        if self.peak_flops is None:
+            return None
+        return tokens_per_second * flops_per_token / (self.peak_flops * self.world.size)
+
+    def _require_loss_scale(self, progress: Progress, result: StepResult) -> None:
+        smallest = self.recipe.train.min_loss_scale
+        if result.skipped and result.loss_scale is not None and result.loss_scale <= smallest:
+            raise UserError(
+                f"fp16 gradients overflow in step {progress.step} even at the smallest loss scale, {smallest:g}",
+                rule="the loss scale may not fall below train.min_loss_scale",
+                fix="train.precision=bf16, or a lower optimizer.lr; the newest checkpoint is from before",
+                code=ExitCode.STOP,
+            )
+
+    def _evaluate(self, progress: Progress) -> None:
+        if self.feed.valid is None:
+            return
+        started = time.perf_counter()
+        loss = self.engine.evaluate(self.feed.valid(), self.recipe.train.eval_iters)
+        self.valid_loss = loss
+        self.tracker.eval(
+            EvalMetrics(
+                step=progress.step,
+                valid_loss=loss,
+                consumed_samples=progress.consumed_samples,
+                consumed_tokens=progress.consumed_tokens,
+                eval_seconds=time.perf_counter() - started,
+                valid_bits_per_byte=self.feed.bits_per_byte(loss),
+            )
+        )
+
+    def _save(self, progress: Progress) -> None:
+        started = time.perf_counter()
+        info = CheckpointInfo(
+            step=progress.step,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens,
+            layout={"world_size": self.world.size, "data_parallel_size": self.world.data_parallel_size},
+            recipe_hash=self.recipe_hash,
+        )
+        self.saver.save(sharded_state(self.engine, progress), info)
+        waited = time.perf_counter() - started
+        self.tracker.note(Note(step=progress.step, event="checkpoint_started", details={"loop_waited_seconds": waited}))
+
+    def _hear(self, reports: list[SaveReport]) -> None:
+        for report in reports:
+            if report.path is None:
+                self.failed_saves[report.step] = report.error or "unknown"
+                note = Note(step=report.step, event="save_failed", details={"error": report.error}, alarm=True)
+            else:
+                details = {"path": str(report.path), "seconds": round(report.seconds, 3)}
+                note = Note(step=report.step, event="checkpoint_saved", details=details)
+            self.tracker.note(note)
+
+    def _finish(self, step: int) -> None:
+        self._hear(self.saver.wait())
+        if step in self.failed_saves:
+            raise UserError(
+                f"the checkpoint of the last step, {step}, could not be written: {self.failed_saves[step]}",
+                rule="a run ends with its state saved",
+                fix="make room, then give the same command with the same run id: it goes on from the newest checkpoint",
+                code=ExitCode.STOP,
+            )

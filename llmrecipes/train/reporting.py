@@ -1,0 +1,70 @@
+"""What a run says at its start, and who hears it while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmrecipes.cluster import Cluster
+from llmrecipes.console import console, number
+from llmrecipes.data.prepared import Prepared
+from llmrecipes.model.gpt import BuiltModel
+from llmrecipes.plan.check import gib
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.environment import capture
+from llmrecipes.tracking.run_tracker import RunTracker
+from llmrecipes.train.loop import NoTracker, Tracker
+from llmrecipes.train.spec import RunSpec
+from llmrecipes.train.state import Progress
+from llmrecipes.train.world import World
+
+
+def describe(
+    recipe: Recipe,
+    plan: Plan,
+    built: BuiltModel,
+    cluster: Cluster,
+    prepared: Prepared,
+    progress: Progress,
+    run_dir: Path,
+) -> None:
+    """Print what is about to run."""
+    device = cluster.gpus[0].name if cluster.gpus else f"CPU, {cluster.cpu_cores:g} cores"
+    train = recipe.train
+    tokens = prepared.manifest.counts("train").tokens
+    rows = {
+        "run": str(run_dir),
+        "model": f"{number(plan.num_parameters.total)} parameters, {built.implementation} layers ({built.reason})",
+        "device": f"{plan.world_size} × {device}, {train.precision}, about {gib(plan.memory.total)} a rank",
+        "batch": f"{train.global_batch_size} × {recipe.model.seq_length} = {number(plan.tokens_per_step)} tokens a step: "
+        f"micro-batch {train.micro_batch_size} × {plan.num_microbatches} × {plan.data_parallel_size} data-parallel",
+        "data": f"{number(tokens)} training tokens, read {plan.total_tokens / max(tokens, 1):.2f} times",
+        "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
+    }
+    for name, text in rows.items():
+        console().print(f"{name:>7}  {text}", markup=False)
+
+
+@contextmanager
+def open_tracker(
+    spec: RunSpec, plan: Plan, built: BuiltModel, world: World, progress: Progress
+) -> Iterator[Tracker]:
+    """The tracker of this rank: a real one on the first, none elsewhere."""
+    if not world.is_first:
+        yield NoTracker()
+        return
+    plan_values = {**plan.as_dict(), "transformer_impl": built.implementation, "transformer_impl_reason": built.reason}
+    with RunTracker.open(
+        spec.recipe,
+        plan=plan_values,
+        environment=capture(Path(__file__).parents[2]),
+        run_dir=spec.run_dir,
+        runs_dir=spec.runs_dir,
+        resumed_step=progress.step,
+        total_steps=spec.recipe.train.train_iters,
+        tags={"layout": f"dp{world.data_parallel_size}"},
+        console=console(),
+    ) as tracker:
+        yield tracker

@@ -1,0 +1,31 @@
+"""What the ranks of a run are told by the process that starts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmrecipes.recipe.schema import Recipe
+
+
+class RunSpec(BaseModel):
+    """One start of a run, written as JSON into its directory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: Recipe
+    run_dir: Path
+    runs_dir: Path
+    data_dir: Path
+    overfit_batch: bool = False
+    """Train on the first global batch alone, to see whether the model can learn it by heart."""
+    anomaly: bool = False
+    """Check every module's output and every backward function for NaN and infinity."""
+    profile_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps to profile, after two of warm-up; 0 for none."""
+    stop_after: Annotated[int, Field(gt=0)] | None = None
+    """Save and stop after this step, as a signal would make it."""
+    sample: bool = True
+    """End with a text sample."""

@@ -1,0 +1,126 @@
+"""One rank of a run, from joining the others to the last checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from llmrecipes.console import setup_logging
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.train.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Entry point of a rank: `python -m llmrecipes.train.worker <spec.json>`."""
+    rank = int(os.environ.get("RANK", "0"))
+    setup_logging(rank=rank)
+    spec = RunSpec.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))
+    sys.exit(guarded(spec))
+
+
+def guarded(spec: RunSpec) -> int:
+    """Run a rank and turn what users can mend into one message; returns the exit code."""
+    from llmrecipes.faults.memory import out_of_memory
+
+    try:
+        return int(run(spec))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return int(error.code)
+    except (MemoryError, RuntimeError) as error:
+        explained = out_of_memory(error, spec.recipe, data_parallel_size=int(os.environ.get("WORLD_SIZE", "1")))
+        if explained is None:
+            raise
+        print(f"error: {explained}", file=sys.stderr, flush=True)
+        return int(explained.code)
+
+
+def run(spec: RunSpec) -> ExitCode:
+    """Train, and return how it ended.
+
+    Raises:
+        UserError: what the user can mend.
+    """
+    # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
+    from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+    from llmrecipes.checkpoint.store import CheckpointStore
+    from llmrecipes.cluster import detect
+    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.faults.signals import catch_signals
+    from llmrecipes.model.gpt import build
+    from llmrecipes.plan.derive import derive
+    from llmrecipes.platform import select
+    from llmrecipes.recipe.load import recipe_hash
+    from llmrecipes.train.closing import close
+    from llmrecipes.train.debug import anomaly_mode, profiled
+    from llmrecipes.train.engine import MegatronEngine
+    from llmrecipes.train.feed import one_batch_forever, open_feed
+    from llmrecipes.train.loop import Loop, Outcome
+    from llmrecipes.train.reporting import describe, open_tracker
+    from llmrecipes.train.resume import resume
+    from llmrecipes.train.world import join
+
+    recipe = spec.recipe
+    platform = select(int(os.environ.get("LOCAL_RANK", "0")))
+    platform.install()
+    cluster = detect()
+    with ExitStack() as stack:
+        world = stack.enter_context(join(platform, recipe.train.seed))
+        plan = derive(recipe, world.size, cluster)
+        prepared = open_prepared(recipe, spec.data_dir)
+        feed = open_feed(recipe, prepared, world, pin_memory=platform.name == "cuda")
+        if spec.overfit_batch:
+            feed = one_batch_forever(feed, plan.num_microbatches)
+        store = CheckpointStore(spec.run_dir / "checkpoints")
+        stop = stack.enter_context(catch_signals(lambda: _newest(store)))
+        built = build(recipe, plan, platform)
+        engine = MegatronEngine(recipe, plan, built, platform)
+        saver = stack.enter_context(
+            AsyncSaver(
+                store,
+                saver_group(),
+                async_save=recipe.checkpoint.async_save,
+                most_recent_k=recipe.checkpoint.most_recent_k,
+                keep_interval=recipe.checkpoint.keep_interval,
+            )
+        )
+        progress = resume(engine, store, world)
+        if world.is_first:
+            describe(recipe, plan, built, cluster, prepared, progress, spec.run_dir)
+        tracker = stack.enter_context(open_tracker(spec, plan, built, world, progress))
+        after_step = stack.enter_context(profiled(spec.profile_steps, spec.run_dir / "logs", world.rank))
+        if spec.anomaly:
+            stack.enter_context(anomaly_mode(built.module))
+        peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
+        loop = Loop(
+            recipe=recipe,
+            plan=plan,
+            engine=engine,
+            world=world,
+            feed=feed,
+            tracker=tracker,
+            saver=saver,
+            stop=stop,
+            recipe_hash=recipe_hash(recipe),
+            peak_flops=None if peak is None else peak * 1e12,
+            after_step=after_step,
+            stop_after=spec.stop_after,
+        )
+        outcome = loop.run(progress)
+        if world.is_first and outcome is Outcome.FINISHED:
+            close(spec, prepared, loop)
+    return outcome.value
+
+
+def _newest(store: object) -> str:
+    entries = store.entries()  # type: ignore[attr-defined]
+    return str(entries[-1].path) if entries else "none"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the commands do: each puts the packages below it in order."""

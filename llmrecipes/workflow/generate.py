@@ -1,0 +1,79 @@
+"""`llmrecipes generate`: text from a run's newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmrecipes.cluster import detect
+from llmrecipes.errors import UserError
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.load import load as load_recipe
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to continue, and how."""
+
+    prompt: str
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 1.0
+    seed: int = 0
+    num_samples: int = 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and its continuation."""
+
+    step: int
+    prompt: str
+    text: str
+    tokens: int
+
+
+def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]:
+    """Continuations of a prompt by the newest valid checkpoint of a run.
+
+    Raises:
+        UserError: no valid checkpoint, no tokenizer, or a prompt that cannot be continued.
+    """
+    from llmrecipes.checkpoint.loader import load
+    from llmrecipes.checkpoint.store import CheckpointStore
+    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.generate import Sampling, generate
+    from llmrecipes.model.gpt import build
+    from llmrecipes.platform import select
+    from llmrecipes.train.state import model_state
+    from llmrecipes.train.world import join
+
+    recipe = load_recipe(str(run_dir / "recipe.yaml")).recipe
+    entry = CheckpointStore(run_dir / "checkpoints").latest_valid()
+    if entry is None:
+        raise UserError(
+            "no valid checkpoint",
+            where=str(run_dir / "checkpoints"),
+            fix=f"train it first: llmrecipes train {recipe.name} --run-id {run_dir.name}",
+        )
+    tokenizer = open_prepared(recipe, data_dir).tokenizer()
+    prompt = tokenizer.encode(request.prompt)
+    platform = select()
+    platform.install()
+    with join(platform, recipe.train.seed):
+        module = build(recipe, derive(recipe, 1, detect()), platform).module
+        module.load_state_dict(load(entry, {"model": model_state(module)})["model"])
+        for number in range(request.num_samples):
+            sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed + number)
+            ids = generate(
+                module,
+                prompt,
+                max_new_tokens=request.max_new_tokens,
+                sampling=sampling,
+                vocab_size=tokenizer.vocab_size,
+                eod=tokenizer.eod,
+            )
+            new = list(ids)
+            yield Sample(entry.step, request.prompt, tokenizer.decode(new), len(new))

@@ -1,0 +1,39 @@
+"""Finding a run by what a user calls it."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from llmrecipes.errors import UserError
+
+
+def find_run(name: str, runs_dir: Path) -> Path:
+    """The directory of a run.
+
+    Args:
+        name: its path, `recipe/run-id`, a run id, or a recipe's name for its newest run.
+        runs_dir: where runs are kept.
+
+    Raises:
+        UserError: there is none, or several.
+    """
+    for path in (Path(name), runs_dir / name):
+        if (path / "recipe.yaml").is_file():
+            return path
+    runs = sorted(runs_dir.glob("*/*/recipe.yaml"))
+    named = [path.parent for path in runs if path.parent.name == name]
+    newest = [path.parent for path in runs if path.parent.parent.name == name]
+    if len(named) == 1:
+        return named[0]
+    if len(named) > 1:
+        raise UserError(f"several runs are called {name}: {', '.join(map(str, named))}", fix="give recipe/run-id")
+    if newest:
+        return max(newest, key=lambda path: (path / "recipe.yaml").stat().st_mtime)
+    near = difflib.get_close_matches(name, [f"{p.parent.parent.name}/{p.parent.name}" for p in runs], n=3, cutoff=0.3)
+    raise UserError(
+        f"no run {name}",
+        where=str(runs_dir),
+        rule="a run is named by its path, recipe/run-id, its run id, or its recipe (the newest run)",
+        fix=f"one of {', '.join(near)}" if near else "llmrecipes runs lists what is there",
+    )

@@ -1,0 +1,130 @@
+"""`llmrecipes smoke`: a small model of the recipe's kind, trained, saved, resumed and compared with no interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmrecipes.cluster import Cluster, detect
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.plan.check import check
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.proxy import proxy
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.train import Places, start
+
+
+@dataclass(frozen=True)
+class SmokeResult:
+    """How a rehearsal ended.
+
+    `first_difference` is the first step whose loss or gradient norm differs between the resumed and the uninterrupted
+    run, or None.
+    """
+
+    recipe: str
+    steps: int
+    resumed_at: int
+    first_loss: float
+    last_loss: float
+    first_difference: int | None
+    run_dir: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the resumed run is the uninterrupted one, bit for bit, and the loss fell."""
+        return self.first_difference is None and self.last_loss < self.first_loss
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {**asdict(self), "ok": self.ok}
+
+    def as_text(self) -> str:
+        """Lines for people."""
+        if self.first_difference is not None:
+            compared = f"DIFFERS from the uninterrupted run at step {self.first_difference}"
+        else:
+            compared = "equals the uninterrupted run bit for bit"
+        return (
+            f"smoke {self.recipe}: {'ok' if self.ok else 'FAILED'}\n"
+            f"  trained  {self.steps} steps, loss {self.first_loss:.4f} -> {self.last_loss:.4f}"
+            f"{'' if self.last_loss < self.first_loss else ' (did not fall)'}\n"
+            f"  saved    step {self.resumed_at}\n"
+            f"  resumed  {compared}\n"
+            f"  kept in  {self.run_dir}"
+        )
+
+
+def smoke(recipe: Recipe, places: Places, ranks: int, say: Callable[[str], None]) -> SmokeResult:
+    """Rehearse a recipe here.
+
+    Args:
+        recipe: the full recipe; its proxy is what runs.
+        places: where runs and data are kept.
+        ranks: processes.
+        say: receives one line for each thing that takes time.
+
+    Raises:
+        UserError: the proxy does not run here either, or a rehearsal ended with an error.
+    """
+    small = proxy(recipe)
+    cluster = detect()
+    check(small, derive(small, ranks, cluster), cluster)
+    from llmrecipes.data.prepare import prepare
+
+    prepare(small, places.data_dir, progress=say)
+    folder = places.runs_dir / small.name
+    half = small.train.train_iters // 2
+    whole = _spec(small, folder / "uninterrupted", places)
+    cut = _spec(small, folder / "resumed", places)
+    starts = (
+        ("uninterrupted", whole, ExitCode.DONE),
+        (f"stopped at step {half}", cut.model_copy(update={"stop_after": half}), ExitCode.REQUEUE),
+        ("resumed", cut, ExitCode.DONE),
+    )
+    for what, spec, expected in starts:
+        say(f"smoke {recipe.name}: {what}")
+        _run(spec, ranks, cluster, expected)
+    one, other = (_metrics(spec.run_dir) for spec in (whole, cut))
+    different = (a["step"] for a, b in zip(one, other, strict=True) if _numbers(a) != _numbers(b))
+    return SmokeResult(
+        recipe=recipe.name,
+        steps=small.train.train_iters,
+        resumed_at=half,
+        first_loss=one[0]["loss"],
+        last_loss=one[-1]["loss"],
+        first_difference=next(different, None),
+        run_dir=str(folder),
+    )
+
+
+def _spec(recipe: Recipe, run_dir: Path, places: Places) -> RunSpec:
+    shutil.rmtree(run_dir, ignore_errors=True)
+    (run_dir / "logs").mkdir(parents=True)
+    return RunSpec(recipe=recipe, run_dir=run_dir, runs_dir=places.runs_dir, data_dir=places.data_dir, sample=False)
+
+
+def _run(spec: RunSpec, ranks: int, cluster: Cluster, expected: ExitCode) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = start(spec, ranks, cluster)
+    if code != expected:
+        raise UserError(
+            f"the rehearsal ended with exit code {code}", where=str(spec.run_dir), fix="read what is printed above"
+        )
+
+
+def _metrics(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
+    return [line for line in lines if "grad_norm" in line]
+
+
+def _numbers(metrics: dict[str, Any]) -> tuple[Any, ...]:
+    return metrics["step"], metrics["loss"], metrics["grad_norm"], metrics["lr"]
