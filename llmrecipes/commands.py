@@ -15,7 +15,8 @@ OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, for example train.train_iters=50.")
 ]
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="Run directory, recipe/run-id, run id, or a recipe's name for its newest run.")
+    str,
+    typer.Argument(metavar="RUN", help="Run directory, recipe/run-id, run id, or a recipe's name for its newest run."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunsOption = Annotated[Path, typer.Option("--runs-dir", envvar="LLMRECIPES_RUNS", help="Where runs are kept.")]
@@ -36,9 +37,15 @@ def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     nproc: RanksOption = None,
-    run_id: Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Name of the run; one that exists goes on.")] = None,
-    overfit_batch: Annotated[bool, typer.Option("--overfit-batch", help="Learn one batch by heart, or say why not.")] = False,
-    anomaly: Annotated[bool, typer.Option("--anomaly", help="Name the first module that gives a NaN or infinity (slow).")] = False,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", metavar="ID", help="Name of the run; one that exists goes on.")
+    ] = None,
+    overfit_batch: Annotated[
+        bool, typer.Option("--overfit-batch", help="Learn one batch by heart, or say why not.")
+    ] = False,
+    anomaly: Annotated[
+        bool, typer.Option("--anomaly", help="Name the first module that gives a NaN or infinity (slow).")
+    ] = False,
     profile_steps: Annotated[int, typer.Option("--profile", metavar="N", min=0, help="Profile N steps.")] = 0,
     sample: Annotated[bool, typer.Option(help="End with a text sample.")] = True,
     runs_dir: RunsOption = RUNS,
@@ -58,8 +65,12 @@ def train(
 def prepare(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Check every file's hash and the splits of what is there.")] = False,
-    workers: Annotated[int | None, typer.Option("--workers", metavar="N", min=1, help="Processes; default: all cores.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check every file's hash and the splits of what is there.")
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", min=1, help="Processes; default: all cores.")
+    ] = None,
     as_json: JsonOption = False,
     data_dir: DataOption = DATA,
 ) -> None:
@@ -78,7 +89,10 @@ def prepare(
     for split in ("train", "valid", "test"):
         counts = prepared.manifest.counts(split)
         print(f"{split:>6}  {counts.documents:>9,} documents  {counts.tokens:>13,} tokens  {counts.bytes:>15,} bytes")
-    print(f"{prepared.path}" + ("" if documents is None else f": all hashes right, {documents:,} documents in one split each"))
+    print(
+        f"{prepared.path}"
+        + ("" if documents is None else f": all hashes right, {documents:,} documents in one split each")
+    )
 
 
 def smoke(
@@ -97,7 +111,10 @@ def smoke(
 
     setup_logging()
     result = rehearse(
-        load(recipe, overrides or []).recipe, Places(runs_dir, data_dir), nproc or 1, (lambda _line: None) if as_json else _say
+        load(recipe, overrides or []).recipe,
+        Places(runs_dir, data_dir),
+        nproc or 1,
+        (lambda _line: None) if as_json else _say,
     )
     print(json.dumps(result.as_dict(), indent=2) if as_json else result.as_text())
     return int(ExitCode.DONE if result.ok else 1)
@@ -133,15 +150,13 @@ def generate(
 def runs(as_json: JsonOption = False, runs_dir: RunsOption = RUNS) -> None:
     """The runs there are, and how far they are."""
     from llmrecipes.tracking.runs import list_runs
-    from llmrecipes.tracking.runs import table
+    from llmrecipes.workflow.runs import table
 
     found = list_runs(runs_dir)
     print(json.dumps([run.as_dict() for run in found], indent=2) if as_json else table(found))
 
 
-def ui(
-    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 5000, runs_dir: RunsOption = RUNS
-) -> None:
+def ui(port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 5000, runs_dir: RunsOption = RUNS) -> None:
     """Open MLflow on the runs, on this machine only."""
     from llmrecipes.tracking.ui import serve
 

@@ -6,6 +6,7 @@ can be too short to save, and it turns every exit code into 1.
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import signal
@@ -18,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from llmrecipes.errors import ExitCode
+
+logger = logging.getLogger(__name__)
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -46,7 +49,7 @@ def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dic
 def run_ranks(module: str, arguments: Sequence[str], *, world_size: int, threads: int, logs: Path) -> int:
     """Run `python -m module arguments…` once a rank and wait for all of them.
 
-    Rank 0 has this process's output; the others write to `<logs>/rank-<n>.log`. The first rank that fails ends the rest.
+    Rank 0 has this process's output; the others write to `<logs>/rank-<n>.log`. The first that fails ends the rest.
 
     Returns:
         0 if every rank ended with 0, else the code of the first rank that did not.
@@ -55,19 +58,17 @@ def run_ranks(module: str, arguments: Sequence[str], *, world_size: int, threads
     processes = []
     for rank in range(world_size):
         environment = {**os.environ, **rank_environment(rank, world_size, port, threads)}
-        log = None if rank == 0 else (logs / f"rank-{rank}.log").open("ab")
+        log = None if rank == 0 else _log(logs, rank).open("ab")
         processes.append(
-            subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-m", module, *arguments], env=environment, stdout=log, stderr=log
-            )
+            subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment, stdout=log, stderr=log)
         )
         if log is not None:
             log.close()
     with _forward_signals(processes):
-        return _wait(processes)
+        return _wait(processes, logs)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
+def _wait(processes: list[subprocess.Popen[bytes]], logs: Path) -> int:
     first_failure = int(ExitCode.DONE)
     with selectors.DefaultSelector() as selector:
         for process in processes:
@@ -80,6 +81,11 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
                 if code == 0 or first_failure:
                     continue
                 first_failure = code if code > 0 else 128 - code
+                rank = processes.index(key.data)
+                if rank:
+                    logger.error(
+                        "rank %d ended with code %d first; its words are in %s", rank, first_failure, _log(logs, rank)
+                    )
                 if first_failure != ExitCode.REQUEUE:
                     # The others wait in a collective for the one that is gone; after a stop they end by themselves.
                     for other in waiting.values():
@@ -102,6 +108,10 @@ def _forward_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _log(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"
 
 
 def _free_port() -> int:

@@ -21,11 +21,17 @@ from llmrecipes.recipe.schema import Recipe
 class RecipeGPTModel(GPTModel):
     """megatron-core's GPT with label smoothing, and a loss that reads the logits once.
 
-    megatron-core's cross entropy is built for logits split over tensor-parallel ranks; on whole rows torch's needs fewer
-    passes over what is the largest tensor of a small model.
+    megatron-core's cross entropy is built for logits split over tensor-parallel ranks; on whole rows torch's needs
+    fewer passes over what is the largest tensor of a small model.
     """
 
     label_smoothing: float = 0.0
+
+    def compile(self) -> None:  # type: ignore[override]
+        """Compile layer by layer: all layers share one compiled graph, so compilation does not grow with depth."""
+        for layer in self.decoder.layers:
+            layer.compile(dynamic=False)
+        self.compute_language_model_loss = torch.compile(self.compute_language_model_loss, dynamic=False)  # type: ignore[method-assign]
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Cross entropy of each token.

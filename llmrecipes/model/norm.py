@@ -15,9 +15,7 @@ class TorchNorm:
     are reduced over the tensor-parallel group as those of the fused norms are.
     """
 
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
-    ) -> torch.nn.Module:
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> torch.nn.Module:
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():

@@ -1,4 +1,4 @@
-"""Which layer implementation a run uses: TransformerEngine's fused modules, or megatron-core's own with our attention."""
+"""Which layer implementation a run uses: TransformerEngine's modules, or megatron-core's own with our attention."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def close(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
         bits = loop.feed.bits_per_byte(loop.valid_loss)
         gzip = heldout.gzip_bits_per_byte(prepared, "valid")
         console().print(
-            f"\nheld-out text: {bits:.3f} bits per byte (loss {loop.valid_loss:.4f}); gzip -9 needs {gzip:.3f}", markup=False
+            f"\nheld-out text: {bits:.3f} bits per byte (loss {loop.valid_loss:.4f}); gzip -9 needs {gzip:.3f}",
+            markup=False,
         )
     if spec.sample:
         _sample(spec, prepared, loop)

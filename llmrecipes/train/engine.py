@@ -60,7 +60,7 @@ class MegatronEngine:
         self.recipe, self.plan, self.platform = recipe, plan, platform
         self.module = built.module
         if recipe.train.torch_compile:
-            _compile(self.module)
+            self.module.compile()
         self.ddp = _data_parallel(recipe, built)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(_optimizer_config(recipe), [self.ddp])
         _allocate_optimizer_state(self.optimizer)
@@ -145,13 +145,6 @@ def _sum_over_tokens(
     return total, tokens.to(torch.int), {"loss": report}
 
 
-def _compile(module: torch.nn.Module) -> None:
-    # Layer by layer: all layers share one compiled graph, so compilation does not grow with depth.
-    for layer in module.decoder.layers:  # type: ignore[union-attr]
-        layer.compile(dynamic=False)
-    module.compute_language_model_loss = torch.compile(module.compute_language_model_loss, dynamic=False)
-
-
 def _data_parallel(recipe: Recipe, built: BuiltModel) -> DistributedDataParallel:
     parallelism = recipe.parallelism
     config = DistributedDataParallelConfig(
@@ -188,8 +181,8 @@ def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
 
 
 def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    # Otherwise the moments appear at the first update: too late to be saved before it (every step can overflow in fp16),
-    # and too late to run out of memory.
+    # Otherwise the moments appear at the first update: too late to be saved before it (every step can overflow in
+    # fp16), and too late to run out of memory.
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         part.init_state_fn(part.optimizer, part.config)
 

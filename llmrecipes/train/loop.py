@@ -1,4 +1,4 @@
-"""The training loop: resume, step, check, log, evaluate, save, stop. It owns the order; the engine owns the arithmetic."""
+"""The training loop: step, check, log, evaluate, save, stop. It owns the order; the engine owns the arithmetic."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ class Loop:
         after_step: called after every step, for profilers.
         stop_after: save and stop after this step, as a signal would make it.
         failed_saves: steps whose checkpoint could not be written, and why.
+        waited: seconds the loop waited for a save that is still being written, by step.
         losses: training loss of every step of this start.
         valid_loss: the last one, in nats per token.
     """
@@ -101,6 +102,7 @@ class Loop:
     after_step: Callable[[], None]
     stop_after: int | None = None
     failed_saves: dict[int, str] = field(default_factory=dict)
+    waited: dict[int, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     valid_loss: float | None = None
 
@@ -212,8 +214,7 @@ class Loop:
             recipe_hash=self.recipe_hash,
         )
         self.saver.save(sharded_state(self.engine, progress), info)
-        waited = time.perf_counter() - started
-        self.tracker.note(Note(step=progress.step, event="checkpoint_started", details={"loop_waited_seconds": waited}))
+        self.waited[progress.step] = time.perf_counter() - started
 
     def _hear(self, reports: list[SaveReport]) -> None:
         for report in reports:
@@ -221,7 +222,12 @@ class Loop:
                 self.failed_saves[report.step] = report.error or "unknown"
                 note = Note(step=report.step, event="save_failed", details={"error": report.error}, alarm=True)
             else:
-                details = {"path": str(report.path), "seconds": round(report.seconds, 3)}
+                waited = self.waited.pop(report.step)
+                details = {
+                    "path": str(report.path),
+                    "seconds": round(report.seconds, 3),
+                    "loop_waited": round(waited, 4),
+                }
                 note = Note(step=report.step, event="checkpoint_saved", details=details)
             self.tracker.note(note)
 

@@ -16,7 +16,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from llmrecipes.train.engine import MegatronEngine
 
-OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+OPTIMIZER_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
 """Optimizer state by parameter, not by buffer: the format that every layout can read."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -111,6 +112,9 @@ def run(spec: RunSpec) -> ExitCode:
             after_step=after_step,
             stop_after=spec.stop_after,
         )
+        # What is here now stays to the end: the collector, which megatron-core calls at each save, need not look again.
+        gc.collect()
+        gc.freeze()
         outcome = loop.run(progress)
         if world.is_first and outcome is Outcome.FINISHED:
             close(spec, prepared, loop)

@@ -33,7 +33,7 @@ class World:
 
 @contextmanager
 def join(platform: Platform, seed: int) -> Iterator[World]:
-    """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`), or be a world of one.
+    """Join the ranks a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`), or be a world of one.
 
     Args:
         platform: already installed.

@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 import difflib
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmrecipes.errors import UserError
+from llmrecipes.tracking.runs import RunSummary
+
+COLUMNS = ("run", "state", "step", "loss", "valid loss", "newest checkpoint", "started")
+
+
+def table(runs: Sequence[RunSummary]) -> str:
+    """Runs as lines for people, oldest first."""
+    if not runs:
+        return "no runs yet: llmrecipes train gpt-tiny"
+    rows = [COLUMNS, *(_row(run) for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _row(run: RunSummary) -> tuple[str, ...]:
+    started = "" if run.started is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
+    return (
+        f"{run.recipe}/{run.run_id}",
+        run.state,
+        f"{run.step or 0}/{run.total or '?'}",
+        "" if run.loss is None else f"{run.loss:.4f}",
+        "" if run.valid_loss is None else f"{run.valid_loss:.4f}",
+        str(run.checkpoints[-1]) if run.checkpoints else "none",
+        started,
+    )
 
 
 def find_run(name: str, runs_dir: Path) -> Path:

@@ -85,10 +85,10 @@ def start(spec: RunSpec, ranks: int, cluster: Cluster) -> int:
     """Run all ranks to their end; returns the exit code."""
     threads = max(1, int(cluster.cpu_cores) // ranks)
     if ranks == 1:
-        from llmrecipes.train.worker import guarded
-
         # The variable only counts before torch is loaded, which data preparation may have done.
         import torch
+
+        from llmrecipes.train.worker import guarded
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
         return guarded(spec)
