@@ -81,15 +81,13 @@ def _wait(processes: list[subprocess.Popen[bytes]], logs: Path) -> int:
                 if code == 0 or first_failure:
                     continue
                 first_failure = code if code > 0 else 128 - code
-                rank = processes.index(key.data)
-                if rank:
-                    logger.error(
-                        "rank %d ended with code %d first; its words are in %s", rank, first_failure, _log(logs, rank)
-                    )
-                if first_failure != ExitCode.REQUEUE:
-                    # The others wait in a collective for the one that is gone; after a stop they end by themselves.
-                    for other in waiting.values():
-                        other.data.kill()
+                if first_failure == ExitCode.REQUEUE:
+                    continue  # all were asked to stop, and end by themselves
+                if rank := processes.index(key.data):
+                    logger.error("rank %d ended first, with code %d: see %s", rank, first_failure, _log(logs, rank))
+                # The others wait in a collective for the one that is gone.
+                for other in waiting.values():
+                    other.data.kill()
     return first_failure
 
 

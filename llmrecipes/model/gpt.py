@@ -27,7 +27,7 @@ class RecipeGPTModel(GPTModel):
 
     label_smoothing: float = 0.0
 
-    def compile(self) -> None:  # type: ignore[override]
+    def compile_layers(self) -> None:
         """Compile layer by layer: all layers share one compiled graph, so compilation does not grow with depth."""
         for layer in self.decoder.layers:
             layer.compile(dynamic=False)

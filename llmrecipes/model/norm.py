@@ -15,9 +15,10 @@ class TorchNorm:
     are reduced over the tensor-parallel group as those of the fused norms are.
     """
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> torch.nn.Module:
+    # A class, because megatron-core hands functions of a specification on instead of calling them.
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> Any:
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return norm

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import resource
 from types import ModuleType
@@ -162,6 +163,8 @@ def _patch_tensor() -> None:
 
 
 def _patch_random_state() -> None:
+    # Device and CPU have one generator here, so the tracker finds at every fork that "the other one" has moved.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     module = "megatron.core.tensor_parallel.random"
     replace(module, "_get_cuda_rng_state", lambda *_a, **_k: torch.get_rng_state())
     replace(module, "_set_cuda_rng_state", lambda state, *_a, **_k: torch.set_rng_state(state))

@@ -37,7 +37,8 @@ class Model(Section):
     seq_length: PosInt
     """Tokens in one training sequence."""
     vocab_size: PosInt
-    """Token ids of the tokenizer: the size a `bpe` tokenizer is trained to, an upper bound for a Hugging Face one. The embedding is padded up to `make_vocab_size_divisible_by`."""
+    """Token ids of the tokenizer: the size a `bpe` tokenizer is trained to, an upper bound for a Hugging Face
+    one. The embedding is padded up to `make_vocab_size_divisible_by`."""
     ffn_hidden_size: PosInt | None = None
     """Width of the MLP; unset: 4 × `hidden_size`."""
     num_query_groups: PosInt | None = None
@@ -77,13 +78,15 @@ class Model(Section):
     hidden_dropout: Probability = 0.0
     """Dropout of the residual branches and the embedding."""
     init_method: Literal["normal", "xavier_uniform", "kaiming_normal"] = "normal"
-    """Initialisation of weight matrices; output projections are always scaled by 1/sqrt(2 × `num_layers`) (GPT-2). Embeddings are normal."""
+    """Initialisation of weight matrices; output projections are always scaled by 1/sqrt(2 × `num_layers`)
+    (GPT-2). Embeddings are normal."""
     init_method_std: PosFloat = 0.02
     """Standard deviation of `normal` and of the embeddings."""
     make_vocab_size_divisible_by: PosInt = 128
     """The embedding has the next multiple of this as rows, which keeps matrix products aligned."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layer implementation: TransformerEngine where it is installed and the GPU supports it (`auto`), or one by name. The one in use is printed and recorded."""
+    """Layer implementation: TransformerEngine where it is installed and the GPU supports it (`auto`), or one by
+    name. The one in use is printed and recorded."""
 
 
 class Parallelism(Section):
@@ -94,7 +97,8 @@ class Parallelism(Section):
     overlap_grad_reduce: bool = False
     """Reduce gradients bucket by bucket while the backward pass still runs."""
     overlap_param_gather: bool = False
-    """Gather updated parameters while the next forward pass already runs; needs `overlap_grad_reduce` and the distributed optimizer."""
+    """Gather updated parameters while the next forward pass already runs; needs `overlap_grad_reduce` and the
+    distributed optimizer."""
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce gradients in fp32 also where the model is bf16 or fp16."""
 
@@ -107,7 +111,8 @@ class Train(Section):
     micro_batch_size: PosInt
     """Sequences in one forward pass on one data-parallel rank."""
     global_batch_size: PosInt
-    """Sequences in one optimizer step; a multiple of `micro_batch_size` × data-parallel size. The quotient is the gradient-accumulation count."""
+    """Sequences in one optimizer step; a multiple of `micro_batch_size` × data-parallel size. The quotient is the
+    gradient-accumulation count."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of weights and activations. bf16 and fp16 keep fp32 master weights; fp16 scales the loss dynamically."""
     seed: NonNegInt = 1234
@@ -121,7 +126,8 @@ class Train(Section):
     label_smoothing: Probability = 0.0
     """Probability mass spread over the vocabulary in the training loss; the validation loss is never smoothed."""
     recompute_granularity: Literal["selective", "full"] | None = None
-    """Recompute core attention (`selective`) or whole layers (`full`) in the backward pass instead of keeping activations (arXiv 2205.05198)."""
+    """Recompute core attention (`selective`) or whole layers (`full`) in the backward pass instead of keeping
+    activations (arXiv 2205.05198)."""
     recompute_method: Literal["uniform", "block"] | None = None
     """For `full`: recompute all layers in chunks (`uniform`) or the first ones only (`block`)."""
     recompute_num_layers: PosInt | None = None
@@ -176,13 +182,15 @@ class Source(Section):
     """One source of documents. Several are blended by weight."""
 
     type: Literal["stdlib", "text", "jsonl", "parquet", "hub"]
-    """`stdlib`: the Python standard library's own source, one file a document, no network. `text`: a file a document. `jsonl`, `parquet`: a row a document. `hub`: a Hugging Face dataset."""
+    """`stdlib`: the Python standard library's own source, one file a document, no network. `text`: a file a
+    document. `jsonl`, `parquet`: a row a document. `hub`: a Hugging Face dataset."""
     path: str | None = None
     """File, folder or glob (`text`, `jsonl`, `parquet`), relative to the working directory; dataset name (`hub`)."""
     name: str | None = None
     """Configuration of a `hub` dataset."""
     split: str | None = None
-    """Split of a `hub` dataset; unset: `train`. Our own train, valid and test splits are made from it by document hash."""
+    """Split of a `hub` dataset; unset: `train`. Our own train, valid and test splits are made from it by document
+    hash."""
     revision: str | None = None
     """Commit of a `hub` dataset."""
     text_key: str = "text"
@@ -195,7 +203,8 @@ class Tokenizer(Section):
     """How text becomes token ids."""
 
     type: Literal["bpe", "huggingface"] = "bpe"
-    """`bpe`: a byte-level BPE of `model.vocab_size` tokens trained on the training split. `huggingface`: an existing one."""
+    """`bpe`: a byte-level BPE of `model.vocab_size` tokens trained on the training split. `huggingface`: an
+    existing one."""
     path: str | None = None
     """Name or folder of a Hugging Face tokenizer."""
     revision: str | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,7 +61,7 @@ class MegatronEngine:
         self.recipe, self.plan, self.platform = recipe, plan, platform
         self.module = built.module
         if recipe.train.torch_compile:
-            self.module.compile()
+            self.module.compile_layers()
         self.ddp = _data_parallel(recipe, built)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(_optimizer_config(recipe), [self.ddp])
         _allocate_optimizer_state(self.optimizer)
@@ -103,6 +104,22 @@ class MegatronEngine:
         losses = [self._run(batches, forward_only=True)[0] for _ in range(global_batches)]
         self.ddp.train()
         return math.fsum(losses) / len(losses)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """A block in which every rank has whole parameters; all ranks have to enter it.
+
+        With `overlap_param_gather` the last update travels during the next forward pass, so without this a save would
+        have the parameters of before, and a forward pass of one rank alone would wait for the others for ever.
+        """
+        if not self.recipe.parallelism.overlap_param_gather:
+            yield
+            return
+        self.ddp.disable_forward_pre_hook()
+        try:
+            yield
+        finally:
+            self.ddp.enable_forward_pre_hook()
 
     @property
     def learning_rate(self) -> float:

@@ -119,11 +119,15 @@ class Loop:
         while progress.step < train.train_iters:
             progress, stopping = self._step(progress, batches)
             last = progress.step == train.train_iters
-            if last or progress.step % train.eval_interval == 0:
-                self._evaluate(progress)
-            if last or stopping or progress.step % self.recipe.checkpoint.save_interval == 0:
-                self._save(progress)
-                saved = progress.step
+            evaluating = last or progress.step % train.eval_interval == 0
+            saving = last or stopping or progress.step % self.recipe.checkpoint.save_interval == 0
+            if evaluating or saving:
+                with self.engine.settled():
+                    if evaluating:
+                        self._evaluate(progress)
+                    if saving:
+                        self._save(progress)
+                        saved = progress.step
             self._hear(self.saver.poll())
             if stopping and not last:
                 self._finish(saved)

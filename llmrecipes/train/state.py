@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from llmrecipes.checkpoint.optimizer_state import sharded_optimizer_state
 from llmrecipes.train.engine import MegatronEngine
 
 OPTIMIZER_FORMAT = {
@@ -42,9 +43,13 @@ def sharded_state(engine: MegatronEngine, progress: Progress, *, loading: bool =
         loading: whether the result is for loading.
     """
     model = model_state(engine.module)
+    if loading:
+        optimizer = engine.optimizer.sharded_state_dict(model, is_loading=True, metadata=_metadata())
+    else:
+        optimizer = sharded_optimizer_state(engine.optimizer, model, _metadata())
     return {
         "model": model,
-        "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_metadata()),
+        "optimizer": optimizer,
         "scheduler": engine.scheduler.state_dict(),
         "random": {name: _byte_tensor(f"random.{name}", state) for name, state in random_states().items()},
         "progress": asdict(progress),

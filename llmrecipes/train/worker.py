@@ -116,8 +116,9 @@ def run(spec: RunSpec) -> ExitCode:
         gc.collect()
         gc.freeze()
         outcome = loop.run(progress)
-        if world.is_first and outcome is Outcome.FINISHED:
-            close(spec, prepared, loop)
+        with engine.settled():
+            if world.is_first and outcome is Outcome.FINISHED:
+                close(spec, prepared, loop)
     return outcome.value
 
 

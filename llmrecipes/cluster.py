@@ -1,0 +1,178 @@
+"""What a machine offers: GPUs, processor, memory, disk; from the operating system and nvidia-smi, without torch."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+# Peak dense bf16 (V100, T4: fp16) tensor-core TFLOP/s from NVIDIA's data sheets, without sparsity. The first entry
+# whose words all stand in nvidia-smi's name counts, so the special comes before the general.
+PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    ("B200", 2250.0),  # DGX B200 data sheet: 36 PFLOP/s dense fp8 by 8, half for bf16
+    ("H200", 989.4),  # H200 data sheet
+    ("H100 NVL", 835.5),  # H100 data sheet
+    ("H100 PCIe", 756.4),
+    ("H100", 989.4),
+    ("A100", 312.0),  # A100 data sheet
+    ("A10G", 70.0),  # AWS G5: an A10 with a lower clock
+    ("A10", 125.0),  # A10 data sheet
+    ("L40S", 362.05),  # L40S data sheet
+    ("RTX 4090", 165.2),  # Ada whitepaper, fp16 with fp32 accumulation
+    ("V100", 125.0),  # V100 data sheet, SXM2
+    ("T4", 65.0),  # T4 data sheet
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: nvidia-smi's name, memory in bytes, and dense peak in TFLOP/s (None: not in the table)."""
+
+    name: str
+    memory_bytes: int
+    memory_free_bytes: int
+    peak_tflops: float | None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machine a run would use.
+
+    `cpu_cores` may be a fraction where a control group limits processor time. `memory_available_bytes` is what new
+    processes can take without swapping; `disk_free_bytes` belongs to the working directory.
+    """
+
+    gpus: tuple[Gpu, ...]
+    cpu_cores: float
+    memory_bytes: int
+    memory_available_bytes: int
+    disk_free_bytes: int
+
+    @property
+    def device(self) -> str:
+        """`cuda` where there is a GPU, else `cpu`."""
+        return "cuda" if self.gpus else "cpu"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def detect(directory: Path | None = None) -> Cluster:
+    """This machine as this process may use it: affinity, control-group limits and CUDA_VISIBLE_DEVICES count."""
+    total, available = _memory()
+    return Cluster(
+        gpus=_gpus(),
+        cpu_cores=_cpu_cores(),
+        memory_bytes=total,
+        memory_available_bytes=available,
+        disk_free_bytes=shutil.disk_usage(directory or Path()).free,
+    )
+
+
+def peak_tflops(name: str) -> float | None:
+    """Dense bf16 peak of a GPU by its nvidia-smi name, in TFLOP/s; None if unknown."""
+    words = set(name.replace("-", " ").split())
+    return next((peak for key, peak in PEAK_TFLOPS if set(key.split()) <= words), None)
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    query = [program, "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()  # a driver that does not answer is a machine without a usable GPU
+    return select_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def select_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
+    """GPUs of nvidia-smi's CSV listing that CUDA_VISIBLE_DEVICES leaves, in its order (None: not set)."""
+    gpus: dict[str, Gpu] = {}
+    uuids: dict[str, str] = {}
+    for row in csv.reader(listing.splitlines(), skipinitialspace=True):
+        if len(row) != 5 or not (row[3].isdecimal() and row[4].isdecimal()):
+            continue
+        index, uuid, name, total, free = row
+        gpus[index] = Gpu(name, int(total) * MIB, int(free) * MIB, peak_tflops(name))
+        uuids[uuid] = index
+    if visible is None:
+        return tuple(gpus.values())
+    chosen: list[Gpu] = []
+    for word in (part.strip() for part in visible.split(",")):
+        match = next((index for uuid, index in uuids.items() if word and uuid.startswith(word)), word)
+        if match not in gpus:
+            break  # CUDA ignores everything from the first invalid entry on
+        chosen.append(gpus[match])
+    return tuple(chosen)
+
+
+def _cpu_cores() -> float:
+    cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in _cgroups("cpu"):
+        quota = _words(group / "cpu.max")  # version 2: "quota period" or "max period"
+        if not quota:
+            quota = [*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")]
+        if len(quota) == 2 and quota[0].isdecimal() and int(quota[1]) > 0:
+            cores = min(cores, int(quota[0]) / int(quota[1]))
+    return cores
+
+
+def _memory() -> tuple[int, int]:
+    """Total and available bytes, the smallest of the machine's and of the control groups' around this process."""
+    fields = {line.partition(":")[0]: line.split() for line in _text(_MEMINFO).splitlines()}
+    if "MemAvailable" in fields:
+        total, available = (int(fields[name][1]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    else:  # not Linux
+        total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for group in _cgroups("memory"):
+        for limit_file, usage_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, usage = _words(group / limit_file), _words(group / usage_file)
+            if limit and usage and limit[0].isdecimal() and int(limit[0]) < 1 << 60:
+                total = min(total, int(limit[0]))
+                available = min(available, max(0, int(limit[0]) - int(usage[0]) + _file_cache(group)))
+    return total, available
+
+
+def _file_cache(group: Path) -> int:
+    """Bytes of cached file pages: counted as used although the kernel gives them back on demand."""
+    stat = dict(line.split(maxsplit=1) for line in _text(group / "memory.stat").splitlines() if " " in line)
+    return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
+    """Folders of this process's control groups, innermost first, for version 2 and for version 1."""
+    for line in _text(_OWN_CGROUPS).splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUP_ROOT / controller if controllers else _CGROUP_ROOT
+        group = root / name.lstrip("/")
+        # Inside a container the path is the host's and may not exist here: the root is then the container's own.
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root) and folder.is_dir())
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _words(path: Path) -> Sequence[str]:
+    return _text(path).split()

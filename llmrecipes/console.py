@@ -1,0 +1,39 @@
+"""The one place where logging and the terminal are set up."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def setup_logging(level: int = logging.INFO, rank: int = 0) -> None:
+    """Send log records to stderr, with the rank where it is not 0; records of libraries below WARNING are left out."""
+    who = f"[rank {rank}] " if rank else ""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {who}%(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("llmrecipes").setLevel(level)
+    # Deprecations and missing accelerators that libraries warn of at every start are nothing a user can act on.
+    warnings.filterwarnings("ignore", module=r"(torch|megatron|transformers|datasets|mlflow)(\.|$)")
+
+
+@cache
+def console() -> Console:
+    """The rich console on stdout; imported on demand because `llmrecipes list` has to answer at once."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def number(value: float) -> str:
+    """A count in short: 124,439,808 is `124.4M`."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:g}"

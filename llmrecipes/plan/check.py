@@ -1,0 +1,62 @@
+"""The gate before a run: refuse what cannot fit, and say what would."""
+
+from __future__ import annotations
+
+from llmrecipes.cluster import Cluster, Gpu
+from llmrecipes.errors import UserError
+from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.memory import GIB, estimate
+from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.schema import Recipe
+
+# What a recommendation is made of where the machine has no GPU of its own.
+_COMMON_GPU = Gpu("H100 80GB", 79 * GIB, 79 * GIB, 989.4)
+_MAX_GPUS = 1024
+
+
+def check(recipe: Recipe, plan: Plan, cluster: Cluster) -> None:
+    """Pass silently if the plan fits.
+
+    Raises:
+        UserError: it does not; says what is needed part by part, what is here, and what to do instead.
+    """
+    if plan.fits:
+        return
+    parts = {name: size for name, size in plan.memory.as_dict().items() if size and name != "total"}
+    needed = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items())
+    here = "here" if plan.world_size == 1 else f"for each of {plan.world_size} ranks here"
+    raise UserError(
+        f"does not fit: a rank needs {gib(plan.memory.total)} ({needed}), "
+        f"and there are {gib(plan.memory_capacity_bytes)} {here} ({_machine(cluster)})",
+        where=f"recipe {recipe.name}",
+        fix=f"make smoke RECIPE={recipe.name} rehearses a small version of it here; {recommend(recipe, cluster)}",
+    )
+
+
+def recommend(recipe: Recipe, cluster: Cluster) -> str:
+    """The smallest number of GPUs (this machine's kind, else 80 GB ones) the recipe fits, in words."""
+    gpu = cluster.gpus[0] if cluster.gpus else _COMMON_GPU
+    parameters = count(recipe.model)
+    smallest = None
+    number = 1
+    while number <= _MAX_GPUS:
+        needed = estimate(recipe, parameters, number, "cuda").total
+        smallest = min(needed, smallest or needed)
+        if (
+            needed <= gpu.memory_bytes
+            and recipe.train.global_batch_size % (recipe.train.micro_batch_size * number) == 0
+        ):
+            return f"it runs on {number} × {gpu.name} ({gib(needed)} each)"
+        number *= 2
+    return f"no number of {gpu.name} is enough: a rank needs at least {gib(smallest or 0)}"
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB with one digit, or MiB below one."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
+
+
+def _machine(cluster: Cluster) -> str:
+    if not cluster.gpus:
+        return f"no GPU, {cluster.cpu_cores:g} CPU cores, {gib(cluster.memory_available_bytes)} of available memory"
+    return f"{len(cluster.gpus)} × {cluster.gpus[0].name}"

@@ -1,0 +1,1 @@
+"""Reading, checking, scaling and documenting recipes."""

@@ -1,0 +1,192 @@
+"""YAML text to plain data with line numbers; nothing here knows what a recipe is.
+
+The dialect is YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema): `3e-4` is a number and `yes` is a
+word, unlike in PyYAML's default. Left out on purpose, because a recipe has to be readable on its own and safe to
+open: tags, anchors and aliases, several documents in one file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, cast
+
+import yaml
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+MAX_INT = 2**63 - 1
+
+_TAG = "tag:yaml.org,2002:"
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: `key` is dotted (may be empty), `line` counts from 1 (0: no line)."""
+
+    key: str
+    what: str
+    rule: str = ""
+    fix: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Document:
+    """Parsed text.
+
+    `lines` maps the dotted key of everything in the text (list items by index) to its line. With problems, `data`
+    holds what could be read.
+    """
+
+    data: Any
+    lines: dict[str, int]
+    problems: tuple[Problem, ...]
+
+
+class _Loader(yaml.CBaseLoader):
+    """libyaml's parser without a single constructor, so that no tag can run code."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever YAML 1.1 or YAML 1.2 would read as something else than a string."""
+
+
+for _name, _pattern, _first in (
+    ("null", _NULL, ["~", "n", "N", ""]),
+    ("bool", _BOOL, list("tTfF")),
+    ("int", _INT, list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(_TAG + _name, _pattern, _first)
+    _Dumper.add_implicit_resolver(_TAG + _name, _pattern, _first)
+
+
+def dotted(path: KeyPath) -> str:
+    """`("data", "sources", 0)` as `data.sources.0`."""
+    return ".".join(str(part) for part in path)
+
+
+def parse(text: str) -> Document:
+    """Read one YAML document.
+
+    All problems that leave the rest readable (duplicate keys, keys that are not words, bad scalars) are collected;
+    after one that does not (broken syntax, an alias, a tag) `data` is None.
+    """
+    refused = _refuse(text)
+    if refused:
+        return Document(None, {}, (refused,))
+    node = _Loader(text).get_single_node()
+    builder = _Builder()
+    data = None if node is None else builder.build(node, ())
+    return Document(data, builder.lines, tuple(builder.problems))
+
+
+def dump(data: Any) -> str:
+    """Plain data as YAML that `parse` (and any YAML 1.1 or 1.2 reader) reads back to the same data."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _refuse(text: str) -> Problem | None:
+    """The first thing that is not taken. Events are read flat, so that depth cannot exhaust the stack."""
+    depth = documents = 0
+    try:
+        for event in yaml.parse(text, Loader=_Loader):
+            line = event.start_mark.line + 1 if event.start_mark else 0
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    return Problem("", "a second document starts here", "a recipe is one YAML document", line=line)
+            if isinstance(event, yaml.NodeEvent) and event.anchor:
+                return Problem(
+                    "", f"anchor or alias {event.anchor!r}", "recipes are plain: no anchors, no aliases",
+                    "write the value out", line,
+                )  # fmt: skip
+            if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.tag:
+                return Problem("", f"tag {event.tag!r}", "recipes are plain: no tags", "remove the tag", line)
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+                if depth > MAX_DEPTH:
+                    return Problem("", "nested too deep", f"at most {MAX_DEPTH} levels", line=line)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        fix = "indent with spaces, not tabs" if "\t" in text and "cannot start any token" in what else ""
+        return Problem("", f"not valid YAML: {what}", fix=fix, line=mark.line + 1 if mark else 0)
+    except yaml.YAMLError as error:
+        return Problem("", f"not valid YAML: {' '.join(str(error).split())}")
+    return None
+
+
+class _Builder:
+    """Turns nodes into dicts, lists and scalars."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, int] = {}
+        self.problems: list[Problem] = []
+
+    def build(self, node: yaml.Node, path: KeyPath) -> Any:
+        if path:
+            self.lines.setdefault(dotted(path), node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
+        return self._scalar(cast(yaml.ScalarNode, node), path)
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        first: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag != _TAG + "str":
+                shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
+                self._problem(path, f"{shown!s} as a key", "keys are words", line=line)
+                continue
+            key = key_node.value
+            if key in first:
+                lines = f"lines {first[key]} and {line}"
+                self._problem((*path, key), f"duplicate key, on {lines}", "a key stands once", "remove one", line)
+                continue
+            first[key] = line
+            self.lines[dotted((*path, key))] = line
+            result[key] = self.build(value_node, (*path, key))
+        return result
+
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
+        kind = node.tag.removeprefix(_TAG)
+        text = node.value
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return text.lower() == "true"
+        if kind == "int":
+            return self._integer(text, path, node.start_mark.line + 1)
+        if kind == "float":
+            # The core schema spells infinity and not-a-number with a leading dot, Python without.
+            return float(re.sub(r"\.(?=[a-zA-Z])", "", text))
+        return text
+
+    def _integer(self, text: str, path: KeyPath, line: int) -> int | None:
+        # Compared by length first: int() itself refuses thousands of digits with an exception.
+        if len(text.lstrip("-+")) <= 24:
+            base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+            number = int(text[2:] if base != 10 else text, base)
+            if abs(number) <= MAX_INT:
+                return number
+        shown = text if len(text) <= 40 else f"{text[:20]}… ({len(text)} digits)"
+        self._problem(path, f"{shown} is too large", f"integers are at most 2^63 - 1 = {MAX_INT}", line=line)
+        return None
+
+    def _problem(self, path: KeyPath, what: str, rule: str, fix: str = "", line: int = 0) -> None:
+        self.problems.append(Problem(dotted(path), what, rule, fix, line))

@@ -1,0 +1,128 @@
+"""Every key of a recipe with its type, range and default in words, read from the schema."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llmrecipes.recipe.schema import Recipe
+
+ITEM = "N"  # stands for the index in a list: data.sources.N.path
+_INDEX = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key or section: dotted name, what it takes in words, default, and the description from the schema."""
+
+    name: str
+    takes: str
+    required: bool
+    default: Any
+    description: str
+    section: bool = False
+
+    @property
+    def default_text(self) -> str:
+        return "required" if self.required else json.dumps(self.default)
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """All keys and sections by dotted name, in the schema's order; list items are written `N`."""
+    schema = Recipe.model_json_schema()
+    return {key.name: key for key in _walk(schema, "", schema["$defs"])}
+
+
+def normal(name: str) -> str:
+    """`data.sources.0.path` as it stands in `keys()`: `data.sources.N.path`."""
+    return _INDEX.sub(ITEM, name)
+
+
+def nearest(name: str) -> str | None:
+    """The valid key a wrong one was probably meant to be, with the wrong one's list indices, or None."""
+    wanted = normal(name)
+    known = keys()
+    leaf = wanted.rpartition(".")[2]
+    same_leaf = [key for key in known if key.rpartition(".")[2] == leaf and key != wanted]
+    found = same_leaf or difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+    if not found:
+        leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
+        found = [leaves[match] for match in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
+    if not found:
+        return None
+    best = max(found, key=lambda key: difflib.SequenceMatcher(None, wanted, key).ratio())
+    for index in _INDEX.findall(name):
+        best = best.replace(f".{ITEM}", f".{index}", 1)
+    return best
+
+
+def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator[Key]:
+    required = schema.get("required", [])
+    for name, raw in schema["properties"].items():
+        dotted = f"{prefix}{name}"
+        node = _resolve(raw, defs)
+        item = _resolve(node.get("items", {}), defs)
+        section = node.get("type") == "object"
+        yield Key(
+            name=dotted,
+            takes=_takes(node, defs),
+            required=name in required,
+            default=raw.get("default"),
+            # A section's own words stand with its class, a key's with the key.
+            description=raw.get("description") or node.get("description", ""),
+            section=section,
+        )
+        if section:
+            yield from _walk(node, f"{dotted}.", defs)
+        elif item.get("type") == "object":
+            yield Key(f"{dotted}.{ITEM}", "a mapping", False, None, item.get("description", ""), section=True)
+            yield from _walk(item, f"{dotted}.{ITEM}.", defs)
+
+
+def _resolve(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
+    reference = node.get("$ref")
+    return defs[reference.rpartition("/")[2]] if reference else node
+
+
+def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
+    """A JSON Schema node in words: `an integer greater than 0`."""
+    if "anyOf" in node:
+        return " or ".join(_takes(_resolve(option, defs), defs) for option in node["anyOf"])
+    if "enum" in node:
+        return "one of " + ", ".join(node["enum"])
+    match node.get("type"):
+        case "integer" | "number" as kind:
+            words = "an integer" if kind == "integer" else "a finite number"
+            return words + _range(node)
+        case "boolean":
+            return "true or false"
+        case "string":
+            return f"a string matching {node['pattern']}" if "pattern" in node else "a string"
+        case "null":
+            return "null"
+        case "array" if "prefixItems" in node:
+            return "a list of " + ", ".join(_takes(_resolve(item, defs), defs) for item in node["prefixItems"])
+        case "array":
+            return (
+                f"a list with at least {node.get('minItems', 0)} item of {_takes(_resolve(node['items'], defs), defs)}"
+            )
+    return "a mapping"
+
+
+_BOUNDS = {
+    "exclusiveMinimum": "greater than",
+    "minimum": "at least",
+    "exclusiveMaximum": "less than",
+    "maximum": "at most",
+}
+
+
+def _range(node: dict[str, Any]) -> str:
+    parts = [f"{words} {node[bound]:g}" for bound, words in _BOUNDS.items() if bound in node]
+    return " " + " and ".join(parts) if parts else ""

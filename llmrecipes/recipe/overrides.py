@@ -1,0 +1,86 @@
+"""`key.path=value` on the command line, read by the same rules as a recipe file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.recipe import document
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.keys import ITEM, keys, nearest, normal
+
+
+@dataclass(frozen=True)
+class Override:
+    """One change: dotted key, plain value, and the text the user wrote."""
+
+    key: str
+    value: Any
+    text: str
+
+
+def parse_override(text: str) -> Override:
+    """Read `key.path=value`; the value is YAML (`3e-4`, `true`, `null`, `[1, 2]`), an empty one is null.
+
+    Raises:
+        UserError: no `=`, an unknown key, or a value that is not YAML.
+    """
+    where = f"override {text!r}"
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UserError("not key.path=value", where=where, rule="an override names a key and its value",
+                        fix="for example train.train_iters=50")  # fmt: skip
+    if ITEM in key.split("."):
+        raise UserError(f"{ITEM} stands for an index", where=f"{where}: {key}", fix=key.replace(f".{ITEM}", ".0"))
+    if normal(key) not in keys():
+        close = nearest(key)
+        raise UserError("unknown key", where=f"{where}: {key}", fix=f"did you mean {close}?" if close else "")
+    parsed = document.parse(value)
+    if parsed.problems:
+        problem = parsed.problems[0]
+        raise UserError(problem.what, where=where, rule=problem.rule, fix=problem.fix)
+    return Override(key, parsed.data, text)
+
+
+def apply(data: dict[str, Any], change: Override) -> Problem | None:
+    """Set one key in plain recipe data, in place.
+
+    A list that the file leaves to its default is written out first, so that its items can be named; the index one
+    past the end appends. Returns the problem if the place does not exist.
+    """
+    node: Any = data
+    parts = change.key.split(".")
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            index = int(part)
+            if index > len(node):
+                return Problem(change.key, f"there is no item {index}", f"the list has {len(node)}",
+                               f"0 to {len(node) - 1}, or {len(node)} for a new one")  # fmt: skip
+            if index == len(node):
+                node.append({})
+            if last:
+                node[index] = change.value
+            else:
+                node = node[index]
+        elif isinstance(node, dict):
+            if last:
+                node[part] = change.value
+            else:
+                if node.get(part) is None:
+                    node[part] = _blank(".".join(parts[: depth + 1]))
+                node = node[part]
+        else:
+            # A scalar stands where the file should have a section: the schema reports that at its own line.
+            return None
+    return None
+
+
+def _blank(name: str) -> Any:
+    """What an absent section or list starts from: its default for a list, nothing for a section."""
+    known = keys()
+    if f"{normal(name)}.{ITEM}" not in known:
+        return {}
+    return [{k: v for k, v in item.items() if v is not None} for item in known[normal(name)].default or []]

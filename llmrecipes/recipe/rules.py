@@ -1,0 +1,265 @@
+"""Rules that tie several keys of one recipe together. What depends on the number of ranks is checked by the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.schema import Recipe
+
+# 256 bytes and the end-of-document token: a smaller byte-level vocabulary cannot spell every text.
+MIN_BPE_VOCAB = 257
+
+
+def check(recipe: Recipe) -> list[Problem]:
+    """Every broken rule, each with the values, the rule in words and the nearest thing that works."""
+    return [problem for rule in _RULES for problem in rule(recipe)]
+
+
+def multiples(value: int, of: int) -> str:
+    """The multiples of `of` around `value`, in words: `96 or 128`."""
+    below, above = value // of * of, -(-value // of) * of
+    return f"{below} or {above}" if below else str(above)
+
+
+def _heads(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    heads = model.num_attention_heads
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield Problem(
+            "model.num_attention_heads",
+            f"{heads} heads do not divide hidden_size {model.hidden_size}",
+            "num_attention_heads divides hidden_size, unless kv_channels is set",
+            f"{_divisors(model.hidden_size, heads)} heads, or hidden_size {multiples(model.hidden_size, heads)}",
+        )
+    groups = model.num_query_groups
+    if groups is not None and heads % groups:
+        yield Problem(
+            "model.num_query_groups",
+            f"{groups} query groups do not divide {heads} heads",
+            "num_query_groups divides num_attention_heads",
+            f"num_query_groups {_divisors(heads, groups)}",
+        )
+
+
+def _positions(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    if model.max_position_embeddings is not None and model.seq_length > model.max_position_embeddings:
+        yield Problem(
+            "model.seq_length",
+            f"{model.seq_length} is longer than max_position_embeddings {model.max_position_embeddings}",
+            "seq_length is at most max_position_embeddings",
+            f"seq_length {model.max_position_embeddings}, or leave max_position_embeddings out",
+        )
+    rope = model.position_embedding_type == "rope"
+    if model.rope_scaling and not rope:
+        yield Problem(
+            "model.rope_scaling",
+            f"true with position_embedding_type {model.position_embedding_type}",
+            "rope_scaling needs position_embedding_type rope",
+            "position_embedding_type rope, or rope_scaling false",
+        )
+    channels = model.kv_channels or model.hidden_size // model.num_attention_heads
+    rotated = int(channels * model.rotary_percent)
+    if rope and channels and (rotated < 2 or rotated % 2):
+        yield Problem(
+            "model.rotary_percent",
+            f"{model.rotary_percent:g} of {channels} channels a head rotates {rotated}",
+            "the rotary embedding turns pairs: the rotated channels of a head are an even number, at least 2",
+            "an even kv_channels with rotary_percent 1",
+        )
+
+
+def _learning_rate(recipe: Recipe) -> Iterator[Problem]:
+    optimizer = recipe.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield Problem(
+            "optimizer.min_lr",
+            f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}",
+            "min_lr is at most lr",
+            f"min_lr {optimizer.lr / 10:g}",
+        )
+
+
+def _schedule(recipe: Recipe) -> Iterator[Problem]:
+    schedule = recipe.scheduler
+    decay = schedule.lr_decay_iters or recipe.train.train_iters
+    decay_name = "lr_decay_iters" if schedule.lr_decay_iters else "train.train_iters"
+    warmup = schedule.lr_warmup_iters
+    if warmup >= decay:
+        yield Problem(
+            "scheduler.lr_warmup_iters",
+            f"{warmup} is not less than {decay_name} {decay}",
+            "the warm-up ends before the decay does",
+            f"lr_warmup_iters {decay // 10}",
+        )
+    wsd = schedule.lr_wsd_decay_iters
+    if schedule.lr_decay_style != "WSD":
+        if wsd is not None:
+            yield Problem(
+                "scheduler.lr_wsd_decay_iters",
+                f"set with lr_decay_style {schedule.lr_decay_style}",
+                "lr_wsd_decay_iters belongs to WSD alone",
+                "leave it out, or lr_decay_style WSD",
+            )
+    elif wsd is None:
+        yield Problem(
+            "scheduler.lr_decay_style",
+            "WSD without lr_wsd_decay_iters",
+            "WSD needs the length of its final decay",
+            f"lr_wsd_decay_iters {max(1, (decay - warmup) // 5)}",
+        )
+    elif wsd > decay - warmup > 0:
+        yield Problem(
+            "scheduler.lr_wsd_decay_iters",
+            f"{wsd} is more than {decay_name} {decay} less lr_warmup_iters {warmup}",
+            "WSD's final decay begins after the warm-up",
+            f"at most {decay - warmup}",
+        )
+
+
+def _batch(recipe: Recipe) -> Iterator[Problem]:
+    micro, whole = recipe.train.micro_batch_size, recipe.train.global_batch_size
+    if whole % micro:
+        yield Problem(
+            "train.global_batch_size",
+            f"{whole} is not a multiple of micro_batch_size {micro}",
+            "global_batch_size is a multiple of micro_batch_size × data-parallel size",
+            f"global_batch_size {multiples(whole, micro)}",
+        )
+
+
+def _recompute(recipe: Recipe) -> Iterator[Problem]:
+    train = recipe.train
+    parts = {"recompute_method": train.recompute_method, "recompute_num_layers": train.recompute_num_layers}
+    if train.recompute_granularity == "full":
+        for name, value in parts.items():
+            if value is None:
+                yield Problem(
+                    "train.recompute_granularity",
+                    f"full without {name}",
+                    "full recomputation needs recompute_method and recompute_num_layers",
+                    "recompute_method uniform" if name == "recompute_method" else "recompute_num_layers 1",
+                )
+        layers = train.recompute_num_layers
+        if layers is not None and layers > recipe.model.num_layers:
+            yield Problem(
+                "train.recompute_num_layers",
+                f"{layers} of {recipe.model.num_layers} layers",
+                "recompute_num_layers is at most model.num_layers",
+                f"recompute_num_layers {recipe.model.num_layers}",
+            )
+        return
+    for name, value in parts.items():
+        if value is not None:
+            yield Problem(
+                f"train.{name}",
+                f"set with recompute_granularity {train.recompute_granularity or 'null'}",
+                f"{name} belongs to full recomputation alone",
+                f"leave {name} out, or recompute_granularity full",
+            )
+
+
+def _loss_scale(recipe: Recipe) -> Iterator[Problem]:
+    train = recipe.train
+    if train.min_loss_scale > train.initial_loss_scale:
+        yield Problem(
+            "train.min_loss_scale",
+            f"{train.min_loss_scale:g} is above initial_loss_scale {train.initial_loss_scale:g}",
+            "min_loss_scale is at most initial_loss_scale",
+            f"min_loss_scale {train.initial_loss_scale:g}",
+        )
+
+
+def _overlap(recipe: Recipe) -> Iterator[Problem]:
+    parallel = recipe.parallelism
+    if not parallel.overlap_param_gather:
+        return
+    for name in ("overlap_grad_reduce", "use_distributed_optimizer"):
+        if not getattr(parallel, name):
+            yield Problem(
+                "parallelism.overlap_param_gather",
+                f"true with {name} false",
+                "overlap_param_gather needs overlap_grad_reduce and use_distributed_optimizer",
+                f"parallelism.{name} true",
+            )
+
+
+def _sources(recipe: Recipe) -> Iterator[Problem]:
+    for index, source in enumerate(recipe.data.sources):
+        key = f"data.sources.{index}"
+        if source.type == "stdlib" and source.path is not None:
+            yield Problem(
+                f"{key}.path",
+                f"{source.path!r} with type stdlib",
+                "stdlib has no path: it is the running Python's own library",
+                "type text for a folder of files, or leave path out",
+            )
+        if source.type != "stdlib" and not source.path:
+            wanted = "the dataset's name" if source.type == "hub" else "a file, folder or glob"
+            yield Problem(
+                f"{key}.type",
+                f"{source.type} without path",
+                f"a {source.type} source needs path: {wanted}",
+                f"{key}.path",
+            )
+        for name in ("name", "split", "revision"):
+            if source.type != "hub" and getattr(source, name) is not None:
+                yield Problem(
+                    f"{key}.{name}",
+                    f"set with type {source.type}",
+                    f"{name} belongs to hub sources alone",
+                    f"leave {name} out, or type hub",
+                )
+
+
+def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
+    tokenizer = recipe.data.tokenizer
+    if tokenizer.type == "huggingface" and not tokenizer.path:
+        yield Problem(
+            "data.tokenizer.type",
+            "huggingface without path",
+            "a huggingface tokenizer needs path: its name or folder",
+            "data.tokenizer.path, for example gpt2",
+        )
+    if tokenizer.type == "bpe":
+        for name in ("path", "revision"):
+            if getattr(tokenizer, name) is not None:
+                yield Problem(
+                    f"data.tokenizer.{name}",
+                    "set with type bpe",
+                    f"a bpe tokenizer is trained here and has no {name}",
+                    f"leave {name} out, or type huggingface",
+                )
+        if recipe.model.vocab_size < MIN_BPE_VOCAB:
+            yield Problem(
+                "model.vocab_size",
+                f"{recipe.model.vocab_size} for a bpe tokenizer",
+                f"a byte-level BPE has at least {MIN_BPE_VOCAB} tokens: 256 bytes and the end of a document",
+                f"model.vocab_size {MIN_BPE_VOCAB}",
+            )
+
+
+def _retention(recipe: Recipe) -> Iterator[Problem]:
+    keep, save = recipe.checkpoint.keep_interval, recipe.checkpoint.save_interval
+    if keep is not None and keep % save:
+        yield Problem(
+            "checkpoint.keep_interval",
+            f"{keep} is not a multiple of save_interval {save}",
+            "only steps that are saved can be kept: keep_interval is a multiple of save_interval",
+            f"keep_interval {multiples(keep, save)}",
+        )
+
+
+def _divisors(number: int, near: int) -> str:
+    """The divisors of `number` around `near`, in words."""
+    reach = 10_000  # a bound, so that absurd numbers are answered at once too
+    below = next((d for d in range(min(near, number), max(0, near - reach), -1) if number % d == 0), 1)
+    above = next((d for d in range(near, min(number, near + reach) + 1) if number % d == 0), below)
+    return " or ".join(str(d) for d in dict.fromkeys((below, above)))
+
+
+_RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
+    _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
+    _loss_scale, _overlap, _sources, _tokenizer, _retention,
+)  # fmt: skip

@@ -1,0 +1,103 @@
+"""The plan's counts against the model that megatron-core really builds, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BASE = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 500}
+LLAMA = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "activation_func": "silu",
+    "gated_linear_unit": True, "add_bias_linear": False, "num_query_groups": 2, "ffn_hidden_size": 352,
+    "share_embeddings_and_output_weights": False,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "deep": {"num_layers": 5},
+    "bf16": {"precision": "bf16"},
+    "dropout": {"hidden_dropout": 0.1},
+    "attention dropout": {"attention_dropout": 0.1},
+    "norms of queries and keys": {"qk_layernorm": True},
+    "wide heads": {"kv_channels": 48, "add_bias_linear": False, "add_qkv_bias": True, "num_query_groups": 1},
+    "unpadded": {"make_vocab_size_divisible_by": 1, "max_position_embeddings": 200},
+    "llama": LLAMA,
+    "llama bf16": {**LLAMA, "precision": "bf16"},
+    "selective": {"recompute_granularity": "selective"},
+}
+
+
+def measure() -> None:
+    """Print parameters and bytes that autograd keeps, planned and real, for each of MODELS."""
+    import torch
+
+    from llmrecipes.cluster import Cluster
+    from llmrecipes.model.gpt import build
+    from llmrecipes.plan.derive import derive
+    from llmrecipes.platform import select
+    from llmrecipes.recipe.schema import Recipe
+    from llmrecipes.train.world import join
+
+    platform = select()
+    platform.install()
+    cpu = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 40, memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)
+    found = {}
+    with join(platform, 1):
+        for name, changes in MODELS.items():
+            of_model = {
+                key: value for key, value in changes.items() if key not in ("precision", "recompute_granularity")
+            }
+            of_train = {key: value for key, value in changes.items() if key not in of_model}
+            train = {"train_iters": 1, "micro_batch_size": 2, "global_batch_size": 2, "precision": "fp32", **of_train}
+            sections = {"model": {**BASE, **of_model}, "train": train, "optimizer": {"lr": 1e-3}}
+            recipe = Recipe.model_validate({"name": "t", **sections})
+            plan = derive(recipe, 1, cpu)
+            module = build(recipe, plan, platform).module.train()
+            own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+            kept: dict[int, torch.UntypedStorage] = {}
+
+            def keep(tensor: torch.Tensor, kept: dict[int, torch.UntypedStorage] = kept) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                kept[storage.data_ptr()] = storage
+                return tensor
+
+            ids = torch.zeros(2, recipe.model.seq_length, dtype=torch.int64)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                module(ids, ids, None, labels=ids)
+            log_softmax = 4 * ids.numel() * plan.padded_vocab_size
+            found[name] = {
+                "parameters": sum(parameter.numel() for parameter in module.parameters()),
+                "planned_parameters": plan.num_parameters.total,
+                "kept": sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in own) - log_softmax,
+                "planned_kept": plan.memory.activations,
+            }
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, int]]:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_exact(name: str, measured: dict[str, dict[str, int]]) -> None:
+    assert measured[name]["planned_parameters"] == measured[name]["parameters"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_those_that_autograd_keeps(name: str, measured: dict[str, dict[str, int]]) -> None:
+    assert measured[name]["planned_kept"] == pytest.approx(measured[name]["kept"], rel=0.03)
+
+
+if __name__ == "__main__":
+    measure()

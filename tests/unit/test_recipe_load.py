@@ -1,0 +1,278 @@
+"""Recipe files and overrides: what is taken, and what each mistake is answered with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.load import Loaded, load, names, recipe_hash, recipes_dir, to_yaml
+from llmrecipes.recipe.proxy import proxy
+
+Write = Callable[..., Loaded]
+
+GOOD = """\
+name: small
+model:
+  num_layers: 2
+  hidden_size: 64
+  num_attention_heads: 4
+  seq_length: 64
+  vocab_size: 512
+train:
+  train_iters: 10
+  micro_batch_size: 2
+  global_batch_size: 8
+optimizer:
+  lr: 3e-4
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write small.yaml (GOOD with replacements, or the given bytes) and load it with overrides."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*changes: tuple[str, str], raw: bytes | None = None, overrides: tuple[str, ...] = ()) -> Loaded:
+        text = GOOD
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        Path("small.yaml").write_bytes(text.encode() if raw is None else raw)
+        return load("small.yaml", overrides)
+
+    return run
+
+
+def message(write: Write, *changes: tuple[str, str], raw: bytes | None = None, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(UserError) as caught:
+        write(*changes, raw=raw, overrides=overrides)
+    assert caught.value.code == 2
+    return str(caught.value)
+
+
+def test_numbers_are_read_as_yaml_1_2(write: Write) -> None:
+    loaded = write(("lr: 3e-4", "lr: 3e-4\n  weight_decay: 1\n  adam_eps: 1.e-8"))
+    assert (loaded.recipe.optimizer.lr, loaded.recipe.optimizer.weight_decay) == (3e-4, 1.0)
+    assert loaded.recipe.optimizer.adam_eps == 1e-8
+    assert loaded.where("optimizer.lr") == "small.yaml:13"
+
+
+def test_words_that_yaml_1_1_reads_as_booleans_stay_words(write: Write) -> None:
+    loaded = write(("name: small", "name: small\ndescription: on"))
+    assert loaded.recipe.description == "on"
+    text = message(write, ("num_layers: 2", "num_layers: 2\n  qk_layernorm: yes"))
+    assert "small.yaml:4: model.qk_layernorm: 'yes' (a string) does not fit" in text
+    assert "rule: model.qk_layernorm is true or false" in text
+    assert "fix:  true" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "fix"),
+    [
+        ("num_layers:", "num_layrs:", "small.yaml:3: model.num_layrs", "model.num_layers"),
+        ("train_iters:", "lr: 1\n  train_iters:", "small.yaml:9: train.lr", "optimizer.lr"),
+        ("name: small", "name: small\nmodle: 1", "small.yaml:2: modle", "model"),
+        ("lr: 3e-4", "lr: 3e-4\ndata:\n  sources:\n    - typ: stdlib", "small.yaml:16: data.sources.0.typ",
+         "data.sources.0.type"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_names_its_line_and_the_nearest_key(
+    write: Write, old: str, new: str, where: str, fix: str
+) -> None:
+    text = message(write, (old, new))
+    assert f"{where}: unknown key\n  fix:  did you mean {fix}?" in text
+
+
+def test_a_misspelt_required_key_is_reported_once(write: Write) -> None:
+    assert "missing" not in message(write, ("num_layers:", "num_layrs:"))
+
+
+def test_a_dotted_key_in_a_file_is_to_be_nested(write: Write) -> None:
+    text = message(write, ("name: small", "name: small\nscheduler.lr_warmup_iters: 3"))
+    assert "small.yaml:2" in text
+    assert "nest it: lr_warmup_iters under scheduler" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ('"2"', "'2' (a string)"), ("true", "true (a truth value)"), ("2.0", "2.0 (a number)"),
+        ("-1", "-1 (an integer)"),
+        ("0", "0 (an integer)"), (".nan", "nan (a number)"), ("1_000", "'1_000' (a string)"), ("", "nothing (null)"),
+        ("[2]", "[2] (a list)"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_shown_with_the_rule(write: Write, value: str, shown: str) -> None:
+    text = message(write, ("num_layers: 2", f"num_layers: {value}"))
+    assert f"small.yaml:3: model.num_layers: {shown} does not fit" in text
+    assert "rule: model.num_layers is an integer greater than 0" in text
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1e999", "-1", "0", "yes", "'3e-4'"])
+def test_a_learning_rate_is_a_finite_positive_number(write: Write, value: str) -> None:
+    text = message(write, ("lr: 3e-4", f"lr: {value}"))
+    assert "small.yaml:13: optimizer.lr: " in text
+    assert "rule: optimizer.lr is a finite number greater than 0" in text
+
+
+@pytest.mark.parametrize("digits", ["9223372036854775808", "1" + "0" * 5000, "0x" + "f" * 40])
+def test_a_huge_integer_is_refused_and_not_computed_with(write: Write, digits: str) -> None:
+    assert "small.yaml:3: model.num_layers: " in (text := message(write, ("num_layers: 2", f"num_layers: {digits}")))
+    assert "is too large" in text
+    assert len(text) < 300
+
+
+def test_all_problems_come_at_once_in_the_order_of_the_file(write: Write) -> None:
+    text = message(
+        write,
+        ("num_layers: 2", "num_layrs: 2"),
+        ("train_iters: 10", "train_iters: -10\n  precision: fp8"),
+        ("lr: 3e-4", "lr: .nan\n  lr: 3"),
+    )
+    assert text.splitlines()[0] == "small.yaml: 4 problems"
+    places = [text.index(f"small.yaml:{line}: ") for line in (3, 9, 10, 15)]
+    assert places == sorted(places)
+    assert "one of fp32, bf16, fp16" in text
+
+
+def test_a_duplicate_key_names_both_lines(write: Write) -> None:
+    text = message(write, ("  hidden_size: 64", "  hidden_size: 64\n  num_layers: 4"))
+    assert "small.yaml:5: model.num_layers: duplicate key, on lines 3 and 5" in text
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"", "small.yaml: the file is empty"),
+        (b"# only a comment\n", "small.yaml: the file is empty"),
+        (b"- a\n- b\n", "small.yaml:1: a list at the top"),
+        (b"just words", "small.yaml:1: a single value at the top"),
+        (b"name: a\nmodel:\n\tnum_layers: 2\n", "small.yaml:3: not valid YAML"),
+        (b"name: a\nname2: \xff\xfe\n", "small.yaml:2: byte 0xff is not UTF-8"),
+        (b"name: a\x00b", "small.yaml: not valid YAML"),
+        (b"name: !!python/object/apply:os.system ['touch hacked']\n", "small.yaml:1: tag 'tag:yaml.org,2002:python"),
+        (b"name: !!binary aGk=\n", "small.yaml:1: tag"),
+        (b"name: &a x\nmodel: *a\n", "small.yaml:1: anchor or alias 'a'"),
+        (b"a: &a [x,x]\nb: &b [*a,*a]\nc: &c [*b,*b]\n", "anchor or alias"),
+        (b"a: &a [*a]\n", "anchor or alias"),
+        (b"a: 1\n---\nb: 2\n", "small.yaml:2: a second document"),
+        (b"[" * 100_000, "nested too deep"),
+        (b"a: " * 2, "not valid YAML"),
+        (b"1: x\n", "small.yaml:1: 1 as a key"),
+        (b"? [a]\n: x\n", "small.yaml:1: a list or mapping as a key"),
+        (b"a: " + b"x" * (1 << 20), "larger than 1 MiB"),
+        (b"{", "not valid YAML"),
+    ],
+)
+def test_hostile_files_get_one_message(write: Write, raw: bytes, expected: str) -> None:
+    assert expected in message(write, raw=raw)
+    assert not Path("hacked").exists()
+
+
+def test_tabs_are_named(write: Write) -> None:
+    assert "indent with spaces, not tabs" in message(write, raw=b"name: a\nmodel:\n\tnum_layers: 2\n")
+
+
+def test_a_byte_order_mark_is_no_problem(write: Write) -> None:
+    assert write(raw=b"\xef\xbb\xbf" + GOOD.encode()).recipe.name == "small"
+
+
+def test_overrides_win_and_are_read_as_yaml(write: Write) -> None:
+    loaded = write(
+        overrides=(
+            "optimizer.lr=1e-3", "train.train_iters=5", "train.train_iters=7", "model.ffn_hidden_size=",
+            "data.sources.0.type=text", "data.sources.0.path=a b.txt", "data.sources.1={type: hub, path: x}",
+            "data.split=[90, 5, 5]", "checkpoint.async_save=false", "tracking.experiment=a=b",
+        )
+    )  # fmt: skip
+    recipe = loaded.recipe
+    assert (recipe.optimizer.lr, recipe.train.train_iters, recipe.model.ffn_hidden_size) == (1e-3, 7, None)
+    assert [(source.type, source.path) for source in recipe.data.sources] == [("text", "a b.txt"), ("hub", "x")]
+    assert recipe.data.split == (90.0, 5.0, 5.0)
+    assert recipe.checkpoint.async_save is False
+    assert recipe.tracking.experiment == "a=b"
+    assert loaded.where("train.train_iters") == "override 'train.train_iters=7'"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.train_itres=5", "override 'train.train_itres=5': train.train_itres: unknown key\n  fix:  did you mean "
+         "train.train_iters?"),
+        ("train_iters=5", "did you mean train.train_iters?"),
+        ("train.train_iters", "not key.path=value"),
+        ("=5", "not key.path=value"),
+        ("train.train_iters=five", "override 'train.train_iters=five': train.train_iters: 'five' (a string)"),
+        ("train.train_iters='5'", "'5' (a string) does not fit"),
+        ("train.train_iters=[", "override 'train.train_iters=[': not valid YAML"),
+        ("train.train_iters=!!python/name:os.system", "tag"),
+        ("data.sources.5.type=text", "there is no item 5"),
+        ("data.sources.first.type=text", "unknown key"),
+        ("data.sources.N.type=text", "fix:  data.sources.0.type"),
+        ("data.sources." + "9" * 5000 + ".type=text", "unknown key"),
+        ("model.num_layers.x=5", "unknown key"),
+        ("optimizer.min_lr=1", "override 'optimizer.min_lr=1': optimizer.min_lr: 1 is above lr 0.0003"),
+    ],
+)  # fmt: skip
+def test_a_wrong_override_is_named(write: Write, override: str, expected: str) -> None:
+    assert expected in message(write, overrides=(override,))
+
+
+def test_wrong_overrides_are_reported_with_the_problems_of_the_file(write: Write) -> None:
+    text = message(write, ("num_layers: 2", "num_layers: 0"), overrides=("train.x=1", "y"))
+    assert text.startswith("small.yaml: 3 problems\nsmall.yaml:3: ")
+    assert "\noverride 'train.x=1': train.x: unknown key" in text
+    assert "\noverride 'y': not key.path=value" in text
+
+
+def test_an_override_through_a_scalar_leaves_the_files_own_error(write: Write) -> None:
+    text = message(write, ("lr: 3e-4", "lr: 3e-4\nscheduler: none"), overrides=("scheduler.lr_warmup_iters=2",))
+    assert "small.yaml:14: scheduler: 'none' (a string) does not fit" in text
+
+
+def test_a_copied_file_must_be_renamed_inside_too(write: Write) -> None:
+    text = message(write, ("name: small", "name: gpt-tiny"))
+    assert "small.yaml:1: name: 'gpt-tiny' in a file named small.yaml" in text
+    assert "fix:  name: small" in text
+
+
+def test_a_resolved_recipe_reads_back_to_the_same_hash(write: Write, tmp_path: Path) -> None:
+    loaded = write(overrides=("tracking.experiment='3e-4'", "data.sources.0.text_key=yes", "name=small"))
+    resolved = tmp_path / "recipe.yaml"
+    resolved.write_text(to_yaml(loaded.recipe), "utf-8")
+    again = load(str(resolved))
+    assert again.recipe == loaded.recipe
+    assert again.hash == loaded.hash == recipe_hash(loaded.recipe)
+
+
+def test_the_hash_is_of_the_meaning(write: Write) -> None:
+    plain = write().hash
+    assert write(("lr: 3e-4", "lr: 0.0003  # the same")).hash == plain
+    assert write(("lr: 3e-4", "lr: 3.1e-4")).hash != plain
+
+
+def test_names_resolve_and_wrong_ones_name_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "gpt-tiny" in names()
+    with pytest.raises(UserError, match="no recipe named 'gpt-tny'") as caught:
+        load("gpt-tny")
+    assert "gpt-tiny" in caught.value.fix
+    with pytest.raises(UserError, match="no such file"):
+        load("nowhere/x.yaml")
+    monkeypatch.setenv("LLMRECIPES_RECIPES", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text(GOOD.replace("small", "mine"))
+    assert recipes_dir() == tmp_path
+    assert load("mine").recipe.name == "mine"
+    with pytest.raises(UserError, match="is a directory"):
+        load(f"{tmp_path}/")
+
+
+@pytest.mark.parametrize("name", names())
+def test_shipped_recipes_and_their_rehearsals_are_valid(name: str, tmp_path: Path) -> None:
+    recipe = load(name).recipe
+    assert recipe.description
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(proxy(recipe)), "utf-8")
+    assert load(str(path)).recipe == proxy(recipe)

@@ -1,0 +1,180 @@
+"""Rules over several keys, the proxy, and the generated pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmrecipes.recipe.keys import keys, nearest
+from llmrecipes.recipe.load import load, names
+from llmrecipes.recipe.proxy import proxy
+from llmrecipes.recipe.reference import generated, json_schema, reference
+from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.schema import Recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(**sections: dict[str, Any]) -> Recipe:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512},
+        "train": {"train_iters": 10, "micro_batch_size": 2, "global_batch_size": 8},
+        "optimizer": {"lr": 1e-3},
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return Recipe.model_validate({"name": "t", **base})
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "what", "fix"),
+    [
+        ({"model": {"num_attention_heads": 3}}, "model.num_attention_heads", "3 heads do not divide", "2 or 4 heads"),
+        ({"model": {"num_query_groups": 3}}, "model.num_query_groups", "3 query groups", "2 or 4"),
+        ({"model": {"max_position_embeddings": 32}}, "model.seq_length", "longer", "seq_length 32"),
+        ({"model": {"rope_scaling": True}}, "model.rope_scaling", "learned_absolute", "rope"),
+        ({"model": {"position_embedding_type": "rope", "kv_channels": 5}}, "model.rotary_percent", "rotates 5", "even"),
+        ({"model": {"vocab_size": 100}}, "model.vocab_size", "100", "257"),
+        ({"optimizer": {"min_lr": 1}}, "optimizer.min_lr", "above lr", "0.0001"),
+        ({"scheduler": {"lr_warmup_iters": 10}}, "scheduler.lr_warmup_iters", "train.train_iters 10", "1"),
+        ({"scheduler": {"lr_warmup_iters": 5, "lr_decay_iters": 4}}, "scheduler.lr_warmup_iters", "decay_iters", "0"),
+        ({"scheduler": {"lr_decay_style": "WSD"}}, "scheduler.lr_decay_style", "WSD without", "iters 2"),
+        ({"scheduler": {"lr_wsd_decay_iters": 3}}, "scheduler.lr_wsd_decay_iters", "cosine", "WSD"),
+        (
+            {"scheduler": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_warmup_iters": 2}},
+            "scheduler.lr_wsd_decay_iters", "9 is more than", "at most 8",
+        ),
+        ({"train": {"micro_batch_size": 3}}, "train.global_batch_size", "8 is not a multiple", "6 or 9"),
+        (
+            {"train": {"recompute_granularity": "full", "recompute_num_layers": 1}},
+            "train.recompute_granularity", "full without recompute_method", "uniform",
+        ),
+        (
+            {"train": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}},
+            "train.recompute_num_layers", "3 of 2", "2",
+        ),
+        ({"train": {"recompute_method": "block"}}, "train.recompute_method", "null", "full"),
+        ({"train": {"initial_loss_scale": 0.5}}, "train.min_loss_scale", "above", "0.5"),
+        (
+            {"parallelism": {"overlap_param_gather": True}},
+            "parallelism.overlap_param_gather", "overlap_grad_reduce false", "overlap_grad_reduce true",
+        ),
+        ({"data": {"sources": [{"type": "text"}]}}, "data.sources.0.type", "text without path", "path"),
+        ({"data": {"sources": [{"type": "stdlib", "path": "x"}]}}, "data.sources.0.path", "stdlib", "leave path out"),
+        ({"data": {"sources": [{"type": "text", "path": "x", "name": "y"}]}}, "data.sources.0.name", "text", "hub"),
+        ({"data": {"tokenizer": {"type": "huggingface"}}}, "data.tokenizer.type", "without path", "gpt2"),
+        ({"data": {"tokenizer": {"path": "gpt2"}}}, "data.tokenizer.path", "bpe", "huggingface"),
+        (
+            {"checkpoint": {"save_interval": 3, "keep_interval": 10}},
+            "checkpoint.keep_interval", "10 is not a multiple", "9 or 12",
+        ),
+    ],
+)  # fmt: skip
+def test_a_broken_rule_names_values_and_what_works(sections: Any, key: str, what: str, fix: str) -> None:
+    (problem,) = check(make(**sections))
+    assert problem.key == key
+    assert what in problem.what
+    assert fix in problem.fix
+    assert problem.rule
+
+
+def test_what_the_rules_allow() -> None:
+    assert check(make(model={"num_attention_heads": 3, "kv_channels": 20})) == []
+    assert check(make(data={"tokenizer": {"type": "huggingface", "path": "x"}}, model={"vocab_size": 100})) == []
+    huge = make(model={"hidden_size": 2**62 + 1, "num_attention_heads": 2**61})
+    assert check(huge)[0].fix  # answered at once, whatever the numbers
+
+
+SWITCHES = (
+    "position_embedding_type", "rotary_base", "rope_scaling", "normalization", "layernorm_epsilon", "activation_func",
+    "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "share_embeddings_and_output_weights",
+    "attention_dropout", "hidden_dropout", "init_method", "init_method_std",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_rehearsal_keeps_every_switch_and_is_small(name: str) -> None:
+    recipe = load(name).recipe
+    small = proxy(recipe)
+    for switch in SWITCHES:
+        assert getattr(small.model, switch) == getattr(recipe.model, switch), switch
+    assert (small.parallelism, small.optimizer) == (recipe.parallelism, recipe.optimizer)
+    for switch in ("precision", "recompute_granularity", "recompute_method", "label_smoothing", "seed"):
+        assert getattr(small.train, switch) == getattr(recipe.train, switch), switch
+    assert small.model.num_layers <= 4
+    assert small.model.hidden_size <= 128
+    assert small.model.seq_length <= 128
+    assert small.model.vocab_size <= 1024
+    assert small.scheduler.lr_decay_style == recipe.scheduler.lr_decay_style
+    assert all(source.type != "hub" for source in small.data.sources)
+    assert small.data.tokenizer.type == "bpe"
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "expected"),
+    [(32, 8, (8, 2)), (32, 32, (8, 8)), (32, 1, (8, 1)), (12, 4, (6, 2)), (64, 4, (8, 2)), (2, 1, (2, 1)),
+     (25, None, (8, None)), (3, 3, (3, 3))],
+)  # fmt: skip
+def test_a_rehearsal_keeps_the_head_structure(heads: int, groups: int | None, expected: tuple[int, int | None]) -> None:
+    model = {"num_attention_heads": heads, "num_query_groups": groups, "hidden_size": heads * 64}
+    small = proxy(make(model=model)).model
+    assert (small.num_attention_heads, small.num_query_groups) == expected
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"hidden_size": 3072, "num_attention_heads": 16, "kv_channels": 256, "ffn_hidden_size": 24576}},
+        {"model": {"hidden_size": 128, "position_embedding_type": "rope", "rotary_percent": 0.0625}},
+        {"model": {"max_position_embeddings": 4096, "seq_length": 4096}},
+        {"scheduler": {"lr_decay_style": "WSD", "lr_warmup_iters": 8, "lr_wsd_decay_iters": 2}},
+        {"scheduler": {"lr_warmup_iters": 9, "lr_decay_iters": 10}, "train": {"train_iters": 100_000}},
+        {"train": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 40},
+             "model": {"num_layers": 40}},
+        {"checkpoint": {"save_interval": 7, "keep_interval": 21}},
+        {"data": {"tokenizer": {"type": "huggingface", "path": "x"}}, "model": {"vocab_size": 100}},
+    ],
+)  # fmt: skip
+def test_a_rehearsal_of_an_unusual_recipe_is_valid(sections: Any) -> None:
+    recipe = make(**sections)
+    assert check(recipe) == []
+    small = proxy(recipe)
+    assert Recipe.model_validate(small.model_dump()) == small
+    assert check(small) == []
+
+
+def test_a_rehearsal_divides_over_ranks_and_keeps_its_local_sources() -> None:
+    small = proxy(make(data={"sources": [{"type": "text", "path": "a"}, {"type": "hub", "path": "b"}]}))
+    assert [source.path for source in small.data.sources] == ["a"]
+    assert small.train.global_batch_size % (4 * small.train.micro_batch_size) == 0
+    long_name = Recipe.model_validate({**make().model_dump(), "name": "a" * 63})
+    assert Recipe.model_validate(proxy(long_name).model_dump()).name.endswith("-smoke")
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    for path, text in generated(ROOT).items():
+        assert path.read_text("utf-8") == text, f"{path.name} is stale: run llmrecipes docs"
+
+
+def test_the_reference_has_every_key_with_a_meaning() -> None:
+    page = reference()
+    for key in keys().values():
+        assert key.description, key.name
+        if not key.section:
+            assert f"| `{key.name}` |" in page
+    assert "an integer greater than 0" in page
+    assert '"additionalProperties": false' in json_schema()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("model.n_layers", "model.num_layers"), ("micro_batch_size", "train.micro_batch_size"),
+        ("optimizer.weight_deca", "optimizer.weight_decay"), ("train.lr_warmup_iters", "scheduler.lr_warmup_iters"),
+        ("data.sources.3.pth", "data.sources.3.path"), ("zzzzqqq", None),
+    ],
+)  # fmt: skip
+def test_the_nearest_key(wrong: str, right: str | None) -> None:
+    assert nearest(wrong) == right
