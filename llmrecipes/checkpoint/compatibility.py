@@ -1,0 +1,101 @@
+"""Which recipe keys a run may change when it is resumed.
+
+A resumed run is the same run: what decides the loss curve stays. What only decides where, how fast, how long and how
+observed it runs may change. The learning rate and its decay stay too, because a run with another one is another
+experiment; the exceptions are `train.train_iters` and `scheduler.lr_decay_iters`, so that a run can be extended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmrecipes.errors import UserError
+
+FREE = (
+    "description",
+    "parallelism",
+    "checkpoint",
+    "tracking",
+    "train.train_iters",
+    "train.micro_batch_size",
+    "train.eval_interval",
+    "train.eval_iters",
+    "train.log_interval",
+    "train.recompute_granularity",
+    "train.recompute_method",
+    "train.recompute_num_layers",
+    "train.torch_compile",
+    "train.initial_loss_scale",
+    "train.min_loss_scale",
+    "train.loss_scale_window",
+    "train.hysteresis",
+    "scheduler.lr_decay_iters",
+    "data.num_workers",
+    "data.prefetch_factor",
+    "data.pin_memory",
+)
+"""Keys, and sections with all their keys, that may differ from the recipe that wrote a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key with two values."""
+
+    key: str
+    then: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.then!r} when it was started, {self.now!r} now"
+
+
+def compatibility(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Difference]:
+    """Keys that differ and must not.
+
+    Args:
+        now: the resolved recipe of this command, as nested dicts.
+        then: the one the run was started with.
+    """
+    return [difference for difference in differences(now, then) if not _is_free(difference.key)]
+
+
+def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Difference]:
+    """All keys that differ, in alphabetical order."""
+    flat_now, flat_then = dict(_flatten(now)), dict(_flatten(then))
+    keys = sorted(flat_now.keys() | flat_then.keys())
+    pairs = ((key, flat_then.get(key), flat_now.get(key)) for key in keys)
+    return [Difference(key, old, new) for key, old, new in pairs if old != new]
+
+
+def require_compatible(now: Mapping[str, Any], then: Mapping[str, Any], *, where: str) -> None:
+    """Refuse to resume another recipe's run.
+
+    Args:
+        now, then: see `compatibility`.
+        where: the run directory.
+
+    Raises:
+        UserError: with every key that differs and must not.
+    """
+    if found := compatibility(now, then):
+        raise UserError(
+            "this run was started with another recipe:\n    " + "\n    ".join(map(str, found)),
+            where=where,
+            rule="a resumed run keeps its model, data, batch, seed, precision and learning rate",
+            fix="set these keys back, or start a new run with another run id",
+        )
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE)
+
+
+def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(inner, Mapping) and inner:
+            yield from _flatten(inner, f"{name}.")
+        else:
+            yield name, list(inner) if isinstance(inner, tuple) else inner

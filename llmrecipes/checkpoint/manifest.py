@@ -1,0 +1,77 @@
+"""The manifest: what a checkpoint directory holds, and the sums that prove it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+MANIFEST_NAME = "manifest.json"
+
+
+def _relative(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or name == MANIFEST_NAME:
+        raise ValueError(f"{name!r} is not the name of a file inside the checkpoint")
+    return name
+
+
+class FileRecord(BaseModel):
+    """Size in bytes and SHA-256 of one file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    size: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class CheckpointInfo(BaseModel):
+    """What the training loop knows about a checkpoint when it asks for one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    step: Annotated[int, Field(ge=0)]
+    """Optimizer steps done."""
+    consumed_samples: Annotated[int, Field(ge=0)]
+    consumed_tokens: Annotated[int, Field(ge=0)]
+    layout: dict[str, int]
+    """Parallel degrees it was written with, by Megatron's names, and `world_size`."""
+    recipe_hash: str
+
+
+class Manifest(CheckpointInfo):
+    """`manifest.json`: written last, so a directory that has one was written completely."""
+
+    format: Literal[1] = 1
+    created: str
+    """UTC, ISO 8601."""
+    versions: dict[str, str]
+    """Versions of the libraries that wrote the files."""
+    files: Annotated[dict[Annotated[str, AfterValidator(_relative)], FileRecord], Field(min_length=1)]
+    """Every other file of the directory, by its path inside it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(record.size for record in self.files.values())
+
+
+def build(info: CheckpointInfo, versions: dict[str, str], files: dict[str, FileRecord]) -> Manifest:
+    """The manifest of a checkpoint whose files are all on disk."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return Manifest(**info.model_dump(), created=created, versions=versions, files=files)
+
+
+def digest(path: Path) -> FileRecord:
+    """Size and SHA-256 of a file (reads it all; other threads run meanwhile).
+
+    Raises:
+        OSError: the file is not there or cannot be read.
+    """
+    with path.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileRecord(size=os.fstat(stream.fileno()).st_size, sha256=sha256)

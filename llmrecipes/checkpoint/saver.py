@@ -1,0 +1,197 @@
+"""Saving while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.safety import require_plain
+from llmrecipes.checkpoint.snapshot import Staging
+from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.checkpoint.writer import SaveFailed, write_checkpoint
+from llmrecipes.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+LONGEST_SAVE = timedelta(hours=2)
+"""After this a rank that waits for another one's files gives up."""
+
+
+def saver_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks for the saver's thread; every rank has to call this."""
+    return dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """How a save ended."""
+
+    step: int
+    seconds: float
+    """From the call of `save` to the end, most of it in the background."""
+    path: Path | None
+    """The published checkpoint; None where it failed."""
+    error: str | None = None
+    """Why it failed."""
+
+
+class AsyncSaver:
+    """Writes snapshots in one background thread a rank; every rank makes the same calls in the same order.
+
+    The loop's thread only copies tensors to host buffers. Translation, planning, writing, hashing, publishing and
+    retention happen in the thread, whose collectives have a gloo group of their own.
+
+    Args:
+        store: the run's checkpoints; rank 0 claims it.
+        group: see `saver_group`.
+        async_save: whether `save` returns before the files are written.
+        most_recent_k, keep_interval: see `CheckpointStore.prune`.
+
+    Raises:
+        UserError: on every rank, where rank 0 cannot claim the store.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        group: dist.ProcessGroup,
+        *,
+        async_save: bool = True,
+        most_recent_k: int = 2,
+        keep_interval: int | None = None,
+    ) -> None:
+        self._store, self._group, self._async = store, group, async_save
+        self._keep = (most_recent_k, keep_interval)
+        self._rank = dist.get_rank(group)
+        self._token = _claim(store, group)
+        self._staging = Staging()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: tuple[int, Future[SaveReport]] | None = None
+        self._finished: list[SaveReport] = []
+        self._saves = 0
+
+    def save(self, state: dict[str, Any], info: CheckpointInfo) -> None:
+        """Take a snapshot and start to write it.
+
+        When this returns the caller may change every tensor in place: the checkpoint has the values of the call.
+        A save that is still running is waited for first.
+
+        Args:
+            state: megatron-core sharded state dict; what is not a ShardedTensor must be plain data (numbers, strings,
+                lists, dicts, tensors), because a checkpoint is never unpickled.
+            info: its place in the run.
+        """
+        if self._running is not None and not self._running[1].done():
+            logger.warning("step %d waits for the checkpoint of step %d to be written", info.step, self._running[0])
+        self._collect(block=True)
+        started = time.monotonic()
+        taken = self._staging.take(state)
+        if self._saves == 0:
+            # The structure does not change within a run, so one check of it is enough.
+            save_preprocess(dict_list_map_outplace(lambda value: value, taken), True)
+            require_plain(taken)
+        temporary = self._store.temporary_path(info.step, f"{self._token}-{self._saves}")
+        self._saves += 1
+        self._running = info.step, self._thread.submit(self._write, taken, temporary, info, started)
+        if not self._async:
+            self._collect(block=True)
+
+    def poll(self) -> list[SaveReport]:
+        """Saves that have ended since the last call.
+
+        There is no communication in it, so ranks may hear of the same save at different steps.
+
+        Raises:
+            RuntimeError: a save failed for another reason than the disk: a defect.
+        """
+        self._collect(block=False)
+        reports, self._finished = self._finished, []
+        return reports
+
+    def wait(self) -> list[SaveReport]:
+        """Wait for the running save, then `poll`."""
+        self._collect(block=True)
+        return self.poll()
+
+    def close(self) -> None:
+        """Wait for the running save and let go of the store.
+
+        Raises:
+            RuntimeError: as `poll`.
+        """
+        try:
+            self._collect(block=True)
+        finally:
+            self._thread.shutdown()
+            self._store.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except RuntimeError:
+            if error is None:
+                raise
+            logger.exception("while the run was already ending with %s", type(error).__name__)
+
+    def _collect(self, *, block: bool) -> None:
+        if self._running is None or not (block or self._running[1].done()):
+            return
+        future, self._running = self._running[1], None
+        self._finished.append(future.result())
+
+    def _write(self, state: dict[str, Any], temporary: Path, info: CheckpointInfo, started: float) -> SaveReport:
+        try:
+            path = write_checkpoint(state, temporary, info, self._store, self._group)
+        except SaveFailed as failure:
+            if not failure.storage:
+                raise RuntimeError(f"the checkpoint of step {info.step} could not be written: {failure}") from failure
+            if self._rank == 0:
+                logger.error(
+                    "ALARM: the checkpoint of step %d was not saved (%s); training goes on, earlier checkpoints are "
+                    "untouched",
+                    info.step,
+                    failure,
+                )
+            return SaveReport(info.step, time.monotonic() - started, None, str(failure))
+        if self._rank == 0:
+            self._prune()
+        return SaveReport(info.step, time.monotonic() - started, path)
+
+    def _prune(self) -> None:
+        try:
+            self._store.prune(*self._keep)
+        except OSError as problem:
+            logger.warning("old checkpoints could not be deleted: %s", problem)
+
+
+def _claim(store: CheckpointStore, group: dist.ProcessGroup) -> str:
+    """Claim the store on rank 0; a token that names this process's temporary directories on all ranks."""
+    answer: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            store.claim()
+            answer = [secrets.token_hex(4)]
+        except UserError as error:
+            answer = [(error.what, error.where, error.fix)]
+    dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
+    if isinstance(answer[0], tuple):
+        what, where, fix = answer[0]
+        raise UserError(what, where=where, fix=fix)
+    return str(answer[0])

@@ -1,0 +1,360 @@
+"""The directory of a run's checkpoints, on any POSIX filesystem.
+
+    checkpoints/step-00000100/       complete, never changed again
+                .tmp-step-00000200-… being written
+                .trash-…             being deleted
+                .writer.lock         held by the process that trains
+
+A checkpoint appears by one rename after all its bytes were synced, and disappears by one rename before its first
+file is deleted, so a process killed at any moment leaves no directory that looks valid and is not. There is no
+file that names the newest checkpoint: the newest valid one is found from the manifests.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, FileRecord, Manifest, build, digest
+from llmrecipes.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d{8,})")
+_TEMPORARY = re.compile(r"\.tmp-(step-\d{8,})-.+")
+_TRASH = ".trash-"
+_LOCK = ".writer.lock"
+_HASH_THREADS = 4
+
+
+class InvalidCheckpoint(Exception):
+    """A directory that is not a complete, unchanged checkpoint; the message says which file and why."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+
+class CheckpointStore:
+    """Checkpoints of one run.
+
+    Reading needs nothing. The one process that writes calls `claim` first and `release` at the end.
+
+    Args:
+        directory: `<run>/checkpoints`; made by `claim` or `temporary` when it is missing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lock: int | None = None
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.directory / f"step-{step:08d}"
+
+    def entries(self) -> list[Entry]:
+        """Checkpoints with a readable manifest and files of the right size, oldest first."""
+        found = []
+        for path in self._directories():
+            try:
+                found.append(inspect(path, full=False))
+            except InvalidCheckpoint:
+                continue
+        return found
+
+    def valid(self, step: int, *, full: bool) -> bool:
+        """Whether the checkpoint of a step is complete.
+
+        Args:
+            step: the step.
+            full: compare the SHA-256 of every file; else only names and sizes.
+        """
+        try:
+            inspect(self.path(step), full=full)
+        except InvalidCheckpoint:
+            return False
+        return True
+
+    def latest_valid(self) -> Entry | None:
+        """The newest checkpoint whose every file has the recorded SHA-256; broken ones are skipped with a warning.
+
+        A writer may publish and delete meanwhile: one of the checkpoints it keeps is found.
+        """
+        tried: list[Path] = []
+        while (directories := self._directories()) and directories != tried:
+            tried = directories
+            for path in reversed(directories):
+                try:
+                    return inspect(path, full=True)
+                except InvalidCheckpoint as problem:
+                    if path.exists():
+                        logger.warning("checkpoint %s is skipped: %s", path, problem)
+        return None
+
+    def _directories(self) -> list[Path]:
+        if not self.directory.is_dir():
+            return []
+        found = [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=_step_of)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def claim(self) -> None:
+        """Become the writer: lock the directory, finish what a dead writer had completed, delete what it had not.
+
+        Raises:
+            UserError: another live process writes here, or the directory cannot be written.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self._recover()
+        except OSError as problem:
+            raise UserError(
+                f"checkpoints cannot be written: {problem.strerror}",
+                where=str(self.directory),
+                fix="give write permission, or choose another runs directory",
+            ) from problem
+
+    def release(self) -> None:
+        """Let another process become the writer."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def temporary_path(self, step: int, token: str) -> Path:
+        """Name of a temporary directory; every rank of a save computes the same one from the shared token."""
+        return self.directory / f".tmp-{self.path(step).name}-{token}"
+
+    def temporary(self, step: int, token: str | None = None) -> Path:
+        """Make a directory to write the checkpoint of a step into.
+
+        Args:
+            step: the step.
+            token: what makes the name unique; unset: random.
+        """
+        path = self.temporary_path(step, token or secrets.token_hex(4))
+        path.mkdir(parents=True)
+        return path
+
+    def publish(
+        self,
+        temporary: Path,
+        info: CheckpointInfo,
+        *,
+        versions: Mapping[str, str],
+        known: Mapping[str, FileRecord] | None = None,
+    ) -> Entry:
+        """Turn a temporary directory with all its files into the checkpoint of its step.
+
+        Args:
+            temporary: the directory.
+            info: what the manifest says besides the files.
+            versions: versions of the libraries that wrote the files.
+            known: records of files that other ranks have already synced and hashed.
+
+        Raises:
+            OSError: the disk is full or fails, or a file is not what the rank that wrote it reported; the
+                temporary directory is left as it is and no published checkpoint is touched.
+        """
+        known = known or {}
+        files = {}
+        for path in _files(temporary):
+            name = path.relative_to(temporary).as_posix()
+            _sync(path)
+            files[name] = known[name] if name in known else digest(path)
+            if path.stat().st_size != files[name].size:
+                raise OSError(f"{path} has {path.stat().st_size} bytes, but {files[name].size} were written")
+        if missing := sorted(set(known) - set(files)):
+            raise FileNotFoundError(f"{temporary / missing[0]} was written by another rank but is not visible here")
+        manifest = build(info, dict(versions), files)
+        _write_synced(temporary / MANIFEST_NAME, manifest.model_dump_json(indent=1))
+        for folder in {path.parent for path in _files(temporary)}:
+            _sync(folder)
+        target = self.path(info.step)
+        self._move_into_place(temporary, target)
+        return Entry(target, manifest)
+
+    def discard(self, temporary: Path) -> None:
+        """Delete a temporary directory."""
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    def prune(self, most_recent_k: int, keep_interval: int | None = None) -> list[int]:
+        """Delete checkpoints that are no longer wanted; the newest valid one always stays.
+
+        Args:
+            most_recent_k: newest valid checkpoints to keep.
+            keep_interval: steps that are a multiple of it are kept for good.
+
+        Returns:
+            Steps that were deleted. Broken directories count for nothing: those older than what is kept go, those
+            newer stay to be looked at.
+        """
+        keep = surviving([entry.step for entry in self.entries()], most_recent_k, keep_interval)
+        if not keep:
+            return []
+        doomed = [path for path in self._directories() if _step_of(path) < max(keep) and _step_of(path) not in keep]
+        for path in doomed:
+            self._delete(path)
+        return [_step_of(path) for path in doomed]
+
+    def _move_into_place(self, temporary: Path, target: Path) -> None:
+        replaced = self._to_trash(target) if target.exists() else None
+        temporary.rename(target)
+        _sync(self.directory)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+
+    def _to_trash(self, path: Path) -> Path:
+        return path.rename(self.directory / f"{_TRASH}{path.name}-{secrets.token_hex(4)}")
+
+    def _delete(self, path: Path) -> None:
+        trash = self._to_trash(path)
+        # The rename has to reach the disk before the first deletion does.
+        _sync(self.directory)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def _take_lock(self) -> None:
+        if self._lock is not None:
+            return
+        descriptor = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            # A POSIX record lock: unlike flock's it is not inherited by forked data loader workers, which may
+            # outlive a killed trainer by seconds.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as problem:
+            os.close(descriptor)
+            raise UserError(
+                "another process is training this run",
+                where=str(self.directory),
+                fix="wait until it ends, or use another run id",
+            ) from problem
+        except OSError as problem:
+            logger.warning("%s: locks are not supported here (%s)", self.directory, problem.strerror)
+        self._lock = descriptor
+
+    def _recover(self) -> None:
+        # A writer killed between its manifest and its rename has left a complete checkpoint under the wrong name.
+        for path in sorted(self.directory.iterdir()):
+            if match := _TEMPORARY.fullmatch(path.name):
+                target = self.directory / match[1]
+                if _complete(path) and not _complete(target):
+                    logger.warning("finishing checkpoint %s that an earlier process had written", target)
+                    self._move_into_place(path, target)
+                else:
+                    shutil.rmtree(path)
+            elif path.name.startswith(_TRASH):
+                shutil.rmtree(path)
+
+
+def surviving(steps: list[int], most_recent_k: int, keep_interval: int | None) -> set[int]:
+    """Which of the valid steps a retention rule keeps."""
+    recent = sorted(steps)[-max(most_recent_k, 1) :]
+    return set(recent) | {step for step in steps if keep_interval and step % keep_interval == 0}
+
+
+def inspect(path: Path, *, full: bool) -> Entry:
+    """Read a checkpoint directory's manifest and check its files.
+
+    Args:
+        path: the directory.
+        full: compare the SHA-256 of every file; else only names and sizes.
+
+    Raises:
+        InvalidCheckpoint: names the first file that is wrong, and why.
+    """
+    manifest = _read_manifest(path)
+    for name, record in manifest.files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as problem:
+            raise InvalidCheckpoint(f"{name}: {problem.strerror}") from problem
+        if size != record.size:
+            raise InvalidCheckpoint(f"{name}: {size} bytes, {record.size} were written")
+    if full:
+        _check_hashes(path, manifest)
+    return Entry(path, manifest)
+
+
+def _check_hashes(path: Path, manifest: Manifest) -> None:
+    def check(item: tuple[str, FileRecord]) -> str | None:
+        name, record = item
+        try:
+            return None if digest(path / name) == record else f"{name}: SHA-256 differs from the manifest's"
+        except OSError as problem:
+            return f"{name}: {problem.strerror}"
+
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        for problem in pool.map(check, manifest.files.items()):
+            if problem:
+                pool.shutdown(cancel_futures=True)
+                raise InvalidCheckpoint(problem)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
+    except OSError as problem:
+        raise InvalidCheckpoint(f"{MANIFEST_NAME}: {problem.strerror}") from problem
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidCheckpoint(f"{MANIFEST_NAME}: {where + ': ' if where else ''}{first['msg']}") from problem
+    match = _NAME.search(path.name)
+    if match is None or int(match[1]) != manifest.step:
+        raise InvalidCheckpoint(f"{MANIFEST_NAME}: is of step {manifest.step}")
+    return manifest
+
+
+def _complete(path: Path) -> bool:
+    try:
+        inspect(path, full=True)
+    except InvalidCheckpoint:
+        return False
+    return True
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not named like a checkpoint")
+    return int(match[1])
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != MANIFEST_NAME)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,1 @@
+"""What a run does when something outside its recipe goes wrong: signals, non-finite numbers, lack of memory."""

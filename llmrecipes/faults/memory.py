@@ -1,0 +1,98 @@
+"""Out of memory: recognise it, and say what to change in this recipe, in order."""
+
+from __future__ import annotations
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.recipe.schema import Recipe
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+
+
+def describe_oom(error: BaseException) -> str | None:
+    """What ran out of memory, in one line; None where the error is another one.
+
+    Args:
+        error: any exception; torch's GPU and CPU allocators and Python's own are known.
+    """
+    import torch
+
+    first_line = str(error).strip().split("\n")[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"GPU memory: {first_line}"
+    if isinstance(error, MemoryError):
+        return f"host memory: {first_line}" if first_line else "host memory"
+    if isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error):
+        return f"host memory: {str(error)[str(error).index(_CPU_ALLOCATOR) :].splitlines()[0]}"
+    return None
+
+
+def ladder(recipe: Recipe, *, data_parallel_size: int) -> list[str]:
+    """What to change for less memory, cheapest first.
+
+    Args:
+        recipe: the recipe that did not fit.
+        data_parallel_size: ranks that share the batch.
+
+    Returns:
+        One line a rung, each naming a key and its new value; rungs that the recipe already stands on are left out.
+    """
+    train, parallelism = recipe.train, recipe.parallelism
+    rungs = []
+    if (smaller := _largest_proper_divisor(train.micro_batch_size)) is not None:
+        accumulation = train.global_batch_size // (smaller * data_parallel_size)
+        rungs.append(
+            f"train.micro_batch_size={smaller} (now {train.micro_batch_size}): less activation memory, the same "
+            f"training with {accumulation} accumulated micro-batches"
+        )
+    if train.recompute_granularity is None:
+        rungs.append(
+            "train.recompute_granularity=selective: attention is recomputed in the backward pass, a few % slower"
+        )
+    if train.recompute_granularity != "full":
+        rungs.append(
+            "train.recompute_granularity=full train.recompute_method=uniform train.recompute_num_layers=1: only layer "
+            "inputs are kept, about a third slower"
+        )
+    if data_parallel_size > 1 and not parallelism.use_distributed_optimizer:
+        rungs.append(
+            "parallelism.use_distributed_optimizer=true: optimizer state is divided by "
+            f"{data_parallel_size} data-parallel ranks"
+        )
+    if train.precision == "fp32":
+        rungs.append("train.precision=bf16: activations take half the memory (another run: start a new run id)")
+    elif parallelism.grad_reduce_in_fp32:
+        rungs.append("parallelism.grad_reduce_in_fp32=false: gradients take 2 bytes a parameter instead of 4")
+    if recipe.model.seq_length > 1:
+        rungs.append(
+            f"model.seq_length={recipe.model.seq_length // 2} (now {recipe.model.seq_length}): another training "
+            "(start a new run id)"
+        )
+    return rungs
+
+
+def out_of_memory(
+    error: BaseException, recipe: Recipe, *, data_parallel_size: int, where: str = ""
+) -> UserError | None:
+    """The error to end a run with, or None where `error` is not about memory.
+
+    Args:
+        error: what was raised.
+        recipe, data_parallel_size: see `ladder`.
+        where: rank and step.
+    """
+    described = describe_oom(error)
+    if described is None:
+        return None
+    rungs = ladder(recipe, data_parallel_size=data_parallel_size)
+    steps = "\n".join(f"    {number}. {rung}" for number, rung in enumerate(rungs, 1))
+    return UserError(
+        f"out of {described}",
+        where=where,
+        fix=f"change the recipe, in this order, until it fits:\n{steps}",
+        code=ExitCode.STOP,
+    )
+
+
+def _largest_proper_divisor(number: int) -> int | None:
+    # A divisor keeps the global batch divisible.
+    return next((number // factor for factor in range(2, number + 1) if number % factor == 0), None)

@@ -1,0 +1,86 @@
+"""Signals that ask a run to stop: it saves once at the next step boundary and exits with `ExitCode.REQUEUE`.
+
+SIGTERM comes from Slurm, Kubernetes and torchrun, SIGUSR1 from `sbatch --signal`, SIGINT from a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+PRESS_INTERVAL = 1.0
+"""Seconds within which a second SIGINT is the same Ctrl-C: a terminal sends it to all ranks, and a launcher such as
+torchrun passes its own copy on to them at once."""
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after a second SIGINT: nothing was saved since the last checkpoint."""
+
+
+class StopRequest:
+    """Whether this rank was asked to stop, and by which signal."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    def agreed(self, reduce_max: Callable[[int], int]) -> bool:
+        """Whether any rank was asked to stop.
+
+        Args:
+            reduce_max: maximum of an integer over all ranks (the engine's all-reduce); it is called every time, on
+                every rank, so that all of them stop at the same step.
+        """
+        return reduce_max(int(self.requested)) > 0
+
+
+@contextmanager
+def catch_signals(describe_newest: Callable[[], str]) -> Iterator[StopRequest]:
+    """Turn stopping signals into a flag while the block runs; the handlers of before come back afterwards.
+
+    A second SIGINT ends the process at once with exit code `INTERRUPTED`.
+
+    Args:
+        describe_newest: names the newest checkpoint for the message of that case; it must be quick.
+    """
+    request = StopRequest()
+    process = os.getpid()
+    first_press: float | None = None
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        nonlocal first_press
+        # Forked data loader workers inherit this handler; they go on until the trainer ends them.
+        if os.getpid() != process:
+            return
+        request.signal = request.signal or signal.Signals(number)
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if first_press is None:
+            first_press = now
+            return
+        if now - first_press >= PRESS_INTERVAL:
+            _leave(describe_newest)
+
+    before = {number: signal.signal(number, handle) for number in STOPPING}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _leave(describe_newest: Callable[[], str]) -> None:
+    sys.stdout.flush()
+    # os.write, because a signal may come in the middle of a print.
+    os.write(2, f"\nInterrupted twice: stopping without saving. Newest checkpoint: {describe_newest()}\n".encode())
+    os._exit(INTERRUPTED)

@@ -1,0 +1,194 @@
+"""What a checkpoint may hold, and which recipe may go on with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+from llmrecipes.checkpoint.compatibility import compatibility, differences, require_compatible
+from llmrecipes.checkpoint.loader import load
+from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.safety import audit
+from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.recipe.schema import Recipe
+
+INFO = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    rendezvous = tmp_path_factory.mktemp("world") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield saver_group()
+    dist.destroy_process_group()
+
+
+def state() -> dict[str, Any]:
+    return {
+        "weight": ShardedTensor.from_rank_offsets("weight", torch.ones(4)),
+        "rng": ShardedObject("rng", [1, 2], (1,), (0,)),
+        "step": 1,
+    }
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> Path:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    with AsyncSaver(store, group, async_save=False) as saver:
+        saver.save(state(), INFO)
+    return store.path(1)
+
+
+def republish(path: Path, group: dist.ProcessGroup) -> CheckpointStore:
+    """Give altered files a manifest that fits them, as someone with bad intentions would."""
+    store = CheckpointStore(path.parent)
+    temporary = store.temporary(1)
+    for file in path.iterdir():
+        if file.name != "manifest.json":
+            file.rename(temporary / file.name)
+    store.publish(temporary, INFO, versions={})
+    return store
+
+
+def refuse_to_load(path: Path, group: dist.ProcessGroup, names: str, tmp_path: Path) -> None:
+    store = republish(path, group)
+    entry = store.latest_valid()
+    assert entry is not None, "the sums fit: they are no protection against intent"
+    with pytest.raises(UserError, match="not plain data") as caught:
+        load(entry, state())
+    assert names in str(caught.value)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_code_in_the_index_is_not_run(checkpoint: Path, group: dist.ProcessGroup, tmp_path: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "pwned")))
+    refuse_to_load(checkpoint, group, ".metadata", tmp_path)
+
+
+def test_code_in_the_common_state_is_not_run(checkpoint: Path, group: dist.ProcessGroup, tmp_path: Path) -> None:
+    torch.save({"step": Bomb(tmp_path / "pwned")}, checkpoint / "common.pt")
+    refuse_to_load(checkpoint, group, "common.pt", tmp_path)
+
+
+def test_code_in_a_byte_item_is_not_run(checkpoint: Path, group: dist.ProcessGroup, tmp_path: Path) -> None:
+    metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+    place = next(info for index, info in metadata.storage_data.items() if index.fqn.startswith("rng"))
+    bomb = checkpoint / "bomb.distcp"
+    torch.save([Bomb(tmp_path / "pwned")], bomb)
+    place.relative_path, place.offset, place.length = bomb.name, 0, bomb.stat().st_size
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    refuse_to_load(checkpoint, group, "bomb.distcp", tmp_path)
+
+
+def test_bytes_outside_the_checkpoint_are_not_read(checkpoint: Path, group: dist.ProcessGroup, tmp_path: Path) -> None:
+    metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+    for index, place in metadata.storage_data.items():
+        if index.fqn.startswith("rng"):
+            place.relative_path = "../../elsewhere"
+    torch.save([1], tmp_path / "elsewhere")
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    refuse_to_load(checkpoint, group, "outside the checkpoint", tmp_path)
+
+
+def test_our_own_checkpoints_pass(checkpoint: Path) -> None:
+    assert {key.split("/")[0] for key in audit(checkpoint).state_dict_metadata} >= {"weight", "rng"}
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "name": "tiny",
+        "model": {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 64, "vocab_size": 64},
+        "train": {"train_iters": 4, "micro_batch_size": 4, "global_batch_size": 32},
+        "optimizer": {"lr": 1e-3},
+    }
+    resolved = Recipe.model_validate(document).model_dump(mode="json")
+    for key, value in changes.items():
+        section, name = key.split("__")
+        assert name in resolved[section], key
+        resolved[section][name] = value
+    return resolved
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model__num_layers": 3},
+        {"model__seq_length": 128},
+        {"train__global_batch_size": 64},
+        {"train__seed": 1},
+        {"train__precision": "fp32"},
+        {"optimizer__lr": 2e-3},
+        {"scheduler__lr_decay_style": "linear"},
+        {"data__split": [90.0, 5.0, 5.0]},
+        {"data__sources": [{"type": "text", "path": "other"}]},
+        {"data__tokenizer": {"type": "huggingface", "path": "gpt2", "revision": None}},
+    ],
+)
+def test_what_decides_the_loss_curve_must_not_change(change: dict[str, Any]) -> None:
+    found = compatibility(recipe(**change), recipe())
+    key = next(iter(change)).replace("__", ".")
+    assert found
+    assert all(difference.key.startswith(key) for difference in found)
+    with pytest.raises(UserError) as caught:
+        require_compatible(recipe(**change), recipe(), where="runs/tiny/1")
+    assert caught.value.code is ExitCode.BAD_INPUT
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train__train_iters": 40},
+        {"train__micro_batch_size": 2},
+        {"train__recompute_granularity": "selective"},
+        {"train__eval_interval": 5},
+        {"parallelism__use_distributed_optimizer": False},
+        {"checkpoint__save_interval": 5},
+        {"tracking__mlflow": False},
+        {"data__num_workers": 4},
+        {"scheduler__lr_decay_iters": 40},
+    ],
+)
+def test_what_decides_where_and_how_long_may_change(change: dict[str, Any]) -> None:
+    assert len(differences(recipe(**change), recipe())) == 1
+    assert compatibility(recipe(**change), recipe()) == []
+    require_compatible(recipe(**change), recipe(), where="runs/tiny/1")
+
+
+def test_the_same_recipe_is_compatible_however_its_tuples_are_written() -> None:
+    now = recipe()
+    now["data"]["split"] = tuple(now["data"]["split"])
+    assert differences(now, recipe()) == []
+
+
+def test_loading_logs_nothing_to_worry_about(
+    checkpoint: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = CheckpointStore(checkpoint.parent).latest_valid()
+    assert entry is not None
+    with caplog.at_level(logging.WARNING):
+        loaded = load(entry, state())
+    assert loaded["rng"] == [1, 2]
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -1,0 +1,304 @@
+"""Saving and loading megatron-core state for real: snapshots, full disks, kill -9, two ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+from llmrecipes.checkpoint.loader import load
+from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.checkpoint.store import CheckpointStore, Entry
+from llmrecipes.errors import UserError
+
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    rendezvous = tmp_path_factory.mktemp("world") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield saver_group()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+def info(step: int) -> CheckpointInfo:
+    return CheckpointInfo(step=step, consumed_samples=step, consumed_tokens=step, layout={"dp": 1}, recipe_hash="r")
+
+
+def sharded(weight: torch.Tensor, layers: torch.Tensor, **plain: Any) -> dict[str, Any]:
+    """A state dict as megatron-core makes them: plain, stacked (prepended axis) and factory-made tensors, objects."""
+
+    def halves(key: str, tensor: torch.Tensor, replica_id: Any, _range: Any) -> list[Any]:
+        return [ShardedTensor.from_rank_offsets(key, part, (0, index, 2)) for index, part in enumerate(tensor.chunk(2))]
+
+    return {
+        "weight": ShardedTensor.from_rank_offsets("weight", weight),
+        "layers": {
+            str(index): ShardedTensor.from_rank_offsets("layers", layers[index], (0, index, 3), prepend_axis_num=1)
+            for index in range(3)
+        },
+        "gated": ShardedTensorFactory("gated", weight, halves, torch.cat),
+        "rng": ShardedObject("rng", {"state": torch.arange(4), "python": (3, [1, 2], None)}, (1,), (0,)),
+        "local": LocalNonpersistentObject("stays"),
+        **plain,
+    }
+
+
+def newest(store: CheckpointStore) -> Entry:
+    entry = store.latest_valid()
+    assert entry is not None
+    return entry
+
+
+def test_files_hold_the_values_at_the_call_of_save(store: CheckpointStore, group: dist.ProcessGroup) -> None:
+    weight, layers = torch.randn(6, 50), torch.randn(3, 40)
+    moments = [torch.ones(3)]
+    wanted_weight, wanted_layers = weight.clone(), layers.clone()
+    with AsyncSaver(store, group) as saver:
+        saver.save(sharded(weight, layers, step=7, optimizer={"moments": moments, "lr": 0.5}), info(7))
+        weight.fill_(-1)
+        layers.fill_(-1)
+        moments[0].fill_(-1)
+        (report,) = saver.wait()
+        assert saver.poll() == []
+    assert (report.step, report.path, report.error) == (7, store.path(7), None)
+    entry = newest(store)
+    assert set(entry.manifest.versions) == {"megatron-core", "torch"}
+    assert any(name.endswith(".distcp") for name in entry.manifest.files)
+    loaded = load(entry, sharded(torch.zeros(6, 50), torch.zeros(3, 40)))
+    assert torch.equal(loaded["weight"], wanted_weight)
+    assert torch.equal(loaded["gated"], wanted_weight)
+    assert torch.equal(torch.stack([loaded["layers"][str(index)] for index in range(3)]), wanted_layers)
+    assert torch.equal(loaded["optimizer"]["moments"][0], torch.ones(3))
+    assert loaded["optimizer"]["lr"] == 0.5
+    assert loaded["step"] == 7
+    assert torch.equal(loaded["rng"]["state"], torch.arange(4))
+    assert loaded["rng"]["python"] == (3, [1, 2], None)
+    assert loaded["local"] == "stays"
+
+
+def test_save_returns_before_the_files_are_written_and_the_next_one_waits(
+    tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+
+    class SlowStore(CheckpointStore):
+        def publish(self, *args: Any, **kwargs: Any) -> Entry:
+            assert gate.wait(30)
+            return super().publish(*args, **kwargs)
+
+    store = SlowStore(tmp_path / "checkpoints")
+    weight, layers = torch.zeros(6, 50), torch.zeros(3, 40)
+    with AsyncSaver(store, group) as saver:
+        saver.save(sharded(weight, layers), info(1))
+        assert saver.poll() == []
+        assert store.entries() == []
+        opener = threading.Timer(0.2, gate.set)
+        opener.start()
+        with caplog.at_level(logging.WARNING):
+            saver.save(sharded(weight, layers), info(2))
+        assert "step 2 waits for the checkpoint of step 1" in caplog.text
+        assert [report.step for report in saver.poll()] == [1]
+        assert [report.step for report in saver.wait()] == [2]
+        opener.join()
+
+
+def test_synchronous_saves_are_on_disk_when_save_returns(store: CheckpointStore, group: dist.ProcessGroup) -> None:
+    with AsyncSaver(store, group, async_save=False, most_recent_k=2, keep_interval=3) as saver:
+        for step in range(1, 8):
+            saver.save(sharded(torch.zeros(6, 50), torch.zeros(3, 40)), info(step))
+            assert store.valid(step, full=True)
+        assert [report.step for report in saver.poll()] == list(range(1, 8))
+    assert [entry.step for entry in store.entries()] == [3, 6, 7]
+
+
+@contextmanager
+def full_tmpfs(directory: Path) -> Iterator[None]:
+    directory.mkdir(parents=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+@contextmanager
+def small_file_limit(directory: Path) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("full_disk", "says"), [(full_tmpfs, "No space left on device"), (small_file_limit, "File too large")]
+)
+def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
+    tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, full_disk: Any, says: str
+) -> None:
+    directory = tmp_path / "disk"
+    small, large = torch.randn(6, 50), torch.randn(6, 200_000)
+    with full_disk(directory):
+        store = CheckpointStore(directory)
+        with AsyncSaver(store, group) as saver:
+            saver.save(sharded(small, torch.zeros(3, 40)), info(1))
+            assert saver.wait()[0].error is None
+            with caplog.at_level(logging.ERROR):
+                saver.save(sharded(large, torch.zeros(3, 40)), info(2))
+                (failed,) = saver.wait()
+            assert failed.path is None
+            assert says in str(failed.error)
+            errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+            assert len(errors) == 1, "one alarm, no traceback of a library"
+            assert "ALARM" in caplog.text
+            assert "step 2 was not saved" in caplog.text
+            assert [child.name for child in directory.iterdir() if child.is_dir()] == ["step-00000001"]
+            assert store.valid(1, full=True)
+            saver.save(sharded(small, torch.zeros(3, 40)), info(3))
+            assert saver.wait()[0].path == store.path(3)
+        loaded = load(newest(store), sharded(torch.zeros(6, 50), torch.zeros(3, 40)))
+        assert torch.equal(loaded["weight"], small)
+
+
+def test_state_that_could_not_be_loaded_is_refused_at_the_first_save(
+    store: CheckpointStore, group: dist.ProcessGroup
+) -> None:
+    with AsyncSaver(store, group) as saver, pytest.raises(TypeError, match=r"scheduler\.hook .*not plain data"):
+        saver.save(sharded(torch.zeros(6, 50), torch.zeros(3, 40), scheduler={"hook": print}), info(1))
+
+
+def test_a_defect_is_raised_not_hidden(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    class BrokenStore(CheckpointStore):
+        def publish(self, *args: Any, **kwargs: Any) -> Entry:
+            raise AssertionError("a bug")
+
+    with AsyncSaver(BrokenStore(tmp_path), group) as saver:
+        saver.save(sharded(torch.zeros(6, 50), torch.zeros(3, 40)), info(1))
+        with pytest.raises(RuntimeError, match="AssertionError: a bug"):
+            saver.wait()
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_foreign_architecture_is_one_message_with_the_tensors(store: CheckpointStore, group: dist.ProcessGroup) -> None:
+    with AsyncSaver(store, group, async_save=False) as saver:
+        saver.save(sharded(torch.zeros(6, 50), torch.zeros(3, 40)), info(1))
+    other = sharded(torch.zeros(6, 51), torch.zeros(3, 40))
+    other["bias"] = ShardedTensor.from_rank_offsets("bias", torch.zeros(3))
+    with pytest.raises(UserError) as caught:
+        load(newest(store), other)
+    message = str(caught.value)
+    assert "weight: [6, 50] in the checkpoint, [6, 51] in the model" in message
+    assert "bias: not in the checkpoint" in message
+    assert "layers" not in message
+
+
+class Worker:
+    """The forking process of checkpoint_worker.py."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    def ask(self, **request: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+
+    def line(self) -> list[str]:
+        assert self.process.stdout is not None
+        words = self.process.stdout.readline().split()
+        assert words, "the worker has died"
+        return words
+
+    def until(self, first: str) -> list[list[str]]:
+        lines = [self.line()]
+        while lines[-1][0] != first:
+            lines.append(self.line())
+        return lines
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.process.kill()
+    worker.process.communicate()
+
+
+def test_kill_nine_at_any_moment_leaves_a_whole_newest_checkpoint(store: CheckpointStore, worker: Worker) -> None:
+    """Each process first loads what the killed one before it has left, and checks every value."""
+    chance = random.Random(20)
+    announced = 0
+    leftovers = 0
+    for _ in range(25):
+        worker.ask(job="save_until_killed", directory=str(store.directory))
+        pid = int(worker.line()[1])
+        event, step = worker.line()
+        assert event == "resumed"
+        assert int(step) >= announced
+        # The moment of death is the point here; nothing is waited for.
+        time.sleep(chance.uniform(0, 0.12))
+        os.kill(pid, signal.SIGKILL)
+        lines = worker.until("ended")
+        assert lines[-1] == ["ended", "-9"]
+        announced = max([announced, *(int(line[1]) for line in lines if line[0] == "announced")])
+        leftovers += len(list(store.directory.glob(".t*")))
+        assert newest(store).step >= announced or announced == 0
+    assert announced > 5
+    assert leftovers > 5, "no process was killed in the middle of a save"
+
+
+def test_two_ranks_save_beside_their_own_reductions_and_share_a_failure(store: CheckpointStore, worker: Worker) -> None:
+    worker.ask(job="train_in_two", directory=str(store.directory), world_size=2)
+    lines = worker.until("ended")
+    assert lines[-1] == ["ended", "0", "0"]
+    said = [" ".join(line) for line in lines]
+    for rank in (0, 1):
+        assert f"report {rank} 1 True None" in said
+        assert f"report {rank} 3 True None" in said
+        assert any(line.startswith(f"report {rank} 2 False rank 1: File too large") for line in said)
+        assert f"loaded {rank} 3" in said
+    assert len([line for line in said if line.startswith("log ERROR")]) == 1, "one alarm for all ranks"
+    assert [entry.step for entry in store.entries()] == [1, 3]
+    files = newest(store).manifest.files
+    assert {"__0_0.distcp", "__1_0.distcp"} <= set(files)
+    assert newest(store).manifest.layout == {"world_size": 2}
+    assert not list(store.directory.glob(".tmp*"))

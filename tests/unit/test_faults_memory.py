@@ -1,0 +1,92 @@
+"""Out of memory: recognised for real, and answered for the recipe at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmrecipes.errors import ExitCode
+from llmrecipes.faults.memory import describe_oom, ladder, out_of_memory
+from llmrecipes.recipe.schema import Recipe
+
+
+def recipe(**train: Any) -> Recipe:
+    document: dict[str, Any] = {
+        "name": "tiny",
+        "model": {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 64, "vocab_size": 64},
+        "train": {"train_iters": 4, "micro_batch_size": 4, "global_batch_size": 32, "precision": "bf16"} | train,
+        "optimizer": {"lr": 1e-3},
+    }
+    return Recipe.model_validate(document)
+
+
+def keys(rungs: list[str]) -> list[str]:
+    return [rung.split("=")[0] for rung in rungs]
+
+
+def test_the_ladder_starts_with_the_cheapest_change() -> None:
+    rungs = ladder(recipe(), data_parallel_size=2)
+    assert rungs[0].startswith("train.micro_batch_size=2 (now 4)")
+    assert "8 accumulated micro-batches" in rungs[0]
+    assert keys(rungs) == [
+        "train.micro_batch_size",
+        "train.recompute_granularity",
+        "train.recompute_granularity",
+        "parallelism.grad_reduce_in_fp32",
+        "model.seq_length",
+    ]
+
+
+def test_rungs_already_taken_are_left_out() -> None:
+    tight = recipe(micro_batch_size=1, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    assert keys(ladder(tight, data_parallel_size=1)) == ["parallelism.grad_reduce_in_fp32", "model.seq_length"]
+
+
+def test_precision_and_the_distributed_optimizer_are_offered_where_they_help() -> None:
+    base = recipe(precision="fp32", micro_batch_size=9, global_batch_size=36)
+    plain = base.model_copy(
+        update={"parallelism": base.parallelism.model_copy(update={"use_distributed_optimizer": False})}
+    )
+    rungs = ladder(plain, data_parallel_size=4)
+    assert rungs[0].startswith("train.micro_batch_size=3 (now 9)"), "a divisor, so that the batch still divides"
+    assert any(rung.startswith("parallelism.use_distributed_optimizer=true") for rung in rungs)
+    assert any(rung.startswith("train.precision=bf16") for rung in rungs)
+    assert not any("use_distributed_optimizer" in rung for rung in ladder(plain, data_parallel_size=1))
+
+
+def test_each_rung_is_a_valid_recipe() -> None:
+    """What the ladder advises can be typed on the command line: keys exist and values pass the schema."""
+    for rung in ladder(recipe(), data_parallel_size=2):
+        document = recipe().model_dump()
+        for assignment in rung.split(" (")[0].split(": ")[0].split():
+            key, value = assignment.split("=")
+            section, name = key.split(".")
+            assert name in document[section]
+            document[section][name] = {"true": True, "false": False}.get(
+                value, int(value) if value.isdigit() else value
+            )
+        Recipe.model_validate(document)
+
+
+def test_a_real_failed_allocation_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    described = describe_oom(caught.value)
+    assert described is not None
+    assert described.startswith("host memory")
+    error = out_of_memory(caught.value, recipe(), data_parallel_size=1, where="rank 0, step 3")
+    assert error is not None
+    assert error.code is ExitCode.STOP
+    assert "1. train.micro_batch_size=2" in str(error)
+    assert "rank 0, step 3" in str(error)
+
+
+def test_other_errors_are_not_about_memory() -> None:
+    assert describe_oom(MemoryError()) == "host memory"
+    assert describe_oom(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")) == (
+        "GPU memory: CUDA out of memory. Tried to allocate 2 GiB"
+    )
+    assert describe_oom(RuntimeError("shape mismatch")) is None
+    assert out_of_memory(ValueError("memory"), recipe(), data_parallel_size=1) is None

@@ -1,0 +1,60 @@
+"""Finding the first number that is not finite."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from llmrecipes.errors import ExitCode
+from llmrecipes.faults.numerics import NonFinite, first_bad_parameter, named_gradients
+
+
+def model_with_gradients() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model(torch.randn(5, 3)).square().mean().backward()
+    return model
+
+
+def gradient(model: torch.nn.Module, name: str) -> torch.Tensor:
+    found = model.get_parameter(name).grad
+    assert found is not None
+    return found
+
+
+def test_a_poisoned_gradient_is_named_with_step_and_rank() -> None:
+    model = model_with_gradients()
+    assert first_bad_parameter(named_gradients(model)) is None
+    gradient(model, "1.weight")[0, 1] = math.nan
+    gradient(model, "1.weight")[1, 1] = math.inf
+    bad = first_bad_parameter(named_gradients(model))
+    error = NonFinite(step=17, rank=3, quantity="gradient norm", value=math.nan, first_bad=bad)
+    assert error.code is ExitCode.STOP
+    for part in ("gradient norm is nan", "step 17", "rank 3", "1.weight.grad", "nan among 2 of 8"):
+        assert part in str(error)
+
+
+def test_parameters_come_before_gradients() -> None:
+    model = model_with_gradients()
+    gradient(model, "1.bias").fill_(math.inf)
+    bad = first_bad_parameter(named_gradients(model))
+    assert bad is not None
+    assert (bad.name, bad.kind, bad.count) == ("1.bias.grad", "inf", 2)
+    model.state_dict()["1.bias"][0] = math.nan
+    bad = first_bad_parameter(named_gradients(model))
+    assert bad is not None
+    assert (bad.name, bad.kind, bad.count) == ("1.bias", "nan", 1)
+
+
+def test_megatron_gradients_in_main_grad_are_seen() -> None:
+    model = torch.nn.Linear(2, 2)
+    setattr(model.weight, "main_grad", torch.full((2, 2), math.inf))  # noqa: B010
+    bad = first_bad_parameter(named_gradients(model))
+    assert bad is not None
+    assert bad.name == "weight.grad"
+
+
+def test_a_bad_loss_without_a_bad_tensor_says_so() -> None:
+    error = NonFinite(step=1, rank=0, quantity="loss", value=math.inf, first_bad=None)
+    assert "loss is inf in step 1, rank 0; every parameter and gradient here is finite" in str(error)

@@ -1,0 +1,100 @@
+"""Signals in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from llmrecipes.faults.signals import INTERRUPTED, PRESS_INTERVAL, catch_signals
+
+PROGRAM = """
+import sys, time
+from llmrecipes.faults import signals
+{setup}
+with signals.catch_signals(lambda: "step-00000100") as stop:
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print(stop.signal.name, flush=True)
+    {then}
+sys.exit(75)
+"""
+
+
+def start(setup: str = "", then: str = "") -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(setup=setup, then=then)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_asks_to_stop_and_ends_with_75(number: signal.Signals) -> None:
+    process = start()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert (out, err) == (f"{number.name}\n", "")
+    assert process.returncode == 75
+
+
+def test_second_ctrl_c_leaves_at_once_and_names_the_newest_checkpoint() -> None:
+    process = start(setup="signals.PRESS_INTERVAL = 0.0", then="time.sleep(60)")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "SIGINT\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == INTERRUPTED
+    assert "step-00000100" in err
+    assert "Traceback" not in err
+
+
+def test_the_copy_a_launcher_passes_on_is_the_same_press() -> None:
+    with catch_signals(lambda: "none") as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.signal is signal.SIGINT
+    assert PRESS_INTERVAL > 0
+
+
+def test_handlers_are_restored() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    with pytest.raises(ValueError, match="out"), catch_signals(lambda: "none"):
+        raise ValueError("out")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+def test_all_ranks_stop_when_one_was_asked() -> None:
+    with catch_signals(lambda: "none") as stop:
+        assert not stop.agreed(lambda mine: max(mine, 0))
+        assert stop.agreed(lambda mine: max(mine, 1))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.agreed(lambda mine: max(mine, 0))
+
+
+def test_forked_workers_survive_the_jobs_signals() -> None:
+    """A data loader's process inherits the handlers by fork; a signal to the whole job must not end it."""
+    with catch_signals(lambda: "none"):
+        ready, release = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(ready[1], b"r")
+            os.read(release[0], 1)
+            os._exit(7)
+        os.read(ready[0], 1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(child, number)
+        os.write(release[1], b"g")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        for descriptor in (*ready, *release):
+            os.close(descriptor)
