@@ -45,4 +45,10 @@ class UserError(Exception):
 
     def as_dict(self) -> dict[str, str | int]:
         """The same message for programs (`--json`)."""
-        return {"error": self.what, "where": self.where, "rule": self.rule, "fix": self.fix, "exit_code": int(self.code)}
+        return {
+            "error": self.what,
+            "where": self.where,
+            "rule": self.rule,
+            "fix": self.fix,
+            "exit_code": int(self.code),
+        }
