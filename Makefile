@@ -1,0 +1,90 @@
+# Everything a user types. `make` alone lists the targets; each makes the environment it needs first.
+#
+#   make train RECIPE=gpt-125m ARGS="train.train_iters=50"
+#   make test PYTHON=python3.12
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+RECIPE ?= gpt-tiny
+RUN ?=
+BENCH ?=
+ARGS ?=
+LOCK ?=
+
+# Values reach the commands as environment variables, quoted there, and make expands nothing in them:
+# what is in RECIPE or ARGS is data, never code.
+override RECIPE := $(value RECIPE)
+override RUN := $(value RUN)
+override BENCH := $(value BENCH)
+override ARGS := $(value ARGS)
+export RECIPE RUN BENCH ARGS
+
+# `.venv` belongs to python3; any other PYTHON has an environment of its own.
+ifeq ($(PYTHON),python3)
+VENV := .venv
+else
+VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifeq ($(VENV),.venv-)
+$(error PYTHON=$(PYTHON) does not run)
+endif
+endif
+BIN := $(VENV)/bin
+LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
+
+.PHONY: help setup train smoke prepare generate ui test check bench lock clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@echo
+	@echo "  Variables: RECIPE=gpt-tiny  ARGS=\"key.path=value --option\"  RUN=run-id  PYTHON=python3  LOCK=py311-cuda"
+
+setup: ## make the environment in .venv (again only when the lock file changed)
+	@$(PYTHON) tools/setup_env.py --venv $(VENV) --lock "$(LOCK)"
+
+train: setup ## train RECIPE on this machine
+	@$(LLMRECIPES) train "$$RECIPE"
+
+smoke: setup ## rehearse RECIPE scaled down on CPU: train, save, resume, compare
+	@$(LLMRECIPES) smoke "$$RECIPE"
+
+prepare: setup ## turn RECIPE's text into a tokenizer and token files
+	@$(LLMRECIPES) prepare "$$RECIPE"
+
+generate: setup ## sample from RUN: ARGS='--prompt "def "'
+	@$(LLMRECIPES) generate "$$RUN"
+
+ui: setup ## open MLflow on the runs
+	@$(LLMRECIPES) ui
+
+test: setup ## run every test
+	@$(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q --durations=10
+
+check: setup ## linters, types, and generated pages up to date
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/llmrecipes docs --check
+
+bench: setup ## run one of benchmarks/: BENCH=name
+	@test -f "benchmarks/$$BENCH.py" || { echo "BENCH is one of:" $$(cd benchmarks && ls *.py | sed 's/\.py$$//'); exit 2; }
+	@$(BIN)/python tools/with_args.py $(BIN)/python "benchmarks/$$BENCH.py"
+
+# uv resolves, pip installs. It does not read pip's configuration: give it yours as UV_* variables. Where the CPU wheel of
+# torch lies in a local folder, CPU_WHEELS="--find-links FOLDER". ARGS=--upgrade renews every version.
+CPU_WHEELS ?= --torch-backend cpu
+COMPILE = $(BIN)/python tools/with_args.py $(BIN)/uv pip compile --quiet --no-config --system-certs --generate-hashes \
+	--custom-compile-command "make lock" --extra dev pyproject.toml
+
+lock: setup ## renew the lock files in requirements/ after a change of pyproject.toml
+	@$(COMPILE) $(CPU_WHEELS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cpu.txt
+	@$(COMPILE) --extra gpu --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cuda.txt
+	@$(COMPILE) --extra gpu --python-version 3.12 --universal -o requirements/py312.txt
+	@git --no-pager diff --stat -- requirements
+
+clean: ## remove environments and caches; runs/ and data/ stay
+	rm -rf .venv .venv-* .venv.lock build dist llmrecipes.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find llmrecipes tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

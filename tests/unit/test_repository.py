@@ -1,0 +1,269 @@
+"""The rules of this repository that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "llmrecipes"
+LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
+
+# Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
+LAYERS = (
+    ("errors", "console"),
+    ("recipe",),
+    ("cluster",),
+    ("plan",),
+    ("launch",),
+    ("data", "platform", "model", "checkpoint", "faults", "tracking"),
+    ("generate",),
+    ("train",),
+    ("workflow", "show"),
+    ("commands",),
+    ("cli", "__main__"),
+)
+LIGHT = ("errors", "console", "recipe", "cluster", "plan", "launch", "show", "cli")
+HEAVY = {"torch", "megatron", "mlflow", "datasets", "transformers", "tokenizers", "tensorboard", "pandas", "pyarrow"}
+PUBLIC_HOSTS = {"pypi.org", "files.pythonhosted.org", "download.pytorch.org"}
+
+
+@cache
+def tracked() -> tuple[Path, ...]:
+    """Text files that are, or would be, in the repository."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs git and a git checkout: {error}")
+    paths = (ROOT / name for name in done.stdout.split("\0") if name)
+    found = tuple(path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:8192])
+    assert PACKAGE / "__init__.py" in found
+    return found
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def part(path: Path) -> str:
+    """Name of the part of the package that a module belongs to: `plan` for plan/memory.py, `cli` for cli.py."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import in a file, wherever it stands."""
+    package = ("llmrecipes", *path.relative_to(PACKAGE).parts[:-1]) if path.is_relative_to(PACKAGE) else ()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1], *([node.module] if node.module else [])]
+            module = ".".join(base) if node.level else (node.module or "")
+            # `from llmrecipes import show` imports the module llmrecipes.show
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_imports_go_one_way() -> None:
+    rank = {name: number for number, names in enumerate(LAYERS) for name in names}
+    wrong, homeless, edges = [], set(), set()
+    for path in sources():
+        importer = part(path)
+        if importer == "__init__":
+            continue
+        for line, module in imported_modules(path):
+            names = module.split(".")
+            if names[0] != "llmrecipes" or len(names) == 1:
+                continue
+            if not ((PACKAGE / names[1]).is_dir() or (PACKAGE / f"{names[1]}.py").is_file()):
+                continue
+            imported = names[1]
+            homeless |= {importer, imported} - set(rank)
+            if imported != importer:
+                edges.add((importer, imported))
+            if not homeless and rank[imported] > rank[importer]:
+                wrong.append(f"{relative(path)}:{line}: {importer} must not import {imported}")
+    assert edges, "no import was seen: this test has gone blind"
+    assert not homeless, f"give these parts a place in LAYERS: {sorted(homeless)}"
+    assert not wrong, "\n".join(wrong)
+    both_ways = sorted(edge for edge in edges if edge[::-1] in edges)
+    assert not both_ways, f"parts that import each other: {both_ways}"
+
+
+def heavy_after(code: str) -> set[str]:
+    """Heavy libraries that a fresh interpreter has loaded after running the code."""
+    report = "print('LOADED', *sys.modules, file=sys.stderr)"
+    script = f"import sys\nsys.argv[1:] = ['list']\ntry:\n    {code}\nfinally:\n    {report}"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stderr.rpartition("LOADED")[2].split()
+    assert any(name.startswith("llmrecipes.") for name in loaded)
+    return {name.partition(".")[0] for name in loaded} & HEAVY
+
+
+def test_list_loads_no_heavy_library() -> None:
+    assert not heavy_after("from llmrecipes.cli import main; sys.exit(main())")
+
+
+def test_light_parts_load_no_heavy_library() -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sources()
+        if part(path) in LIGHT
+    ]
+    assert not heavy_after(f"import {', '.join(modules)}")
+
+
+def test_modules_are_small() -> None:
+    lengths = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    limits = {"llmrecipes/train/loop.py": 300}
+    assert not {name: length for name, length in lengths.items() if length > limits.get(name, 400)}
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)
+def test_lock_pins_and_hashes_everything(lock: Path) -> None:
+    text = lock.read_text()
+    entries = re.split(r"^(?=[a-z0-9])", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE)[1:]
+    assert len(entries) > 100
+    whole = re.compile(r"[a-z0-9.-]+==[^\s;]+( ; [^\\\n]+)?( \\\n    --hash=sha256:[0-9a-f]{64})+\n")
+    bad = [entry for entry in entries if not whole.fullmatch(entry)]
+    assert not bad, bad
+    assert not re.search(r"://|^-", text, re.MULTILINE), "a lock file names no index, folder or address"
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)
+def test_lock_answers_pyproject(lock: Path) -> None:
+    """A dependency added without `make lock` is noticed here, not by the first user."""
+    locked = set(re.findall(r"^([a-z0-9.-]+)==", lock.read_text(), re.MULTILINE))
+    assert declared("dev") - {"llmrecipes"} <= locked
+    if lock.stem != "py311-cpu":
+        assert declared("gpu") <= locked
+
+
+def test_lock_files_are_the_three_that_setup_chooses_from() -> None:
+    assert [lock.stem for lock in LOCKS] == ["py311-cpu", "py311-cuda", "py312"]
+    pins = {lock.stem: dict(re.findall(r"^([a-z0-9.-]+)==([^\s;]+)", lock.read_text(), re.MULTILINE)) for lock in LOCKS}
+    assert {stem: pin["torch"] for stem, pin in pins.items()} == {
+        "py311-cpu": "2.13.0+cpu",
+        "py311-cuda": "2.13.0",
+        "py312": "2.13.0",
+    }
+    assert pins["py311-cpu"]["megatron-core"] == pins["py311-cuda"]["megatron-core"] == "0.16.1"
+    assert pins["py312"]["megatron-core"].startswith("0.19.")
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(*extras: str) -> set[str]:
+    """Normal names of the dependencies in pyproject.toml, with those of the extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for extra in extras for line in optional[extra])]
+    return {normal(re.match(r"[\w.-]+", line)[0]) for line in lines}  # type: ignore[index]
+
+
+def test_every_dependency_has_its_reason() -> None:
+    table = (ROOT / "docs" / "dependencies.md").read_text()
+    explained = {normal(name) for name in re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)}
+    assert explained == declared("dev", "gpu")
+
+
+def test_every_import_is_declared() -> None:
+    providers = packages_distributions()
+    known = declared("gpu")
+    shipped_with = {"pydantic_core": "pydantic", "pynvml": "nvidia-ml-py"}
+    optional = {"transformer_engine", "apex"}  # used where the user's machine has them
+    missing = []
+    for path in sources():
+        for line, module in imported_modules(path):
+            top = module.partition(".")[0]
+            if top in sys.stdlib_module_names | {"llmrecipes"} | optional:
+                continue
+            names = {normal(name) for name in providers.get(top, [])} | {shipped_with.get(top, normal(top))}
+            if not names & known:
+                missing.append(f"{relative(path)}:{line}: {top}")
+    assert not missing, missing
+
+
+def machine_marks() -> set[str]:
+    """Strings that only this machine knows: where the checkout lies, whose home it is, where its packages come from."""
+    marks = {str(ROOT), str(Path(sys.base_prefix))} - {"/", "/usr", "/usr/local", "/app", "/workspace"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    values = re.findall(r"(?:index-url|find-links|trusted-host|proxy)='(.*)'", done.stdout)
+    values += [os.environ.get(name, "") for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS")]
+    for value in " ".join(values).replace("\\n", " ").split():
+        url = urlsplit(value)
+        mark = url.hostname or url.path.rstrip("/")
+        if len(mark) > 4 and mark not in PUBLIC_HOSTS | {"localhost", "127.0.0.1"}:
+            marks.add(mark)
+    return marks
+
+
+def test_no_trace_of_this_machine() -> None:
+    here = re.compile("|".join(rf"{re.escape(mark)}(?![\w-])" for mark in sorted(machine_marks())))
+    homes = re.compile(r"/(?:home|Users)/[a-z][\w.-]*/")
+    found = []
+    for path in tracked():
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            match = here.search(line) or homes.search(line)
+            if match:
+                found.append(f"{relative(path)}:{number}: {match.group()}")
+    assert not found, "\n".join(found)
+
+
+def test_nothing_is_left_to_do() -> None:
+    marks = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
+    found = [
+        f"{relative(path)}:{number}"
+        for path in tracked()
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+        if marks.search(line) and path.parent != ROOT / "requirements"
+    ]
+    assert not found, found
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    pages = [path for path in tracked() if path.suffix == ".md"]
+    assert pages
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            name = target.partition("#")[0]
+            if name and "://" not in name and not name.startswith("mailto:") and not (page.parent / name).exists():
+                broken.append(f"{relative(page)}: {target}")
+    assert not broken, broken
+
+
+def test_changelog_has_an_open_section() -> None:
+    assert re.search(r"^## \[Unreleased\]$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_every_make_target_is_listed() -> None:
+    text = (ROOT / "Makefile").read_text()
+    phony = set(re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split())  # type: ignore[index]
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert phony == set(re.findall(r"^  make (\w+)  +\S", listed, re.MULTILINE))
