@@ -1,0 +1,127 @@
+"""What a run was made with: versions, machine, code. Written to env.json beside the run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = (
+    "llmrecipes",
+    "torch",
+    "megatron-core",
+    "numpy",
+    "transformer-engine",
+    "flash-attn",
+    "datasets",
+    "tokenizers",
+    "transformers",
+    "mlflow",
+    "pydantic",
+)
+VARIABLES = re.compile(r"(NCCL|TORCH|GLOO|CUDA|NVTE|OMP|MKL|SLURM)_\w+|PYTORCH_\w+|CUDA_VISIBLE_DEVICES|WORLD_SIZE")
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT", re.IGNORECASE)
+HIDDEN = "<hidden>"
+TIMEOUT_SECONDS = 5.0
+
+
+def capture(root: Path) -> dict[str, Any]:
+    """Describe interpreter, packages, machine, code and command, as JSON values.
+
+    Args:
+        root: the checkout whose git commit is recorded; a directory that is none gives `git: null`.
+
+    No value is kept of a variable or argument whose name looks like a secret. `LLMRECIPES_IMAGE_DIGEST` names the
+    container image, which a container cannot find out by itself.
+    """
+    return {
+        "python": platform.python_version(),
+        "packages": _packages(),
+        "platform": platform.platform(),
+        "hostname": socket.gethostname(),
+        "cpu": _cpu_model(),
+        "cores": {"present": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": _gpus(),
+        "git": _git(root),
+        "image_digest": os.environ.get("LLMRECIPES_IMAGE_DIGEST"),
+        "command": _command(sys.orig_argv),
+        "variables": {
+            name: HIDDEN if SECRET.search(name) else value
+            for name, value in sorted(os.environ.items())
+            if VARIABLES.fullmatch(name)
+        },
+    }
+
+
+def _packages() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """The command line without the values of options like `--api-token=abc` or `--password abc`.
+
+    Recipe overrides (`data.tokenizer.path=...`) are no options and stay: recipes hold no secrets.
+    """
+    shown: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        name, equals, _ = argument.partition("=")
+        if equals and name.startswith("-") and SECRET.search(name):
+            argument = f"{name}={HIDDEN}"
+        elif before.startswith("-") and "=" not in before and SECRET.search(before) and not argument.startswith("-"):
+            argument = HIDDEN
+        shown.append(argument)
+    return shown
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"^(?:model name|Processor)\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    fields = ("name", "memory.total", "driver_version", "uuid")
+    output = _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    rows = [[cell.strip() for cell in line.split(",")] for line in (output or "").splitlines()]
+    return [
+        {"name": row[0], "memory_mib": int(row[1]) if row[1].isdecimal() else None, "driver": row[2], "uuid": row[3]}
+        for row in rows
+        if len(row) == len(fields)
+    ]
+
+
+def _git(root: Path) -> dict[str, Any] | None:
+    """Commit and whether tracked files differ from it; None outside a checkout with a commit."""
+    commit = _run("git", "-C", str(root), "rev-parse", "--verify", "HEAD")
+    if not commit:
+        return None
+    changed = _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit.strip(), "dirty": None if changed is None else bool(changed.strip())}
+
+
+def _run(*command: str) -> str | None:
+    """Output of a program, None if it is missing, fails or does not answer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

@@ -1,0 +1,96 @@
+"""What the training loop reports, and the interface of the places that receive it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+RunStatus = Literal["FINISHED", "KILLED", "FAILED"]
+"""How a run ends, in MLflow's words: done, stopped from outside with its state saved, or failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step.
+
+    Attributes:
+        step: optimizer steps done, counted from 1.
+        loss: training loss in nats a token, averaged over the tokens of the global batch.
+        grad_norm: global L2 norm of the gradients before clipping.
+        lr: learning rate this step used.
+        consumed_samples: sequences consumed since step 0.
+        consumed_tokens: tokens consumed since step 0.
+        step_seconds: wall-clock seconds of this step.
+        tokens_per_second: tokens of the global batch over `step_seconds`.
+        loss_scale: fp16 loss scale; None for other types.
+        skipped: the update was left out because the fp16 gradients overflowed.
+        memory_bytes: peak bytes on the GPU, or resident bytes of the process on a CPU.
+        mfu: model FLOPs utilisation, 0 to 1, full-attention convention; None where the peak is not known.
+        mfu_causal: the same with only the causal half of attention counted.
+        time: seconds since the epoch.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    consumed_samples: int
+    consumed_tokens: int
+    step_seconds: float
+    tokens_per_second: float
+    loss_scale: float | None = None
+    skipped: bool = False
+    memory_bytes: int = 0
+    mfu: float | None = None
+    mfu_causal: float | None = None
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalMetrics:
+    """One evaluation on the validation split after `step` steps.
+
+    Attributes:
+        valid_loss: nats a token.
+        valid_bits_per_byte: bits a byte of the text, comparable between tokenizers; None if the bytes are not known.
+        eval_seconds: wall-clock seconds of the evaluation.
+    """
+
+    step: int
+    valid_loss: float
+    consumed_samples: int
+    consumed_tokens: int
+    eval_seconds: float
+    valid_bits_per_byte: float | None = None
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something that happened at a step: a checkpoint, a failed save, a skipped update.
+
+    Attributes:
+        event: short name in snake case, such as `checkpoint_saved`.
+        details: values that JSON can hold.
+        alarm: the user should look at it.
+    """
+
+    step: int
+    event: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+    alarm: bool = False
+    time: float = field(default_factory=time.time)
+
+
+class Sink(Protocol):
+    """A place that receives a run's events, called from the training loop on one rank: it must not wait."""
+
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    def eval(self, metrics: EvalMetrics) -> None: ...
+
+    def note(self, note: Note) -> None: ...
+
+    def close(self, status: RunStatus) -> None: ...

@@ -1,0 +1,186 @@
+"""One object for everything a run reports; the training loop calls it on one rank only."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.recipe.load import recipe_hash, to_yaml
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, Sink, StepMetrics
+from llmrecipes.tracking.files import write_atomic
+from llmrecipes.tracking.jsonl import JsonlSink
+from llmrecipes.tracking.mlflow_mirror import MirrorConfig
+from llmrecipes.tracking.mlflow_sink import MlflowSink, flatten
+from llmrecipes.tracking.progress import ProgressSink
+from llmrecipes.tracking.status import StatusSink
+from llmrecipes.tracking.store import artifact_root, is_local, tracking_uri
+from llmrecipes.tracking.tensorboard import TensorBoardSink
+
+logger = logging.getLogger(__name__)
+
+ARTIFACTS = ("recipe.yaml", "plan.json", "env.json")
+
+
+class RunTracker:
+    """Hands every event to metrics.jsonl, status.json, the terminal, TensorBoard and MLflow.
+
+    metrics.jsonl is first and must work when the run starts. Any of the others that fails is dropped with one warning;
+    the training goes on. As a context manager it closes itself with the status that fits the way the block was left.
+    """
+
+    def __init__(self, record: JsonlSink, others: Mapping[str, Sink]) -> None:
+        self._record = record
+        self._others = dict(others)
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        recipe: Recipe,
+        *,
+        plan: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        run_dir: Path,
+        runs_dir: Path,
+        resumed_step: int,
+        total_steps: int,
+        tags: Mapping[str, str] | None = None,
+        console: Console | None = None,
+    ) -> Self:
+        """Write recipe.yaml, plan.json and env.json, and open all places that the recipe asks for.
+
+        Args:
+            plan: the derived plan, as JSON values.
+            environment: see `environment.capture`.
+            run_dir: `<runs_dir>/<recipe>/<run-id>`; created if missing.
+            resumed_step: the step the run goes on from, 0 for a new run. What was recorded after it is dropped.
+            total_steps: the last step.
+            tags: more tags for MLflow, such as the layout in words.
+            console: where progress is shown; standard output if not given.
+
+        Raises:
+            UserError: the run directory cannot be written.
+        """
+        documents = (
+            to_yaml(recipe),
+            json.dumps(plan, indent=2) + "\n",
+            json.dumps(environment, indent=2) + "\n",
+        )
+        try:
+            (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+            for name, text in zip(ARTIFACTS, documents, strict=True):
+                _record_document(run_dir, name, text, resumed_step)
+        except OSError as error:
+            raise UserError(
+                f"cannot write: {error.strerror}",
+                where=str(error.filename or run_dir),
+                fix="make the directory writable or choose another one with --runs-dir",
+            ) from error
+        record = JsonlSink(run_dir / "metrics.jsonl", resumed_step)
+
+        settings, interval = recipe.tracking, recipe.train.log_interval
+        shown = console or Console()
+        openers: dict[str, Callable[[], Sink]] = {
+            "status.json": lambda: StatusSink(run_dir, resumed_step=resumed_step, total_steps=total_steps),
+            "progress": lambda: ProgressSink(
+                shown, resumed_step=resumed_step, total_steps=total_steps, log_interval=interval
+            ),
+        }
+        if settings.tensorboard:
+            openers["TensorBoard"] = lambda: TensorBoardSink(
+                run_dir / "tensorboard", resumed_step=resumed_step, log_interval=interval
+            )
+        if settings.mlflow:
+            uri = tracking_uri(runs_dir)
+            config = MirrorConfig(
+                run_dir=str(run_dir.resolve()),
+                uri=uri,
+                artifact_root=artifact_root(runs_dir) if is_local(uri) else None,
+                experiment=settings.experiment or recipe.name,
+                run_name=run_dir.name,
+                params=flatten(recipe),
+                tags=_tags(environment) | {"recipe.hash": recipe_hash(recipe)} | dict(tags or {}),
+                artifacts=list(ARTIFACTS),
+                log_interval=interval,
+                resumed_step=resumed_step,
+                total_steps=total_steps,
+                system_metrics_interval=settings.system_metrics_interval,
+            )
+            openers["MLflow"] = lambda: MlflowSink(config)
+        others: dict[str, Sink] = {}
+        for name, opener in openers.items():
+            try:
+                others[name] = opener()
+            except Exception as error:  # none of them is worth a run
+                logger.warning("%s is off for this run: %s: %s", name, type(error).__name__, error)
+        return cls(record, others)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Report one optimizer step. Call it at every step; intervals are applied here."""
+        self._record.step(metrics)
+        self._tell_others(lambda sink: sink.step(metrics))
+
+    def eval(self, metrics: EvalMetrics) -> None:
+        """Report one evaluation."""
+        self._record.eval(metrics)
+        self._tell_others(lambda sink: sink.eval(metrics))
+
+    def note(self, note: Note) -> None:
+        """Report something that happened."""
+        self._record.note(note)
+        self._tell_others(lambda sink: sink.note(note))
+
+    def close(self, status: RunStatus) -> None:
+        """End the run; further calls do nothing. Waits for MLflow, but not longer than half a minute."""
+        if self._closed:
+            return
+        self._closed = True
+        self._record.close(status)
+        self._tell_others(lambda sink: sink.close(status))
+
+    def _tell_others(self, call: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._others.items()):
+            try:
+                call(sink)
+            except Exception as error:  # a defect or a full disk in one of them must not end the training
+                del self._others[name]
+                logger.warning("%s is off from here on: %s: %s", name, type(error).__name__, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(_status_of(error))
+
+
+def _status_of(error: BaseException | None) -> RunStatus:
+    """How a run ended that left its block with `error`."""
+    code = error.code if isinstance(error, UserError | SystemExit) else None
+    if error is None or (isinstance(error, SystemExit) and code in (None, 0)):
+        return "FINISHED"
+    return "KILLED" if isinstance(error, KeyboardInterrupt) or code == ExitCode.REQUEUE else "FAILED"
+
+
+def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
+    git = environment.get("git") or {}
+    version = (environment.get("packages") or {}).get("llmrecipes")
+    tags = {"llmrecipes.version": version, "git.commit": git.get("commit"), "git.dirty": git.get("dirty")}
+    return {key: str(value) for key, value in tags.items() if value is not None}
+
+
+def _record_document(run_dir: Path, name: str, text: str, resumed_step: int) -> None:
+    """Write a document of the run; one that differs from it is kept in logs/ as what held until `resumed_step`."""
+    path = run_dir / name
+    if path.exists() and path.read_text() != text:
+        path.replace(run_dir / "logs" / f"{path.stem}.until-step-{resumed_step:08d}{path.suffix}")
+    write_atomic(path, text)

@@ -1,0 +1,113 @@
+"""The runs in a directory, as their files tell; no database is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmrecipes.tracking import status
+from llmrecipes.tracking.jsonl import parse
+
+TAIL_BYTES = 64 * 1024
+CHECKPOINT = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """One run.
+
+    Attributes:
+        state: running, finished, saved (stopped from outside, can go on), failed, interrupted (its process is gone), or
+            unknown (status.json cannot be read).
+        step: last step recorded.
+        total: last step planned.
+        loss: last training loss.
+        valid_loss: last validation loss.
+        started: seconds since the epoch, of the first attempt.
+        updated: seconds since the epoch, of the last report.
+        checkpoints: steps that have a checkpoint; whether a checkpoint is valid is for `CheckpointStore` to say.
+    """
+
+    recipe: str
+    run_id: str
+    path: str
+    state: str
+    step: int | None
+    total: int | None
+    loss: float | None
+    valid_loss: float | None
+    started: float | None
+    updated: float | None
+    checkpoints: tuple[int, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return asdict(self) | {"checkpoints": list(self.checkpoints)}
+
+
+def list_runs(runs_dir: Path) -> list[RunSummary]:
+    """All runs under `runs_dir`, oldest first; none if the directory does not exist."""
+    found = [
+        _summary(entry)
+        for recipe in _directories(runs_dir)
+        for entry in _directories(recipe)
+        if (entry / "recipe.yaml").is_file() or (entry / status.FILE).is_file()
+    ]
+    return sorted(found, key=lambda run: (run.started or 0.0, run.recipe, run.run_id))
+
+
+def _directories(parent: Path) -> list[Path]:
+    try:
+        return [path for path in sorted(parent.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    except OSError:
+        return []
+
+
+def _summary(run_dir: Path) -> RunSummary:
+    values = status.read(run_dir)
+    last = {"valid_loss": _number(values.get("valid_loss")), "loss": None}
+    step = _number(values.get("step"))
+    for line in _tail(run_dir / "metrics.jsonl"):
+        record = parse(line)
+        if record is None:
+            continue
+        if "loss" in record:
+            step = record["step"]
+        last |= {key: _number(record[key]) for key in last if key in record}
+    total = _number(values.get("total"))
+    return RunSummary(
+        recipe=run_dir.parent.name,
+        run_id=run_dir.name,
+        path=str(run_dir),
+        state=str(values.get("state", "unknown")),
+        step=None if step is None else int(step),
+        total=None if total is None else int(total),
+        loss=last["loss"],
+        valid_loss=last["valid_loss"],
+        started=_number(values.get("started")),
+        updated=_number(values.get("updated")),
+        checkpoints=_checkpoints(run_dir / "checkpoints"),
+    )
+
+
+def _checkpoints(directory: Path) -> tuple[int, ...]:
+    named = ((CHECKPOINT.fullmatch(path.name), path) for path in _directories(directory))
+    return tuple(sorted(int(match[1]) for match, path in named if match and (path / "manifest.json").is_file()))
+
+
+def _tail(path: Path) -> list[bytes]:
+    """The last lines of a file; the first of them may be torn."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

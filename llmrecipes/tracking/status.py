@@ -1,0 +1,92 @@
+"""status.json: what state a run is in, for programs that look at the directory only."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.tracking.files import write_atomic
+
+logger = logging.getLogger(__name__)
+
+FILE = "status.json"
+STATES: dict[RunStatus, str] = {"FINISHED": "finished", "KILLED": "saved", "FAILED": "failed"}
+SECONDS_BETWEEN_WRITES = 1.0
+
+
+def read(run_dir: Path) -> dict[str, Any]:
+    """The status of a run; empty if there is none that can be read. A dead `running` process makes it `interrupted`."""
+    try:
+        values = json.loads((run_dir / FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    if values.get("state") == "running" and values.get("host") == socket.gethostname() and not _alive(values):
+        values["state"] = "interrupted"
+    return values
+
+
+def _alive(values: dict[str, Any]) -> bool:
+    # The start time tells a process from a later one that was given the same number.
+    try:
+        return abs(psutil.Process(values["pid"]).create_time() - values["pid_started"]) < 1.0
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return False
+
+
+class StatusSink:
+    """Keeps status.json up to date, at most once a second."""
+
+    def __init__(self, run_dir: Path, *, resumed_step: int, total_steps: int) -> None:
+        self._path = run_dir / FILE
+        now = time.time()
+        earlier = read(run_dir)
+        self._values: dict[str, Any] = {
+            "state": "running",
+            "step": resumed_step,
+            "total": total_steps,
+            "pid": os.getpid(),
+            "pid_started": psutil.Process().create_time(),
+            "host": socket.gethostname(),
+            "started": earlier.get("started", now),
+            "valid_loss": earlier.get("valid_loss") if resumed_step else None,
+        }
+        self._written = 0.0
+        self._failed = False
+        self._write()
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._values["step"] = metrics.step
+        if time.monotonic() - self._written >= SECONDS_BETWEEN_WRITES:
+            self._write()
+
+    def eval(self, metrics: EvalMetrics) -> None:
+        self._values["valid_loss"] = metrics.valid_loss if math.isfinite(metrics.valid_loss) else None
+        self._write()
+
+    def note(self, note: Note) -> None:
+        pass
+
+    def close(self, status: RunStatus) -> None:
+        self._values["state"] = STATES[status]
+        self._write()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        self._values["updated"] = time.time()
+        try:
+            write_atomic(self._path, json.dumps(self._values) + "\n", durable=False)
+        except OSError as error:
+            if not self._failed:
+                logger.warning("%s: %s", self._path, error.strerror)
+            self._failed = True

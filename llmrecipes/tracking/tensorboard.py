@@ -1,0 +1,55 @@
+"""TensorBoard event files in the run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+
+TRAIN = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "step_seconds",
+    "tokens_per_second",
+    "loss_scale",
+    "memory_bytes",
+    "mfu",
+    "mfu_causal",
+)
+VALID = ("valid_loss", "valid_bits_per_byte")
+
+
+class TensorBoardSink:
+    """Writes every `log_interval`-th step and all evaluations.
+
+    Args:
+        directory: created if missing.
+        resumed_step: later points of an earlier attempt are hidden by TensorBoard (`purge_step`).
+    """
+
+    def __init__(self, directory: Path, *, resumed_step: int, log_interval: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._log_interval = log_interval
+        self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1, flush_secs=10)
+
+    def step(self, metrics: StepMetrics) -> None:
+        if metrics.step % self._log_interval == 0:
+            self._write("train", TRAIN, metrics)
+
+    def eval(self, metrics: EvalMetrics) -> None:
+        self._write("valid", VALID, metrics)
+
+    def note(self, note: Note) -> None:
+        if note.alarm:
+            self._writer.add_text(note.event, str(dict(note.details)), note.step, note.time)
+
+    def close(self, status: RunStatus) -> None:
+        self._writer.close()
+
+    def _write(self, group: str, keys: tuple[str, ...], metrics: StepMetrics | EvalMetrics) -> None:
+        for key in keys:
+            value = getattr(metrics, key)
+            if value is not None:
+                self._writer.add_scalar(f"{group}/{key}", value, metrics.step, metrics.time)

@@ -1,0 +1,337 @@
+"""Real MLflow: SQLite, and a real server on loopback that dies in the middle."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+from mlflow.tracking import MlflowClient
+from rich.console import Console
+
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
+from llmrecipes.tracking import ui
+from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
+from llmrecipes.tracking.run_tracker import RunTracker
+from llmrecipes.tracking.store import redact, tracking_uri
+
+TOTAL = 1000
+
+
+@pytest.fixture(scope="module")
+def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for all tests, as in life; with a name that needs care in addresses and SQL."""
+    return tmp_path_factory.mktemp("it's runs%20 #1")
+
+
+@pytest.fixture(autouse=True)
+def local_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def recipe(experiment: str, *, description: str = "", **tracking: Any) -> Recipe:
+    return Recipe(
+        name="tiny",
+        description=description,
+        model=Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, vocab_size=64),
+        train=Train(train_iters=TOTAL, micro_batch_size=1, global_batch_size=1),
+        optimizer=Optimizer(lr=1e-3),
+        tracking=Tracking(experiment=experiment, tensorboard=False, **tracking),
+    )
+
+
+def start(runs_dir: Path, made_from: Recipe, run_id: str, resumed_step: int = 0) -> RunTracker:
+    return RunTracker.open(
+        made_from,
+        plan={"data_parallel_size": 1},
+        environment={"git": {"commit": "abc", "dirty": False}, "packages": {"llmrecipes": "0.1"}},
+        run_dir=runs_dir / "tiny" / run_id,
+        runs_dir=runs_dir,
+        resumed_step=resumed_step,
+        total_steps=TOTAL,
+        tags={"layout": "dp1"},
+        console=Console(file=io.StringIO()),
+    )
+
+
+def step(number: int, **changes: Any) -> StepMetrics:
+    values: dict[str, Any] = {
+        "step": number,
+        "loss": 5.0,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "consumed_samples": number,
+        "consumed_tokens": 8 * number,
+        "step_seconds": 0.1,
+        "tokens_per_second": 80.0,
+    }
+    return StepMetrics(**(values | changes))
+
+
+def evaluation(number: int) -> EvalMetrics:
+    return EvalMetrics(step=number, valid_loss=4.5, consumed_samples=1, consumed_tokens=1, eval_seconds=0.1)
+
+
+def only_run(uri: str, experiment: str) -> Any:
+    client = MlflowClient(uri)
+    found = client.get_experiment_by_name(experiment)
+    assert found is not None
+    (run,) = client.search_runs([found.experiment_id])
+    return run
+
+
+def history(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
+    return sorted((metric.step, metric.value) for metric in MlflowClient(uri).get_metric_history(run_id, key))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.05)
+
+
+def test_a_run_is_recorded_with_all_that_belongs_to_it(runs_dir: Path, tmp_path: Path) -> None:
+    experiment = 'it\'s "quoted" `and` / ünïcode'
+    long = "x'\";DROP TABLE runs;--" * 400
+    made_from = recipe(experiment, description=long, system_metrics_interval=0.2)
+    with start(runs_dir, made_from, "full") as tracker:
+        tracker.step(step(1, loss=float("nan"), grad_norm=float("inf"), consumed_tokens=10**25))
+        tracker.step(step(2, loss_scale=1024.0, skipped=True))
+        tracker.eval(evaluation(2))
+        tracker.note(Note(step=2, event="checkpoint_saved", details={"seconds": 1.5}))
+        wait_for(lambda: (runs_dir / "mlflow.db").exists() and "run_id" in identity(runs_dir / "tiny" / "full"))
+    uri = tracking_uri(runs_dir)
+    run = only_run(uri, experiment)
+    assert run.info.status == "FINISHED" and run.info.run_name == "full"
+
+    assert run.data.params["optimizer.lr"] == "0.001"
+    assert run.data.params["data.sources.0.type"] == "stdlib"
+    assert len(run.data.params["description"]) == 6000
+    assert run.data.params["description"].startswith("x'\";DROP") and "[cut:" in run.data.params["description"]
+    expected = {"git.commit": "abc", "llmrecipes.version": "0.1", "layout": "dp1"}
+    assert expected.items() <= run.data.tags.items()
+    assert json.loads(run.data.tags["note.checkpoint_saved"]) == {"step": 2, "seconds": 1.5}
+
+    losses = history(uri, run.info.run_id, "loss")
+    assert math.isnan(losses[0][1]) and losses[1] == (2, 5.0)
+    assert history(uri, run.info.run_id, "consumed_tokens") == [(1, 1e25), (2, 16.0)]
+    assert history(uri, run.info.run_id, "skipped") == [(1, 0.0), (2, 1.0)]
+    assert history(uri, run.info.run_id, "valid_loss") == [(2, 4.5)]
+    assert run.data.metrics["system/system_memory_usage_megabytes"] > 0
+
+    assert unquote(urlsplit(run.info.artifact_uri).path).startswith(str(runs_dir))
+    stored = Path(MlflowClient(uri).download_artifacts(run.info.run_id, "recipe.yaml", str(tmp_path)))
+    assert yaml.safe_load(stored.read_text())["description"] == long  # in full
+    assert {file.path for file in MlflowClient(uri).list_artifacts(run.info.run_id)} == {
+        "recipe.yaml",
+        "plan.json",
+        "env.json",
+    }
+
+
+def identity(run_dir: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((run_dir / "mlflow.json").read_text()))
+    except FileNotFoundError:
+        return {}
+
+
+def test_resumed_runs_are_one_mlflow_run_without_duplicate_points(runs_dir: Path) -> None:
+    experiment = "resume"
+    with pytest.raises(KeyboardInterrupt), start(runs_dir, recipe(experiment), "r") as tracker:
+        for number in range(1, 121):
+            tracker.step(step(number))
+        tracker.eval(evaluation(100))
+        raise KeyboardInterrupt
+    uri = tracking_uri(runs_dir)
+    assert only_run(uri, experiment).info.status == "KILLED"
+
+    longer = recipe(experiment, description="now longer")
+    with start(runs_dir, longer, "r", resumed_step=100) as tracker:
+        for number in range(101, 151):
+            tracker.step(step(number, tokens_per_second=99.0))
+        tracker.eval(evaluation(150))
+    run = only_run(uri, experiment)
+    assert run.info.status == "FINISHED"
+    assert [number for number, _ in history(uri, run.info.run_id, "loss")] == list(range(1, 151))
+    assert [number for number, _ in history(uri, run.info.run_id, "tokens_per_second")] == list(range(1, 151))
+    assert [number for number, _ in history(uri, run.info.run_id, "valid_loss")] == [100, 150]
+    assert run.data.params["description"] == ""  # MLflow never changes a parameter
+    assert run.data.tags["changed.description"] == "now longer"
+
+
+def test_log_interval_thins_mlflow(runs_dir: Path) -> None:
+    made_from = recipe("sparse")
+    made_from = made_from.model_copy(update={"train": made_from.train.model_copy(update={"log_interval": 50})})
+    with start(runs_dir, made_from, "sparse", resumed_step=900) as tracker:
+        for number in range(901, TOTAL - 1):
+            tracker.step(step(number))
+    run = only_run(tracking_uri(runs_dir), "sparse")
+    assert [number for number, _ in history(tracking_uri(runs_dir), run.info.run_id, "loss")] == [950]
+
+
+def train_and_die(runs_dir: Path, name: str) -> None:
+    """Ten steps in a process that then gets SIGKILL."""
+    script = (
+        "import os, pathlib, sys\n"
+        "sys.path.insert(0, sys.argv[2])\n"
+        "import test_tracking_mlflow as t\n"
+        "tracker = t.start(pathlib.Path(sys.argv[1]), t.recipe(sys.argv[3]), sys.argv[3])\n"
+        "for number in range(1, 11): tracker.step(t.step(number))\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    here = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", script, str(runs_dir), here, name], check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_a_run_killed_outright_is_closed_in_mlflow_all_the_same(runs_dir: Path) -> None:
+    train_and_die(runs_dir, "killed")
+    uri = tracking_uri(runs_dir)
+
+    def closed() -> bool:
+        found = MlflowClient(uri).get_experiment_by_name("killed")
+        runs = MlflowClient(uri).search_runs([found.experiment_id]) if found else []
+        return bool(runs) and runs[0].info.status == "KILLED"
+
+    wait_for(closed)
+    assert len(history(uri, only_run(uri, "killed").info.run_id, "loss")) == 10
+
+
+def test_resuming_at_once_after_a_kill_waits_for_the_mirror_left_behind(runs_dir: Path) -> None:
+    train_and_die(runs_dir, "at-once")
+    with start(runs_dir, recipe("at-once"), "at-once", resumed_step=8) as tracker:
+        for number in range(9, 13):
+            tracker.step(step(number))
+    uri = tracking_uri(runs_dir)
+    run = only_run(uri, "at-once")
+    assert run.info.status == "FINISHED"
+    assert [number for number, _ in history(uri, run.info.run_id, "loss")] == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_neither_stops_nor_delays_training_and_gets_the_rest_on_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    experiment = "remote"
+    with ui.server(tmp_path, 0) as (address, process):
+        port = int(address.rpartition(":")[2])
+        assert ui.free_port(port) != port  # taken: another one is chosen
+        with urllib.request.urlopen(address) as page:  # noqa: S310  # http on loopback
+            assert b"MLflow" in page.read()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        tracker = start(tmp_path, recipe(experiment, system_metrics_interval=None), "r")
+        for number in range(1, 11):
+            tracker.step(step(number, loss=float("nan") if number == 3 else 5.0))
+
+        def arrived() -> bool:
+            known = identity(tmp_path / "tiny" / "r")
+            return "run_id" in known and len(history(address, known["run_id"], "loss")) == 10
+
+        wait_for(arrived)
+        assert not (tmp_path / "tiny" / "r" / "mlflow.db").exists()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    slowest = 0.0
+    for number in range(11, 31):
+        before = time.perf_counter()
+        tracker.step(step(number))
+        slowest = max(slowest, time.perf_counter() - before)
+    wait_for(lambda: "trying again in the background" in caplog.text)
+    tracker.close("KILLED")
+    assert slowest < 1.0
+    assert caplog.text.count("trying again") == 1  # said once
+    assert "20 point(s) lost" in caplog.text
+    assert len((tmp_path / "tiny" / "r" / "metrics.jsonl").read_text().splitlines()) == 30
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the server's own store is the local one
+    with ui.server(tmp_path, port) as (again, _):
+        assert again == address
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        with start(tmp_path, recipe(experiment, system_metrics_interval=None), "r", resumed_step=25) as tracker:
+            for number in range(26, 41):
+                tracker.step(step(number))
+        run = only_run(address, experiment)
+        losses = history(address, run.info.run_id, "loss")
+        assert [number for number, _ in losses] == list(range(1, 41))
+        assert math.isnan(losses[2][1])
+        assert run.info.status == "FINISHED"
+
+
+def test_an_unreachable_server_costs_a_warning_without_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:sesame@127.0.0.1:{ui.free_port(0)}")
+    run_dir = tmp_path / "tiny" / "r"
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')  # may be in MLflow since an earlier attempt
+    with start(tmp_path, recipe("nowhere"), "r", resumed_step=1) as tracker:
+        tracker.step(step(2))
+        wait_for(lambda: "trying again in the background" in caplog.text)
+    assert "1 point(s) lost" in caplog.text
+    written = [path.read_text() for path in run_dir.rglob("*") if path.is_file()]
+    assert "sesame" not in caplog.text + "".join(written)
+
+
+def test_a_run_deleted_in_mlflow_becomes_a_new_one(runs_dir: Path) -> None:
+    with start(runs_dir, recipe("deleted"), "d") as tracker:
+        tracker.step(step(1))
+    uri = tracking_uri(runs_dir)
+    first = only_run(uri, "deleted").info.run_id
+    MlflowClient(uri).delete_run(first)
+    with start(runs_dir, recipe("deleted"), "d", resumed_step=1) as tracker:
+        tracker.step(step(2))
+    second = only_run(uri, "deleted").info.run_id
+    assert second != first
+    assert history(uri, second, "loss") == [(1, 5.0), (2, 5.0)]  # the record is complete, so the new run is too
+
+
+def test_more_values_than_one_request_may_have(runs_dir: Path) -> None:
+    with start(runs_dir, recipe("many", system_metrics_interval=None), "m") as tracker:
+        for number in range(1, TOTAL + 1):
+            tracker.step(step(number))
+    run = only_run(tracking_uri(runs_dir), "many")
+    with closing(sqlite3.connect(runs_dir / "mlflow.db")) as database:
+        counts = Counter(
+            key for (key,) in database.execute("select key from metrics where run_uuid = ?", (run.info.run_id,))
+        )
+    assert set(counts.values()) == {TOTAL}
+
+
+def test_the_page_of_a_remote_store_is_named_and_no_runs_is_the_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match="no runs yet"):
+        ui.serve(tmp_path / "missing")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:sesame@tracking.example.org")
+    ui.serve(tmp_path / "missing")
+    assert capsys.readouterr().out == "runs are tracked by a server; open https://tracking.example.org\n"
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("http://u:p@host:5000/x?token=1#y", "http://host:5000/x"),
+        ("postgresql://u:p@host/db", "postgresql://host/db"),
+        ("sqlite:////a b/m.db", "sqlite:////a b/m.db"),
+    ],
+)
+def test_addresses_are_shown_without_secrets(uri: str, shown: str) -> None:
+    assert redact(uri) == shown

@@ -1,0 +1,188 @@
+"""The tracker as the training loop uses it, with everything but MLflow."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
+from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
+from llmrecipes.tracking.run_tracker import RunTracker
+from llmrecipes.tracking.runs import list_runs
+
+
+def recipe(**changes: Any) -> Recipe:
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "model": Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, vocab_size=64),
+        "train": Train(train_iters=20, micro_batch_size=1, global_batch_size=1),
+        "optimizer": Optimizer(lr=1e-3),
+        "tracking": Tracking(mlflow=False),
+    }
+    return Recipe(**(values | changes))
+
+
+def open_tracker(runs_dir: Path, *, resumed_step: int = 0, made_from: Recipe | None = None) -> RunTracker:
+    return RunTracker.open(
+        made_from or recipe(),
+        plan={"data_parallel_size": 1},
+        environment={"python": "3"},
+        run_dir=runs_dir / "tiny" / "one",
+        runs_dir=runs_dir,
+        resumed_step=resumed_step,
+        total_steps=20,
+        console=Console(file=io.StringIO()),
+    )
+
+
+def step(number: int, loss: float = 5.0) -> StepMetrics:
+    return StepMetrics(
+        step=number,
+        loss=loss,
+        grad_norm=1.0,
+        lr=1e-3,
+        consumed_samples=number,
+        consumed_tokens=8 * number,
+        step_seconds=0.1,
+        tokens_per_second=80.0,
+    )
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_directory_tells_what_was_run(tmp_path: Path) -> None:
+    with open_tracker(tmp_path) as tracker:
+        tracker.step(step(1))
+    run_dir = tmp_path / "tiny" / "one"
+    assert yaml.safe_load((run_dir / "recipe.yaml").read_text())["train"]["train_iters"] == 20
+    assert json.loads((run_dir / "plan.json").read_text()) == {"data_parallel_size": 1}
+    assert json.loads((run_dir / "env.json").read_text()) == {"python": "3"}
+    assert (run_dir / "logs").is_dir()
+    assert list_runs(tmp_path)[0].state == "finished"
+
+
+def test_resuming_with_other_settings_keeps_the_earlier_ones(tmp_path: Path) -> None:
+    open_tracker(tmp_path).close("KILLED")
+    open_tracker(tmp_path, resumed_step=5).close("KILLED")
+    run_dir = tmp_path / "tiny" / "one"
+    assert list((run_dir / "logs").iterdir()) == []  # nothing changed, nothing is kept twice
+    longer = recipe(train=Train(train_iters=40, micro_batch_size=1, global_batch_size=1))
+    open_tracker(tmp_path, resumed_step=10, made_from=longer).close("KILLED")
+    earlier = run_dir / "logs" / "recipe.until-step-00000010.yaml"
+    assert yaml.safe_load(earlier.read_text())["train"]["train_iters"] == 20
+    assert yaml.safe_load((run_dir / "recipe.yaml").read_text())["train"]["train_iters"] == 40
+
+
+def test_a_resumed_run_reads_as_if_never_interrupted(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), open_tracker(tmp_path) as tracker:
+        for number in range(1, 8):
+            tracker.step(step(number, loss=float(number)))
+        raise KeyboardInterrupt
+    with open_tracker(tmp_path, resumed_step=5) as tracker:
+        for number in range(6, 11):
+            tracker.step(step(number, loss=10.0 * number))
+        tracker.eval(
+            EvalMetrics(step=10, valid_loss=1.0, consumed_samples=1, consumed_tokens=1, eval_seconds=1.0)
+        )  # fmt: skip
+    run_dir = tmp_path / "tiny" / "one"
+    assert steps(run_dir) == [*range(1, 11), 10]
+    board = EventAccumulator(str(run_dir / "tensorboard"), purge_orphaned_data=True).Reload()
+    shown = [(event.step, event.value) for event in board.Scalars("train/loss")]
+    assert shown == [(number, float(number) if number <= 5 else 10.0 * number) for number in range(1, 11)]
+    assert [event.step for event in board.Scalars("valid/valid_loss")] == [10]
+
+
+def test_log_interval_thins_tensorboard_but_not_the_record(tmp_path: Path) -> None:
+    sparse = recipe(train=Train(train_iters=20, micro_batch_size=1, global_batch_size=1, log_interval=4))
+    with open_tracker(tmp_path, made_from=sparse) as tracker:
+        for number in range(1, 11):
+            tracker.step(step(number))
+    run_dir = tmp_path / "tiny" / "one"
+    assert steps(run_dir) == list(range(1, 11))
+    board = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (None, "finished"),
+        (SystemExit(0), "finished"),
+        (SystemExit(int(ExitCode.REQUEUE)), "saved"),
+        (UserError("stopped", code=ExitCode.REQUEUE), "saved"),
+        (KeyboardInterrupt(), "saved"),
+        (SystemExit(1), "failed"),
+        (UserError("loss is NaN", code=ExitCode.STOP), "failed"),
+        (RuntimeError("x"), "failed"),
+    ],
+)
+def test_the_state_follows_the_way_the_run_ended(tmp_path: Path, error: BaseException | None, state: str) -> None:
+    def run() -> None:
+        with open_tracker(tmp_path):
+            if error is not None:
+                raise error
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(type(error)):
+            run()
+    assert list_runs(tmp_path)[0].state == state
+
+
+def test_a_place_that_fails_is_dropped_once_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tiny" / "one").mkdir(parents=True)
+    (tmp_path / "tiny" / "one" / "tensorboard").touch()  # a file where the directory should be
+    reader, writer = os.pipe()
+    os.close(reader)  # `llmrecipes train | head`
+    tracker = RunTracker.open(
+        recipe(),
+        plan={},
+        environment={},
+        run_dir=tmp_path / "tiny" / "one",
+        runs_dir=tmp_path,
+        resumed_step=0,
+        total_steps=3,
+        console=Console(file=os.fdopen(writer, "w", buffering=1)),
+    )
+    for number in (1, 2, 3):
+        tracker.step(step(number))
+        tracker.note(Note(step=number, event="x"))
+    tracker.close("FINISHED")
+    assert caplog.text.count("TensorBoard is off") == 1
+    assert caplog.text.count("progress is off") == 1
+    assert len(steps(tmp_path / "tiny" / "one")) == 6
+
+
+def test_closing_twice_keeps_the_first_status(tmp_path: Path) -> None:
+    with open_tracker(tmp_path) as tracker:
+        tracker.close("KILLED")
+    assert list_runs(tmp_path)[0].state == "saved"
+
+
+def test_a_run_directory_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None:
+    (tmp_path / "tiny").touch()
+    with pytest.raises(UserError) as error:
+        open_tracker(tmp_path)
+    assert "cannot write" in str(error.value) and error.value.code == ExitCode.BAD_INPUT
+
+
+def test_importing_the_tracker_loads_neither_torch_nor_mlflow() -> None:
+    code = "import sys, llmrecipes.tracking.run_tracker; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "mlflow", "megatron", "datasets"} & set(loaded)
