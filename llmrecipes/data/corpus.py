@@ -1,0 +1,105 @@
+"""The documents that count: not empty, valid Unicode, and the first of their kind in any source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llmrecipes.data import sources
+from llmrecipes.data.split import Split, SplitRule, digest
+from llmrecipes.recipe.schema import Source
+
+_BATCH_BYTES = 1 << 20
+SAMPLE_BYTES = 64 << 20
+"""Most text a tokenizer is trained on: as much again changes little in a vocabulary and doubles the time."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document that is kept: UTF-8 text, its SHA-256, its split."""
+
+    text: bytes
+    digest: bytes
+    split: Split
+
+
+@dataclass
+class Tally:
+    """What was read from a source and what was dropped."""
+
+    read: int = 0
+    empty: int = 0
+    undecodable: int = 0
+    duplicates: int = 0
+
+
+@dataclass
+class Batch:
+    """Documents of one source, about 1 MiB: what a worker process is given at once."""
+
+    source: int
+    documents: list[Document] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, document: Document) -> None:
+        """Append a document."""
+        self.documents.append(document)
+        self.size += len(document.text)
+
+    def texts(self) -> list[bytes]:
+        """The documents' texts."""
+        return [document.text for document in self.documents]
+
+
+def keep(source: Source, rule: SplitRule, seen: set[bytes], tally: Tally) -> Iterator[Document]:
+    """A source's documents but for the dropped ones.
+
+    Args:
+        source: where from.
+        rule: assigns the split.
+        seen: digests of documents kept so far, of all sources; grows.
+        tally: counts what is read and dropped.
+    """
+    for text in sources.documents(source):
+        tally.read += 1
+        if text is None:
+            tally.undecodable += 1
+        elif not text or text.isspace():
+            tally.empty += 1
+        else:
+            data = text.encode()
+            name = digest(data)
+            if name in seen:
+                tally.duplicates += 1
+            else:
+                seen.add(name)
+                yield Document(data, name, rule.of(name))
+
+
+def batches(every: tuple[Source, ...], rule: SplitRule, tallies: list[Tally]) -> Iterator[Batch]:
+    """All kept documents, source by source."""
+    seen: set[bytes] = set()
+    for number, source in enumerate(every):
+        batch = Batch(number)
+        for document in keep(source, rule, seen, tallies[number]):
+            batch.add(document)
+            if batch.size >= _BATCH_BYTES:
+                yield batch
+                batch = Batch(number)
+        if batch.documents:
+            yield batch
+
+
+def training_sample(every: tuple[Source, ...], rule: SplitRule, limit: int = SAMPLE_BYTES) -> list[str]:
+    """Texts of the train split to train a tokenizer on: the first ones of each source, sharing `limit` bytes evenly."""
+    seen: set[bytes] = set()
+    sample: list[str] = []
+    for source in every:
+        room = limit // len(every)
+        for document in keep(source, rule, seen, Tally()):
+            if document.split == "train":
+                sample.append(document.text.decode())
+                room -= len(document.text)
+            if room <= 0:
+                break
+    return sample

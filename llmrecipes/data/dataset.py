@@ -1,0 +1,121 @@
+"""Samples of a split: megatron-core's GPTDataset for each source, blended by weight.
+
+The classes are put together here and not by `BlendedMegatronDatasetBuilder`: the builder waits at barriers of the
+process group, even where every index is cached, and names its caches by absolute path, so that a moved folder would be
+indexed anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets import blended_dataset
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split as MegatronSplit
+
+from llmrecipes.data import index
+from llmrecipes.data.manifest import stem
+from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.split import SPLITS, Split
+from llmrecipes.recipe.schema import Recipe
+
+
+def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | BlendedDataset | None:
+    """Open a split for training: tokens and indices are memory-mapped, nothing is built, no rank waits for another.
+
+    Args:
+        recipe: gives sequence length, seed, batch and weights.
+        prepared: from `prepare` or `open_prepared`.
+        split: train, valid or test.
+
+    Returns:
+        A dataset of at least `index.samples(recipe, split)` samples, each with `tokens`, `labels`, `loss_mask` and
+        `position_ids` of [seq_length]; None where no source has a sequence of this held-out split.
+
+    Raises:
+        UserError: the indices are not prepared or damaged, or a source is too short to train on.
+    """
+    return load(recipe, prepared, split, index.check(recipe, prepared), fresh=False)
+
+
+def load(
+    recipe: Recipe, prepared: Prepared, split: Split, cache: Path, *, fresh: bool
+) -> GPTDataset | BlendedDataset | None:
+    """As `build`, with the indices in `cache`; `fresh` builds them there (for `index.build`)."""
+    if split == "train":
+        index.require_training(recipe, prepared)
+    usable = prepared.usable(split, recipe.model.seq_length)
+    if not usable:
+        return None
+    total = sum(prepared.weights[n] for n in usable)
+    weights = [prepared.weights[n] / total for n in usable]
+    config = _config(recipe, prepared, split, [stem(n, split) for n in usable], weights, cache)
+    size = index.samples(recipe, split)
+    if len(usable) == 1:
+        return _source(prepared, usable[0], split, size, config)
+    # The blend draws from each source its share, rounded up to one sample more.
+    parts = [_source(prepared, n, split, math.ceil(size * w) + 1, config) for n, w in zip(usable, weights, strict=True)]
+    return _blend(parts, weights, size, config, fresh=fresh)
+
+
+def _config(
+    recipe: Recipe, prepared: Prepared, split: Split, names: list[str], weights: list[float], cache: Path
+) -> GPTDatasetConfig:
+    return GPTDatasetConfig(
+        random_seed=recipe.train.seed,
+        sequence_length=recipe.model.seq_length,
+        blend_per_split=[(names, weights) if s == split else None for s in SPLITS],
+        path_to_cache=str(cache),
+        tokenizer=prepared.tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,  # our attention is causal
+    )
+
+
+def _source(prepared: Prepared, number: int, split: Split, size: int, config: GPTDatasetConfig) -> GPTDataset:
+    name = stem(number, split)
+    tokens = IndexedDataset(str(prepared.path / name), mmap=True)
+    documents = np.arange(len(tokens), dtype=np.int32)
+    # The second argument only names the cache: it must not change when the folder moves.
+    return GPTDataset(tokens, f"{prepared.manifest.fingerprint}/{name}", documents, size, MegatronSplit[split], config)
+
+
+def _blend(
+    parts: list[GPTDataset], weights: list[float], size: int, config: GPTDatasetConfig, *, fresh: bool
+) -> BlendedDataset:
+    """A BlendedDataset whose indices are in the cache.
+
+    megatron-core 0.16 asks for its rank before it writes them, which fails in one process without a group: fresh ones
+    are built in memory and written here under its names.
+    """
+    if fresh:
+        in_memory = copy.copy(config)
+        in_memory.path_to_cache = None
+        with _quiet(blended_dataset.__name__):  # it warns that it cannot save
+            built = BlendedDataset(parts, weights, size, in_memory)
+        prefix = f"{config.path_to_cache}/{built.unique_description_hash}-{type(built).__name__}-{built.split.name}"
+        np.save(f"{prefix}-dataset_index.npy", built.dataset_index)
+        np.save(f"{prefix}-dataset_sample_index.npy", built.dataset_sample_index)
+        Path(f"{prefix}-description.txt").write_text(built.unique_description, encoding="utf-8")
+    return BlendedDataset(parts, weights, size, config)
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    log = logging.getLogger(name)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

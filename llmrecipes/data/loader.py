@@ -1,0 +1,119 @@
+"""Micro-batches of a rank, in an order that only consumed samples decide."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def sample_ids(
+    size: int,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> Iterator[list[int]]:
+    """Ids of a rank's micro-batches, up to the last full global batch.
+
+    Global batch g holds ids consumed + [g, g + 1) × `global_batch_size`; its micro-batch j of rank r starts
+    (j × data-parallel size + r) × `micro_batch_size` into it. So a global batch holds the same samples on any number of
+    ranks.
+
+    Raises:
+        ValueError: the global batch is no multiple of micro-batch × data-parallel size (the planner refuses it before).
+    """
+    stride = micro_batch_size * data_parallel_size
+    if global_batch_size % stride:
+        raise ValueError(
+            f"global batch {global_batch_size} is no multiple of {micro_batch_size} × {data_parallel_size}"
+        )
+    for batch in range(consumed_samples, size - global_batch_size + 1, global_batch_size):
+        for start in range(batch + data_parallel_rank * micro_batch_size, batch + global_batch_size, stride):
+            yield list(range(start, start + micro_batch_size))
+
+
+def batches(
+    dataset: Dataset[dict[str, Any]],
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    num_workers: int,
+    prefetch_factor: int,
+    pin_memory: bool,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Micro-batches of this rank from `consumed_samples` on; closing the iterator ends its worker processes.
+
+    Args:
+        dataset: from `dataset.build`.
+        consumed_samples: samples of all ranks that training has seen.
+        micro_batch_size: sequences in one micro-batch.
+        global_batch_size: sequences in one optimizer step.
+        data_parallel_rank: this rank.
+        data_parallel_size: ranks that share a global batch.
+        num_workers: reading processes; 0 reads here.
+        prefetch_factor: micro-batches that each process keeps ready.
+        pin_memory: page-locked tensors; no effect without a GPU.
+
+    Yields:
+        `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [micro_batch_size, seq_length].
+    """
+    ids = sample_ids(
+        len(dataset),  # type: ignore[arg-type]
+        consumed_samples=consumed_samples,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=_Once(ids),
+        num_workers=num_workers,
+        collate_fn=_collate,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        worker_init_fn=_ignore_stop_signals,
+        # Forked: the memory-mapped indices are shared, not copied; the workers touch no GPU.
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    yield from loader
+
+
+class _Once:
+    """A batch sampler from an iterator (DataLoader wants an iterable of lists)."""
+
+    def __init__(self, ids: Iterator[list[int]]) -> None:
+        self._ids = ids
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._ids
+
+
+def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    """Schedulers and terminals signal every process of a job; only the trainer acts, after it has saved.
+
+    A worker ignores the first SIGTERM but not the second, for that is how a parent that leaves abnormally ends it.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+    def first(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+
+    signal.signal(signal.SIGTERM, first)

@@ -1,0 +1,211 @@
+"""What a prepared folder says about itself, and the checks against what it holds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from llmrecipes.data.split import Split
+from llmrecipes.errors import UserError
+
+NAME = "manifest.json"
+FORMAT = 1
+_AGAIN = "delete the folder and prepare again"
+
+# The .idx header of megatron-core's IndexedDataset: magic, version, dtype code, sequences, documents + 1.
+_IDX_HEADER = struct.Struct("<9sQBQQ")
+_IDX_MAGIC = b"MMIDIDX\x00\x00"
+_IDX_DTYPES = {4: "int32", 8: "uint16"}
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class File(_Record):
+    """A file of the folder."""
+
+    bytes: int
+    sha256: str
+
+
+class Counts(_Record):
+    """What a split of a source holds: documents, tokens (one end token a document included), bytes of UTF-8 text."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+class SourceFiles(_Record):
+    """The source's files at the time: count, size, hash over names and sizes."""
+
+    files: int
+    bytes: int
+    sha256: str
+
+
+class SourceRecord(_Record):
+    """One source: what was read, what was dropped and why, what was kept."""
+
+    label: str
+    read: int
+    empty: int
+    undecodable: int
+    duplicates: int
+    splits: dict[Split, Counts]
+    files: SourceFiles | None
+
+
+class TokenizerRecord(_Record):
+    """The tokenizer beside the tokens."""
+
+    type: str
+    vocab_size: int
+    eod: int
+    sha256: str
+    trained_on_bytes: int | None
+
+
+class HeldOut(_Record):
+    """The text of a held-out split: bytes, and bytes after `gzip -9`."""
+
+    bytes: int
+    gzip_bytes: int
+
+
+class Manifest(_Record):
+    """Everything about a prepared folder, in `manifest.json`."""
+
+    format: int
+    fingerprint: str
+    data: dict[str, object]
+    versions: dict[str, str]
+    dtype: str
+    tokenizer: TokenizerRecord
+    sources: list[SourceRecord]
+    held_out: dict[Split, HeldOut]
+    files: dict[str, File]
+
+    def counts(self, split: Split) -> Counts:
+        """Sums over the sources."""
+        every = [source.splits[split] for source in self.sources]
+        return Counts(
+            documents=sum(c.documents for c in every),
+            tokens=sum(c.tokens for c in every),
+            bytes=sum(c.bytes for c in every),
+        )
+
+
+def stem(source: int, split: Split) -> str:
+    """File name, without suffix, of a split of a source: `.bin` tokens, `.idx` index, `.sha256` document digests."""
+    return f"{source:02d}-{split}"
+
+
+def sha256(file: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def describe(folder: Path) -> dict[str, File]:
+    """Size and hash of every file of a folder; each is on disk for good when this returns."""
+    found = {}
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as stream:
+            found[file.name] = File(bytes=file.stat().st_size, sha256=hashlib.file_digest(stream, "sha256").hexdigest())
+            os.fsync(stream.fileno())
+    return found
+
+
+def load(folder: Path) -> Manifest:
+    """Read a folder's manifest.
+
+    Raises:
+        UserError: missing, damaged, or written by another format version.
+    """
+    file = folder / NAME
+    try:
+        manifest = Manifest.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read: {error.strerror}", where=str(file), fix=_AGAIN) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"damaged manifest: {key}: {first['msg']}", where=str(file), fix=_AGAIN) from error
+    if manifest.format != FORMAT:
+        raise UserError(f"format {manifest.format}, this program reads {FORMAT}", where=str(file), fix=_AGAIN)
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """The quick check: every file has its size, and every index belongs to its tokens.
+
+    Raises:
+        UserError: the first file that is missing, cut off or another one.
+    """
+    for name, expected in manifest.files.items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != expected.bytes:
+            size = "is missing" if found is None else f"has {found:,} bytes"
+            raise UserError(
+                f"{size}, the manifest says {expected.bytes:,}",
+                where=str(file),
+                rule="a prepared file is what `prepare` wrote",
+                fix=_AGAIN,
+            )
+    for number, source in enumerate(manifest.sources):
+        for split, counts in source.splits.items():
+            if counts.documents:
+                _check_index(folder / f"{stem(number, split)}.idx", counts, manifest.dtype)
+
+
+def check_hashes(folder: Path, manifest: Manifest) -> None:
+    """The full check: every file has the hash it was written with.
+
+    Raises:
+        UserError: the first file that has not.
+    """
+    check_sizes(folder, manifest)
+    for name, expected in manifest.files.items():
+        found = sha256(folder / name)
+        if found != expected.sha256:
+            raise UserError(
+                f"SHA-256 is {found[:16]}…, the manifest says {expected.sha256[:16]}…",
+                where=str(folder / name),
+                rule="a prepared file is what `prepare` wrote",
+                fix=_AGAIN,
+            )
+
+
+def _check_index(file: Path, counts: Counts, dtype: str) -> None:
+    """Header, number of documents and end of the last one of an `.idx` against the manifest's counts."""
+    itemsize = {"uint16": 2, "int32": 4}[dtype]
+    documents = counts.documents
+    with file.open("rb") as stream:
+        header = stream.read(_IDX_HEADER.size)
+        try:
+            magic, version, code, sequences, ends = _IDX_HEADER.unpack(header)
+            # lengths: int32 each; pointers: int64 each
+            stream.seek(_IDX_HEADER.size + 4 * (documents - 1))
+            (length,) = struct.unpack("<i", stream.read(4))
+            stream.seek(_IDX_HEADER.size + 4 * documents + 8 * (documents - 1))
+            (pointer,) = struct.unpack("<q", stream.read(8))
+        except struct.error:
+            magic = b""
+    if magic != _IDX_MAGIC or version != 1:
+        raise UserError("no megatron-core index", where=str(file), fix=_AGAIN)
+    found = (_IDX_DTYPES.get(code), sequences, ends, pointer // itemsize + length)
+    if found != (dtype, documents, documents + 1, counts.tokens):
+        raise UserError(
+            f"indexes {sequences:,} documents and {found[3]:,} tokens of {found[0]}; "
+            f"the manifest says {documents:,}, {counts.tokens:,} and {dtype}",
+            where=str(file),
+            rule="an index belongs to the .bin beside it",
+            fix=_AGAIN,
+        )

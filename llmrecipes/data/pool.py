@@ -1,0 +1,84 @@
+"""Worker processes that turn batches of documents into ids."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.process
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, islice
+from pathlib import Path
+
+from llmrecipes.data.corpus import Batch
+from llmrecipes.data.encode import Encode, Encoded, encoder
+
+_ALONE = 32  # batches, 1 MiB each: processes take longer to start than these to encode
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """All a worker process needs to make its encoder; see `encode.encoder`.
+
+    Args:
+        tokenizer: its `tokenizer.json`.
+        identity: SHA-256 of that file; a process may see another one under the same name later.
+    """
+
+    tokenizer: Path
+    identity: str
+    eod: int
+    dtype: str
+    by_word: bool
+
+
+def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Iterator[tuple[Batch, Encoded]]:
+    """Each batch with its ids, in the given order; two batches a worker are under way at most.
+
+    The first batches, and all of them with one worker, are encoded in this process.
+    """
+    every = iter(batches)
+    for batch in every if workers == 1 else islice(every, _ALONE):
+        yield batch, _encode(spec, batch.texts())
+    following = next(every, None)
+    if following is None:
+        return
+    # Spawned, not forked: a fork would copy locks held by threads of the libraries loaded here.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_live_with_parent) as pool:
+        waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
+        for batch in chain([following], every):
+            waiting.append((batch, pool.submit(_encode, spec, batch.texts())))
+            if len(waiting) > 2 * workers:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for first, future in waiting:
+            yield first, future.result()
+
+
+def _live_with_parent() -> None:
+    """In a worker: leave Ctrl-C to the parent, and do not outlive it when it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+
+
+def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _encode(spec: EncoderSpec, documents: list[bytes]) -> Encoded:
+    return _encoder(spec)(documents)
+
+
+@cache
+def _encoder(spec: EncoderSpec) -> Encode:
+    return encoder(spec.tokenizer.read_text(encoding="utf-8"), spec.eod, spec.dtype, by_word=spec.by_word)

@@ -1,0 +1,203 @@
+"""`prepare`: from a recipe's sources to a folder that training only reads.
+
+The folder is written under a temporary name and renamed when it is complete, so a killed `prepare` leaves nothing that
+looks finished. The same recipe again finds it and has nothing to do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import llmrecipes
+from llmrecipes.data import manifest as manifests
+from llmrecipes.data import sources
+from llmrecipes.data.manifest import Manifest, TokenizerRecord
+from llmrecipes.data.prepared import TOKENIZER, Prepared, content, fingerprint, open_prepared
+from llmrecipes.data.split import SplitRule
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Recipe
+
+__all__ = ["Prepared", "fingerprint", "open_prepared", "prepare"]
+
+
+def prepare(
+    recipe: Recipe,
+    data_dir: Path,
+    *,
+    workers: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Prepared:
+    """Make sure that the recipe's tokens and sample indices are there. Runs in one process, without a process group.
+
+    Args:
+        recipe: whose data.
+        data_dir: folder of all prepared data; made if missing.
+        workers: tokenizing processes, for more than a little text; None: one for each processor this process may use.
+        progress: told what happens, in plain lines.
+
+    Returns:
+        The opened folder.
+
+    Raises:
+        UserError: sources or tokenizer unusable, folder damaged or not writable.
+    """
+    from llmrecipes.data import index
+
+    say = progress or (lambda line: None)
+    target = data_dir / fingerprint(recipe)
+    if target.is_dir():
+        prepared = open_prepared(recipe, data_dir)
+        _warn_if_changed(recipe, prepared, say)
+        if index.exists(recipe, prepared):  # also where the folder is read-only
+            say(f"data is prepared in {target}")
+            return prepared
+    with _writable(data_dir), _lock(data_dir, target.name, say):
+        if not target.is_dir():
+            _build(recipe, target, workers or _processors(), say)
+        prepared = open_prepared(recipe, data_dir)
+        index.build(recipe, prepared, say)
+    return prepared
+
+
+def _build(recipe: Recipe, target: Path, workers: int, say: Callable[[str], None]) -> None:
+    started = time.monotonic()
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a killed run; the lock is ours
+    try:
+        part.mkdir()
+        manifest = _fill(recipe, part, target.name, workers, say)
+        file = part / manifests.NAME
+        with file.open("w", encoding="utf-8") as stream:
+            stream.write(manifest.model_dump_json(indent=1) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync(part)
+        part.rename(target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    total = sum(file.bytes for file in manifest.files.values())
+    say(f"data is prepared in {target}: {total / 2**20:.1f} MiB, {time.monotonic() - started:.1f} s")
+
+
+def _fill(recipe: Recipe, part: Path, name: str, workers: int, say: Callable[[str], None]) -> Manifest:
+    from megatron.core.datasets.indexed_dataset import DType
+
+    from llmrecipes.data.pool import EncoderSpec
+    from llmrecipes.data.write import write
+
+    every, rule = recipe.data.sources, SplitRule(recipe.data.split)
+    for source in every:
+        sources.files(source)  # a missing source is said before minutes of work
+    tokenizer = _tokenizer(recipe, rule, part, say)
+    dtype = DType.optimal_dtype(tokenizer.vocab_size).__name__
+    by_word = recipe.data.tokenizer.type == "bpe"
+    spec = EncoderSpec(part / TOKENIZER, tokenizer.sha256, tokenizer.eod, dtype, by_word)
+    records, held_out = write(part, every, rule, spec, workers, say)
+    packages = ("megatron-core", "numpy", "tokenizers", "datasets", "transformers")
+    return Manifest(
+        format=manifests.FORMAT,
+        fingerprint=name,
+        data=content(recipe),
+        versions={
+            "llmrecipes": llmrecipes.__version__,
+            "python": platform.python_version(),
+            **{package: importlib.metadata.version(package) for package in packages},
+        },
+        dtype=dtype,
+        tokenizer=tokenizer,
+        sources=records,
+        held_out=held_out,
+        files=manifests.describe(part),
+    )
+
+
+def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, say: Callable[[str], None]) -> TokenizerRecord:
+    from llmrecipes.data import corpus, tokenizer
+
+    section, sample_bytes = recipe.data.tokenizer, None
+    if section.type == "bpe":
+        started = time.monotonic()
+        sample = corpus.training_sample(recipe.data.sources, rule)
+        sample_bytes = sum(len(text.encode()) for text in sample)
+        backend, eod = tokenizer.train(sample, recipe.model.vocab_size)
+        seconds = time.monotonic() - started
+        size = tokenizer.vocabulary(backend)
+        say(f"trained a byte-level BPE of {size:,} tokens on {sample_bytes / 2**20:.1f} MiB in {seconds:.1f} s")
+    else:
+        backend, eod = tokenizer.load_huggingface(section, recipe.model.vocab_size)
+    file = part / TOKENIZER
+    file.write_text(backend.to_str(), encoding="utf-8")
+    return TokenizerRecord(
+        type=section.type,
+        vocab_size=tokenizer.vocabulary(backend),
+        eod=eod,
+        sha256=manifests.sha256(file),
+        trained_on_bytes=sample_bytes,
+    )
+
+
+def _warn_if_changed(recipe: Recipe, prepared: Prepared, say: Callable[[str], None]) -> None:
+    """Prepared data stays what it is; but say so where the files it came from are here and other ones now."""
+    for source, record in zip(recipe.data.sources, prepared.manifest.sources, strict=True):
+        try:
+            now = sources.listing(source)
+        except (UserError, OSError):
+            continue  # prepared elsewhere: the sources need not be here
+        then = record.files
+        if now and then and now.sha256 != then.sha256:
+            say(
+                f"note: {record.label} has changed since it was prepared ({then.files:,} files, now {now.files:,}); "
+                f"the prepared data is used, delete {prepared.path} to prepare it anew"
+            )
+
+
+@contextmanager
+def _lock(data_dir: Path, name: str, say: Callable[[str], None]) -> Iterator[None]:
+    """One `prepare` of a folder at a time; a killed one releases it."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(data_dir / f".{name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"waiting for another prepare of {name}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _writable(data_dir: Path) -> Iterator[None]:
+    """Turn a folder that cannot be written, or a full disk, into one message."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write prepared data: {error.strerror or error}",
+            where=str(error.filename or data_dir),
+            fix="choose another data folder, or make room",
+        ) from error
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _processors() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -1,0 +1,94 @@
+"""A prepared folder, opened: found by the recipe's fingerprint, checked, and read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmrecipes.data import manifest as manifests
+from llmrecipes.data.manifest import Manifest
+from llmrecipes.data.split import SPLITS, Split, check_disjoint
+from llmrecipes.data.tokenizer import TextTokenizer, read
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Recipe
+
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared folder and the weights with which a recipe blends its sources."""
+
+    path: Path
+    manifest: Manifest
+    weights: tuple[float, ...]
+
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer that made the tokens."""
+        record = self.manifest.tokenizer
+        return read(self.path / TOKENIZER, record.eod, record.sha256)
+
+    def verify(self) -> int:
+        """Check every file's hash, and that no document is in two splits.
+
+        Returns:
+            The number of documents.
+
+        Raises:
+            UserError: the first difference.
+        """
+        manifests.check_hashes(self.path, self.manifest)
+        return check_disjoint(
+            (split, self.path / f"{manifests.stem(number, split)}.sha256")
+            for number, source in enumerate(self.manifest.sources)
+            for split in SPLITS
+            if source.splits[split].documents
+        )
+
+    def usable(self, split: Split, seq_length: int) -> list[int]:
+        """Sources whose split is long enough for one sequence and its last label."""
+        return [n for n, source in enumerate(self.manifest.sources) if source.splits[split].tokens > seq_length]
+
+
+def content(recipe: Recipe) -> dict[str, object]:
+    """The part of a recipe that the tokens depend on; weights only matter when samples are drawn."""
+    data = recipe.data.model_dump(mode="json")
+    return {
+        "sources": [{k: v for k, v in source.items() if k != "weight"} for source in data["sources"]],
+        "tokenizer": data["tokenizer"],
+        "split": data["split"],
+        "vocab_size": recipe.model.vocab_size,
+    }
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Name of the recipe's prepared folder: 16 hex digits over sources, tokenizer, split and vocabulary size."""
+    text = json.dumps({"format": manifests.FORMAT, **content(recipe)}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def open_prepared(recipe: Recipe, data_dir: Path) -> Prepared:
+    """Open the recipe's prepared folder after the quick check (sizes and index headers).
+
+    Raises:
+        UserError: not prepared, or a file is missing, cut off or foreign (its name, expected and found size).
+    """
+    path = data_dir / fingerprint(recipe)
+    if not path.is_dir():
+        raise UserError(
+            f"the data of recipe {recipe.name!r} is not prepared",
+            where=str(path),
+            fix=f"llmrecipes prepare {recipe.name}",
+        )
+    manifest = manifests.load(path)
+    if manifest.fingerprint != path.name:
+        raise UserError(
+            f"belongs to {manifest.fingerprint}, not to {path.name}",
+            where=str(path / manifests.NAME),
+            rule="a prepared folder is named by its fingerprint",
+            fix="delete the folder and prepare again",
+        )
+    manifests.check_sizes(path, manifest)
+    return Prepared(path, manifest, tuple(source.weight for source in recipe.data.sources))

@@ -1,0 +1,230 @@
+"""Sources of a recipe as streams of documents.
+
+Files on disk are read row by row here and not through `datasets`: its JSON reader fixes the columns' types from the
+first chunk, so it stops at a row with one more key, and it turns a number in the text column into text without a word.
+Reading rows gives file and line of what is wrong. Hub datasets do come through `datasets`.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Source
+
+_ROWS = 1000
+_SUFFIXES = {
+    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".jsonl.xz", ".jsonl.bz2"),
+    "parquet": (".parquet",),
+}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a source's files were when they were read: enough to see later that they changed."""
+
+    files: int
+    bytes: int
+    sha256: str
+
+
+def label(source: Source) -> str:
+    """How messages name a source."""
+    return source.type if source.path is None else f"{source.type} {source.path}"
+
+
+def files(source: Source) -> list[Path]:
+    """The files of a source on disk, sorted by name; none for `hub`.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    if source.type == "hub":
+        return []
+    found = _stdlib() if source.type == "stdlib" else _match(source)
+    if not found:
+        raise UserError(
+            f"no files in source {label(source)!r}",
+            where="data.sources",
+            rule="a source has at least one file",
+            fix=_looked_for(source),
+        )
+    return found
+
+
+def listing(source: Source) -> Listing | None:
+    """Names and sizes of a source's files; None for `hub`."""
+    found = files(source)
+    if not found:
+        return None
+    digest, total = hashlib.sha256(), 0
+    for file in found:
+        size = file.stat().st_size
+        total += size
+        digest.update(f"{file.name}\0{size}\n".encode())
+    return Listing(len(found), total, digest.hexdigest())
+
+
+def documents(source: Source) -> Iterator[str | None]:
+    """The documents of a source in a fixed order; None stands for one that is not valid Unicode.
+
+    Raises:
+        UserError: a missing source, an unreadable row (file and line), a missing text column (with the columns there
+            are), a dataset that cannot be fetched.
+    """
+    if source.type == "hub":
+        yield from _hub(source)
+        return
+    read = {"jsonl": _jsonl, "parquet": _parquet}.get(source.type)
+    for file in files(source):
+        try:
+            if read is None:
+                yield _decode(file.read_bytes())
+            else:
+                yield from read(file, source.text_key)
+        except OSError as error:
+            raise UserError(f"cannot read: {error.strerror or error}", where=str(file)) from error
+
+
+def _stdlib() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    outside = {"site-packages", "dist-packages"}
+    return sorted(f for f in root.rglob("*.py") if outside.isdisjoint(f.relative_to(root).parts) and f.is_file())
+
+
+def _path(source: Source) -> str:
+    if source.path is None:
+        raise UserError(f"source of type {source.type} has no path", where="data.sources", fix="set its path")
+    return source.path
+
+
+def _match(source: Source) -> list[Path]:
+    if source.path is None:
+        raise UserError(
+            f"source of type {source.type} has no path", where="data.sources", fix="set data.sources[].path"
+        )
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        found = glob.glob(str(path), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
+        return sorted(Path(name) for name in found if Path(name).is_file())
+    suffixes = _SUFFIXES.get(source.type, ("",))
+    return sorted(
+        f
+        for f in path.rglob("*")
+        if f.name.endswith(suffixes)
+        and f.is_file()
+        and not any(part.startswith(".") for part in f.relative_to(path).parts)
+    )
+
+
+def _looked_for(source: Source) -> str:
+    if source.type == "stdlib":
+        return "this Python has no standard library source on disk; name files with type text, jsonl or parquet"
+    wanted = f"*{_SUFFIXES.get(source.type, ('',))[0]}"
+    return f"data.sources[].path is a file, a folder with {wanted} files, or a glob; looked in {Path.cwd()}"
+
+
+def _decode(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _text(value: Any, key: str, where: str) -> str | None:
+    """A row's text; a null is an empty document."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(
+            f"{key!r} holds {type(value).__name__}, not text", where=where, fix="set data.sources[].text_key"
+        )
+    # A lone surrogate is legal in JSON and no Unicode text.
+    return value if value.isascii() or _is_unicode(value) else None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _no_column(key: str, columns: list[str], where: str) -> UserError:
+    return UserError(
+        f"no column {key!r}; there is {', '.join(columns) or 'none'}",
+        where=where,
+        rule="data.sources[].text_key names the column that holds the text",
+        fix=f"set text_key to one of: {', '.join(columns) or '-'}",
+    )
+
+
+def _jsonl(file: Path, key: str) -> Iterator[str | None]:
+    import fsspec  # type: ignore[import-untyped]
+
+    line = 0
+    try:
+        with fsspec.open(str(file), "rb", compression="infer") as stream:
+            for line, data in enumerate(stream, start=1):
+                if not data.strip():
+                    continue
+                row = json.loads(data.rstrip())
+                where = f"{file}:{line}"
+                if not isinstance(row, dict):
+                    raise UserError(f"a row is {type(row).__name__}, not an object", where=where)
+                if key not in row:
+                    raise _no_column(key, list(row), where)
+                yield _text(row[key], key, where)
+    except (ValueError, EOFError) as error:  # JSON and Unicode errors are ValueErrors, a truncated archive an EOFError
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UserError(f"unreadable row: {reason}", where=f"{file}:{line}", fix="mend or delete the line") from error
+
+
+def _parquet(file: Path, key: str) -> Iterator[str | None]:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    row = 0
+    try:
+        with pq.ParquetFile(file) as table:
+            if key not in table.schema_arrow.names:
+                raise _no_column(key, table.schema_arrow.names, str(file))
+            for batch in table.iter_batches(batch_size=_ROWS, columns=[key]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    yield _text(value, key, f"{file}: row {row}")
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"unreadable Parquet after row {row}: {reason}", where=str(file)) from error
+
+
+def _hub(source: Source) -> Iterator[str | None]:
+    import datasets
+
+    path = _path(source)
+    try:
+        dataset = datasets.load_dataset(path, source.name, split=source.split or "train", revision=source.revision)
+    except Exception as error:  # HTTP, DNS, authentication, parsing: each library below has errors of its own
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"cannot load dataset {path!r}: {reason}",
+            where="data.sources",
+            fix="check path, name, split and revision, and that this machine reaches the Hub (HF_ENDPOINT)",
+        ) from error
+    if source.text_key not in dataset.column_names:
+        raise _no_column(source.text_key, dataset.column_names, path)
+    row = 0
+    for batch in dataset.select_columns([source.text_key]).with_format("arrow").iter(batch_size=_ROWS):
+        for value in batch.column(0).to_pylist():
+            row += 1
+            yield _text(value, source.text_key, f"{path}: row {row}")

@@ -1,0 +1,147 @@
+"""Tokenizers: trained here or taken from Hugging Face, kept as one `tokenizer.json` beside the tokens they made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from llmrecipes.data.encode import WORDS, load
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Tokenizer as Section
+
+EOD = "<|endoftext|>"
+_BYTES = 256
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer as training, generation and megatron-core's `GPTDatasetConfig.tokenizer` need it.
+
+    Args:
+        backend: the tokenizer itself.
+        eod: id that closes a document.
+        identity: SHA-256 of its `tokenizer.json`; megatron-core names its index files by it.
+    """
+
+    backend: tokenizers.Tokenizer
+    eod: int
+    identity: str
+
+    pad: int = -1
+    """No token: samples are cut from a stream and never padded, so the loss must not leave out any id."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special tokens included."""
+        return vocabulary(self.backend)
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        """What megatron-core hashes into the names of its index files."""
+        return {"class": type(self).__name__, "sha256": self.identity, "eod": self.eod}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; nothing is added, and names of special tokens are plain text."""
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; bytes that are no whole character become U+FFFD, special tokens vanish."""
+        return str(self.backend.decode(list(ids)))
+
+
+def read(file: Path, eod: int, identity: str) -> TextTokenizer:
+    """Load a prepared folder's `tokenizer.json`."""
+    return TextTokenizer(load(file.read_text(encoding="utf-8")), eod, identity)
+
+
+def vocabulary(backend: tokenizers.Tokenizer) -> int:
+    """One more than the largest id: Hugging Face vocabularies may have holes."""
+    return 1 + max(backend.get_vocab(with_added_tokens=True).values())
+
+
+def train(texts: Iterable[str], vocab_size: int) -> tuple[tokenizers.Tokenizer, int]:
+    """Train a byte-level BPE (arXiv 1508.07909, GPT-2's bytes) with `tokenizers`; any text comes back as it was.
+
+    Args:
+        texts: documents of the train split only.
+        vocab_size: most ids, the 256 bytes and `<|endoftext|>` included; fewer if the texts have fewer pairs to merge.
+
+    Returns:
+        The tokenizer and the id of `<|endoftext|>` (0).
+
+    Raises:
+        UserError: `vocab_size` below 257.
+    """
+    if vocab_size <= _BYTES:
+        raise UserError(
+            f"a vocabulary of {vocab_size} is too small",
+            where="model.vocab_size",
+            rule=f"a byte-level BPE has {_BYTES} bytes and {EOD}",
+            fix=f"model.vocab_size={_BYTES + 1} or more",
+        )
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), behavior="isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.train_from_iterator(
+        texts,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[EOD],
+            initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    return backend, 0  # special tokens come first
+
+
+def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Tokenizer, int]:
+    """Take an existing tokenizer, by name or folder, from Hugging Face.
+
+    Returns:
+        The tokenizer and the id of its end-of-text token.
+
+    Raises:
+        UserError: not found or not reachable, no end-of-text token, more ids than `vocab_size`.
+    """
+    from transformers import AutoTokenizer
+
+    where = "data.tokenizer"
+    if section.path is None:
+        raise UserError("a tokenizer of type huggingface has no path", where=where, fix="set data.tokenizer.path")
+    try:
+        found = AutoTokenizer.from_pretrained(
+            section.path, revision=section.revision or "main", trust_remote_code=False
+        )
+        backend = tokenizers.Tokenizer.from_str(found.backend_tokenizer.to_str())
+    except Exception as error:  # HTTP, DNS, missing files, unknown classes: each library below has errors of its own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"cannot load tokenizer {section.path!r}: {reason}",
+            where=where,
+            fix="name a tokenizer with a tokenizer.json; check that this machine reaches the Hub (HF_ENDPOINT)",
+        ) from error
+    eod = found.eos_token_id if found.eos_token_id is not None else backend.token_to_id(EOD)
+    if eod is None:
+        raise UserError(
+            f"tokenizer {section.path!r} has no end-of-text token",
+            where=where,
+            rule=f"documents are closed by eos_token, or by {EOD}",
+            fix="take another tokenizer, or set eos_token in its tokenizer_config.json",
+        )
+    if vocabulary(backend) > vocab_size:
+        raise UserError(
+            f"tokenizer {section.path!r} has {vocabulary(backend)} ids, the model {vocab_size}",
+            where="model.vocab_size",
+            rule="model.vocab_size is at least the tokenizer's",
+            fix=f"model.vocab_size={vocabulary(backend)}",
+        )
+    return backend, int(eod)

@@ -1,0 +1,160 @@
+"""Files of a prepared folder: `.bin`, `.idx` and document digests of each source and split, and the held-out texts."""
+
+from __future__ import annotations
+
+import gzip
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from llmrecipes.data import heldout, sources
+from llmrecipes.data.corpus import Batch, Document, Tally, batches
+from llmrecipes.data.encode import Encoded
+from llmrecipes.data.manifest import Counts, HeldOut, SourceFiles, SourceRecord, stem
+from llmrecipes.data.pool import EncoderSpec, encode_all
+from llmrecipes.data.split import SPLITS, Split, SplitRule
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Source
+
+_REPORT_SECONDS = 5.0
+
+
+def write(
+    folder: Path,
+    every: tuple[Source, ...],
+    rule: SplitRule,
+    spec: EncoderSpec,
+    workers: int,
+    say: Callable[[str], None],
+) -> tuple[list[SourceRecord], dict[Split, HeldOut]]:
+    """Read, tokenize and write all sources; the files do not depend on the number of workers.
+
+    Raises:
+        UserError: a source that cannot be read, or that keeps nothing for training.
+    """
+    tallies = [Tally() for _ in every]
+    with ExitStack() as stack:
+        parts: dict[tuple[int, Split], _Part] = {}
+        texts: dict[Split, _Text] = {}
+        started = reported = time.monotonic()
+        total = 0
+        for batch, encoded in encode_all(batches(every, rule, tallies), spec, workers):
+            _add(batch, encoded, folder, spec.dtype, parts, texts, stack)
+            total += batch.size
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                rate = total / 2**20 / (reported - started)
+                say(f"{total / 2**20:,.0f} MiB tokenized, {rate:.1f} MiB/s; at {sources.label(every[batch.source])}")
+        records = [_record(n, source, tallies[n], parts) for n, source in enumerate(every)]
+        for record in records:
+            say(_summary(record))
+        for part in parts.values():
+            part.finish()
+    return records, {split: HeldOut(bytes=t.bytes, gzip_bytes=t.file.stat().st_size) for split, t in texts.items()}
+
+
+class _Part:
+    """The open files of one split of one source."""
+
+    def __init__(self, prefix: Path, dtype: str, stack: ExitStack) -> None:
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+        self._idx = f"{prefix}.idx"
+        self._builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
+        stack.callback(self._builder.data_file.close)
+        self._digests = stack.enter_context(prefix.with_suffix(".sha256").open("wb"))
+        self.counts = Counts()
+
+    def add(self, document: Document, ids: np.ndarray) -> None:
+        self._builder.add_document(ids, [len(ids)])
+        self._digests.write(document.digest)
+        self.counts = Counts(
+            documents=self.counts.documents + 1,
+            tokens=self.counts.tokens + len(ids),
+            bytes=self.counts.bytes + len(document.text),
+        )
+
+    def finish(self) -> None:
+        self._builder.finalize(self._idx)
+
+
+class _Text:
+    """The text of a held-out split, compressed with `gzip -9`: newcomers see it beside the model's figure."""
+
+    def __init__(self, file: Path, stack: ExitStack) -> None:
+        self.file, self.bytes = file, 0
+        raw = stack.enter_context(file.open("wb"))
+        self._stream = stack.enter_context(gzip.GzipFile("", "wb", compresslevel=9, fileobj=raw, mtime=0))
+
+    def add(self, text: bytes) -> None:
+        self._stream.write(text)
+        self.bytes += len(text)
+
+
+def _add(
+    batch: Batch,
+    encoded: Encoded,
+    folder: Path,
+    dtype: str,
+    parts: dict[tuple[int, Split], _Part],
+    texts: dict[Split, _Text],
+    stack: ExitStack,
+) -> None:
+    ids = np.frombuffer(encoded.ids, dtype)
+    start = 0
+    for document, length in zip(batch.documents, encoded.lengths, strict=True):
+        key = (batch.source, document.split)
+        if key not in parts:
+            parts[key] = _Part(folder / stem(*key), dtype, stack)
+        parts[key].add(document, ids[start : start + length])
+        start += length
+        if document.split != "train":
+            if document.split not in texts:
+                texts[document.split] = _Text(folder / heldout.name(document.split), stack)
+            texts[document.split].add(document.text)
+
+
+def _record(number: int, source: Source, tally: Tally, parts: dict[tuple[int, Split], _Part]) -> SourceRecord:
+    where = f"data.sources[{number}]"
+    kept = {split: parts[number, split].counts if (number, split) in parts else Counts() for split in SPLITS}
+    if not any(counts.documents for counts in kept.values()):
+        raise UserError(
+            f"source {sources.label(source)!r} has no documents: {_dropped(tally)} of {tally.read}",
+            where=where,
+            rule="a source has text that no earlier source has",
+            fix="point it at other files, or take it out",
+        )
+    if not kept["train"].documents:
+        raise UserError(
+            f"none of the documents of source {sources.label(source)!r} falls into the train split",
+            where=where,
+            rule="the split is drawn by document hash; few documents may all fall outside",
+            fix="add documents, or give train a larger share in data.split",
+        )
+    listing = sources.listing(source)
+    return SourceRecord(
+        label=sources.label(source),
+        read=tally.read,
+        empty=tally.empty,
+        undecodable=tally.undecodable,
+        duplicates=tally.duplicates,
+        splits=kept,
+        files=SourceFiles(files=listing.files, bytes=listing.bytes, sha256=listing.sha256) if listing else None,
+    )
+
+
+def _dropped(tally: Tally | SourceRecord) -> str:
+    return f"{tally.duplicates:,} duplicate, {tally.empty:,} empty, {tally.undecodable:,} not UTF-8"
+
+
+def _summary(record: SourceRecord) -> str:
+    every = record.splits.values()
+    documents, tokens, size = (sum(getattr(c, key) for c in every) for key in ("documents", "tokens", "bytes"))
+    splits = ", ".join(f"{split} {counts.tokens:,}" for split, counts in record.splits.items())
+    return (
+        f"{record.label}: {documents:,} of {record.read:,} documents kept (dropped: {_dropped(record)}), "
+        f"{size / 2**20:.1f} MiB, {tokens:,} tokens ({splits})"
+    )

@@ -1,0 +1,39 @@
+"""Small recipes and corpora for the tests of llmrecipes.data."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from llmrecipes.recipe.schema import Data, Model, Optimizer, Recipe, Source, Tokenizer, Train
+
+
+def recipe(
+    *sources: Source,
+    split: tuple[float, float, float] = (90.0, 5.0, 5.0),
+    tokenizer: Tokenizer | None = None,
+    seq_length: int = 64,
+    vocab_size: int = 512,
+    seed: int = 1234,
+    train_iters: int = 10,
+) -> Recipe:
+    """A recipe that only differs from others in its data."""
+    return Recipe(
+        name="t",
+        model=Model(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=seq_length, vocab_size=vocab_size),
+        train=Train(
+            train_iters=train_iters, micro_batch_size=2, global_batch_size=8, eval_interval=5, eval_iters=2, seed=seed
+        ),
+        optimizer=Optimizer(lr=1e-3),
+        data=Data(sources=sources, split=split, tokenizer=tokenizer or Tokenizer()),
+    )
+
+
+def corpus(folder: Path, documents: int = 200, seed: int = 0, word: str = "word") -> Source:
+    """Write a folder of different small texts whose every line holds `word`."""
+    rng = random.Random(seed)
+    folder.mkdir(parents=True)
+    for n in range(documents):
+        lines = [f"{word} {rng.randrange(10**6)} döcument {n}.{line}" for line in range(rng.randrange(4, 12))]
+        (folder / f"{n:04d}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return Source(type="text", path=str(folder))

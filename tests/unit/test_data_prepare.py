@@ -1,0 +1,354 @@
+"""`prepare`: what it writes, that it is all or nothing, and that damage is found before it is read."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from llmrecipes.data import corpus as corpus_module
+from llmrecipes.data import heldout, index, pool, write
+from llmrecipes.data.manifest import stem
+from llmrecipes.data.prepare import Prepared, fingerprint, open_prepared, prepare
+from llmrecipes.data.split import SPLITS, SplitRule, check_disjoint, digest
+from llmrecipes.data.tokenizer import EOD
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
+from tests.unit.data_recipes import corpus, recipe
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Prepared]:
+    """Two sources with a duplicate within, one across, an empty and an undecodable document."""
+    root = tmp_path_factory.mktemp("made")
+    first, second = corpus(root / "first"), corpus(root / "second", seed=1, word="Wörter")
+    (root / "first" / "twin.txt").write_bytes((root / "first" / "0000.txt").read_bytes())
+    (root / "second" / "twin.txt").write_bytes((root / "first" / "0001.txt").read_bytes())
+    (root / "second" / "blank.txt").write_text(" \n")
+    (root / "second" / "latin.txt").write_bytes(b"\xe9t\xe9")
+    made = recipe(first, second)
+    return made, prepare(made, root / "data", workers=1)
+
+
+@pytest.fixture
+def copied(made: tuple[Recipe, Prepared], tmp_path: Path) -> tuple[Recipe, Path, Path]:
+    """The recipe, a data folder to damage, and the prepared folder in it."""
+    original = made[1].path
+    shutil.copytree(original.parent, tmp_path / "data")
+    return made[0], tmp_path / "data", tmp_path / "data" / original.name
+
+
+def test_manifest_counts_what_was_kept_and_dropped(made: tuple[Recipe, Prepared]) -> None:
+    first, second = made[1].manifest.sources
+    assert (first.read, first.duplicates, first.empty, first.undecodable) == (201, 1, 0, 0)
+    assert (second.read, second.duplicates, second.empty, second.undecodable) == (203, 1, 1, 1)
+    for source in (first, second):
+        assert sum(counts.documents for counts in source.splits.values()) == 200
+        assert all(source.splits[split].documents > 0 for split in SPLITS)
+    assert made[1].manifest.dtype == "uint16"
+    assert made[1].manifest.versions["megatron-core"]
+
+
+def test_the_tokens_are_the_sources_texts_in_order_each_in_the_split_of_its_hash(made: tuple[Recipe, Prepared]) -> None:
+    used, prepared = made
+    tokenizer, rule = prepared.tokenizer(), SplitRule(used.data.split)
+    for number, source in enumerate(used.data.sources):
+        files = sorted(Path(str(source.path)).glob("[0-9]*.txt"))
+        texts = [file.read_bytes() for file in files]
+        for split in SPLITS:
+            expected = [text for text in texts if rule.of(digest(text)) == split]
+            tokens = IndexedDataset(str(prepared.path / stem(number, split)))
+            documents = [tokens[n].tolist() for n in range(len(tokens))]
+            assert all(ids[-1] == tokenizer.eod and tokenizer.eod not in ids[:-1] for ids in documents)
+            assert [tokenizer.decode(ids).encode() for ids in documents] == expected
+            counts = prepared.manifest.sources[number].splits[split]
+            assert counts.tokens == sum(map(len, documents))
+            assert counts.bytes == sum(map(len, expected))
+
+
+def test_verify_passes_and_proves_that_splits_are_disjoint(
+    made: tuple[Recipe, Prepared], copied: tuple[Recipe, Path, Path]
+) -> None:
+    assert made[1].verify() == 400
+    path = copied[2]
+    leaked = (path / "00-train.sha256").read_bytes()[:32]
+    with (path / "01-valid.sha256").open("ab") as stream:
+        stream.write(leaked)
+    files = [("train", path / "00-train.sha256"), ("valid", path / "01-valid.sha256")]
+    with pytest.raises(UserError, match=r"there twice: 00-train.sha256 \(train\), 01-valid.sha256 \(valid\)"):
+        check_disjoint(files)  # type: ignore[arg-type]
+
+
+def test_the_split_follows_the_weights() -> None:
+    rule = SplitRule((8.0, 1.0, 1.0))
+    splits = [rule.of(digest(str(n).encode())) for n in range(20_000)]
+    assert [splits.count(split) / 20_000 for split in SPLITS] == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
+    assert {SplitRule((1.0, 0.0, 0.0)).of(digest(str(n).encode())) for n in range(1000)} == {"train"}
+    assert SplitRule((1.0, 0.0, 0.0)).of(b"\xff" * 32) == "train"
+    assert SplitRule((1.0, 1.0, 0.0)).of(b"\xff" * 32) != "test"
+
+
+def test_held_out_text_and_its_gzip_size(made: tuple[Recipe, Prepared]) -> None:
+    used, prepared = made
+    rule = SplitRule(used.data.split)
+    files = [f for s in used.data.sources for f in sorted(Path(str(s.path)).glob("[0-9]*.txt"))]
+    expected = b"".join(f.read_bytes() for f in files if rule.of(digest(f.read_bytes())) == "valid")
+    assert heldout.text(prepared) == expected
+    assert heldout.text(prepared, "valid", max_bytes=100) == expected[:100]
+    assert prepared.manifest.held_out["valid"].gzip_bytes == pytest.approx(len(gzip.compress(expected, 9)), abs=32)
+    bits = 8 * prepared.manifest.held_out["valid"].gzip_bytes / len(expected)
+    assert heldout.gzip_bits_per_byte(prepared) == pytest.approx(bits)
+    share = [s.splits["valid"].bytes / s.splits["valid"].tokens for s in prepared.manifest.sources]
+    assert heldout.bytes_per_token(prepared) == pytest.approx(sum(share) / 2)
+    assert heldout.bits_per_byte(np.log(2) * 3.0, prepared) == pytest.approx(3.0 / (sum(share) / 2))
+
+
+def test_preparing_again_does_nothing_and_says_when_sources_have_changed(tmp_path: Path) -> None:
+    used = recipe(corpus(tmp_path / "text"))
+    first = prepare(used, tmp_path / "data", workers=1)
+    before = {file: file.stat().st_mtime_ns for file in first.path.rglob("*")}
+    lines: list[str] = []
+    again = prepare(used, tmp_path / "data", workers=1, progress=lines.append)
+    assert again == first
+    assert {file: file.stat().st_mtime_ns for file in first.path.rglob("*")} == before
+    assert not any("changed" in line for line in lines)
+    (tmp_path / "text" / "new.txt").write_text("something new")
+    prepare(used, tmp_path / "data", workers=1, progress=lines.append)
+    assert any("has changed since it was prepared (200 files, now 201)" in line for line in lines)
+
+
+def test_the_files_do_not_depend_on_the_number_of_workers(
+    tmp_path: Path, made: tuple[Recipe, Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_ALONE", 1)
+    monkeypatch.setattr(corpus_module, "_BATCH_BYTES", 4096)
+    prepared = prepare(made[0], tmp_path, workers=2)
+    assert prepared.manifest == made[1].manifest
+
+
+def test_preparing_anew_uses_the_new_tokenizer(tmp_path: Path) -> None:
+    used = recipe(corpus(tmp_path / "text", documents=50))
+    shutil.rmtree(prepare(used, tmp_path / "data", workers=1).path)
+    shutil.rmtree(tmp_path / "text")
+    corpus(tmp_path / "text", documents=50, word="anders")
+    prepared = prepare(used, tmp_path / "data", workers=1)
+    tokens = IndexedDataset(str(prepared.path / stem(0, "train")))
+    assert "anders" in prepared.tokenizer().decode(tokens[0].tolist())
+
+
+def test_the_fingerprint_names_what_tokens_depend_on(tmp_path: Path) -> None:
+    source = Source(type="text", path="a")
+    base = recipe(source)
+    same = [
+        recipe(source.model_copy(update={"weight": 3.0})),
+        recipe(source, seq_length=32),
+        recipe(source, seed=1, train_iters=99),
+    ]
+    other = [
+        recipe(source.model_copy(update={"path": "b"})),
+        recipe(source, vocab_size=600),
+        recipe(source, split=(90.0, 10.0, 0.0)),
+        recipe(source, tokenizer=Tokenizer(type="huggingface", path="gpt2")),
+    ]
+    assert {fingerprint(r) for r in same} == {fingerprint(base)}
+    assert len({fingerprint(r) for r in [base, *other]}) == 1 + len(other)
+
+
+def test_open_says_when_nothing_is_prepared(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not prepared") as caught:
+        open_prepared(recipe(Source(type="stdlib")), tmp_path)
+    assert "llmrecipes prepare t" in caught.value.fix
+
+
+def test_a_truncated_bin_is_named_with_both_sizes(copied: tuple[Recipe, Path, Path]) -> None:
+    used, data, path = copied
+    file = path / "00-train.bin"
+    size = file.stat().st_size
+    os.truncate(file, size - 2)
+    with pytest.raises(UserError, match=f"has {size - 2:,} bytes, the manifest says {size:,}") as caught:
+        open_prepared(used, data)
+    assert caught.value.where == str(file)
+    file.unlink()
+    with pytest.raises(UserError, match="is missing"):
+        open_prepared(used, data)
+
+
+def test_a_foreign_index_of_the_same_size_is_found(copied: tuple[Recipe, Path, Path]) -> None:
+    used, data, path = copied
+    file = path / "00-train.idx"
+    original = file.read_bytes()
+    documents = int.from_bytes(original[18:26], "little")
+    lengths = np.frombuffer(original, np.int32, documents, 34) + 1  # the index of as many, longer documents
+    pointers = np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.int64) * 2
+    foreign = original[:34] + lengths.tobytes() + pointers.tobytes() + original[34 + 12 * documents :]
+    assert len(foreign) == len(original)
+    file.write_bytes(foreign)
+    with pytest.raises(UserError, match=r"indexes .* documents and .* tokens of uint16; the manifest says"):
+        open_prepared(used, data)
+    file.write_bytes(b"x" * len(original))
+    with pytest.raises(UserError, match="no megatron-core index"):
+        open_prepared(used, data)
+
+
+def test_changed_bytes_are_found_by_the_full_check(copied: tuple[Recipe, Path, Path]) -> None:
+    used, data, path = copied
+    file = path / "01-train.bin"
+    content = bytearray(file.read_bytes())
+    content[10] ^= 1
+    file.write_bytes(content)
+    prepared = open_prepared(used, data)
+    with pytest.raises(UserError, match="SHA-256") as caught:
+        prepared.verify()
+    assert caught.value.where == str(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "damaged manifest"), ("{}", "damaged manifest: format"), ("foreign", "belongs to"), ("old", "format 0")],
+)
+def test_a_damaged_or_foreign_manifest_is_one_message(copied: tuple[Recipe, Path, Path], text: str, says: str) -> None:
+    used, data, path = copied
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    if text == "foreign":
+        text = json.dumps(manifest | {"fingerprint": "0" * 16})
+    if text == "old":
+        text = json.dumps(manifest | {"format": 0})
+    file.write_text(text)
+    with pytest.raises(UserError, match=says):
+        open_prepared(used, data)
+
+
+def test_opening_is_quick(made: tuple[Recipe, Prepared]) -> None:
+    started = time.perf_counter()
+    open_prepared(made[0], made[1].path.parent)
+    assert time.perf_counter() - started < 0.2
+
+
+def test_a_killed_prepare_leaves_nothing_and_no_workers(tmp_path: Path) -> None:
+    corpus(tmp_path / "text", documents=300)
+    script = tmp_path / "run.py"
+    script.write_text(
+        """
+import os, pathlib, signal, sys
+from tests.unit.data_recipes import recipe
+from llmrecipes.data import pool, write
+from llmrecipes.data.prepare import prepare
+from llmrecipes.recipe.schema import Source
+
+def die(*args):
+    add(*args)
+    os.kill(os.getpid(), signal.SIGKILL)  # the workers wait for more
+
+add, write._add = write._add, die
+pool._ALONE = 0
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    prepare(recipe(Source(type="text", path="text")), pathlib.Path("data"), workers=2)
+"""
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    # Returns only when nobody holds its output any more: the workers have ended too.
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    used = recipe(Source(type="text", path="text"))
+    data = tmp_path / "data"
+    assert (data / f".{fingerprint(used)}.part" / "00-train.bin").exists()
+    with pytest.raises(UserError, match="is not prepared"):
+        open_prepared(used, data)
+
+    here = recipe(Source(type="text", path=str(tmp_path / "text")))
+    data.joinpath(f".{fingerprint(used)}.part").rename(data / f".{fingerprint(here)}.part")
+    prepare(here, data, workers=1).verify()
+    assert not list(data.glob("*.part"))
+
+
+def test_a_failing_prepare_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device", str(tmp_path / "data" / "00-train.bin"))
+
+    monkeypatch.setattr(write, "_add", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        prepare(recipe(corpus(tmp_path / "text")), tmp_path / "data", workers=1)
+    assert [f.name for f in (tmp_path / "data").iterdir() if not f.name.endswith(".lock")] == []
+
+
+def test_a_data_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write prepared data"):
+        prepare(recipe(corpus(tmp_path / "text")), tmp_path / "file" / "data", workers=1)
+
+
+def test_sources_without_text_for_training_are_refused(tmp_path: Path) -> None:
+    good = corpus(tmp_path / "good")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").write_text("")
+    empty = Source(type="text", path=str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="has no documents: 0 duplicate, 1 empty") as caught:
+        prepare(recipe(good, empty), tmp_path / "data", workers=1)
+    assert caught.value.where == "data.sources[1]"
+
+    with pytest.raises(UserError, match=r"has no documents: 200 duplicate"):
+        prepare(recipe(good, Source(type="text", path=f"{good.path}/*.txt")), tmp_path / "data", workers=1)
+
+    one = tmp_path / "one"
+    one.mkdir()
+    rule = SplitRule((1.0, 50.0, 49.0))
+    held_out = next(t for t in map(str, range(99)) if rule.of(hashlib.sha256(t.encode()).digest()) != "train")
+    (one / "a.txt").write_text(held_out)
+    with pytest.raises(UserError, match="falls into the train split"):
+        prepare(recipe(Source(type="text", path=str(one)), split=rule.weights), tmp_path / "data", workers=1)
+
+    with pytest.raises(UserError, match=r"training tokens") as caught:
+        prepare(recipe(corpus(tmp_path / "tiny", documents=5), seq_length=4096), tmp_path / "data", workers=1)
+    assert "4,097" in caught.value.rule
+
+
+def test_a_split_too_short_for_a_sequence_is_said(tmp_path: Path) -> None:
+    lines: list[str] = []
+    used = recipe(corpus(tmp_path / "text"), split=(99.0, 1.0, 0.0), seq_length=512)
+    prepared = prepare(used, tmp_path / "data", workers=1, progress=lines.append)
+    assert prepared.usable("train", 512) == [0]
+    assert any("the test split has fewer than 513 tokens" in line for line in lines)
+    assert index.exists(used, prepared)
+
+
+def test_a_hugging_face_tokenizer_from_a_folder(tmp_path: Path, made: tuple[Recipe, Prepared]) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "tokenizer"
+    file = str(made[1].path / "tokenizer.json")
+    PreTrainedTokenizerFast(tokenizer_file=file, eos_token=EOD).save_pretrained(folder)
+    section = Tokenizer(type="huggingface", path=str(folder))
+    used = recipe(*made[0].data.sources, tokenizer=section)
+    prepared = prepare(used, tmp_path / "data", workers=1)
+    assert prepared.manifest.tokenizer.eod == made[1].manifest.tokenizer.eod
+    name = "00-train.bin"  # the same vocabulary read by the library gives the same tokens
+    assert prepared.manifest.files[name] == made[1].manifest.files[name]
+
+    with pytest.raises(UserError, match="has 512 ids, the model 300") as caught:
+        prepare(recipe(*made[0].data.sources, tokenizer=section, vocab_size=300), tmp_path / "data", workers=1)
+    assert caught.value.fix == "model.vocab_size=512"
+
+
+def test_a_tokenizer_that_is_not_there_is_one_message(tmp_path: Path) -> None:
+    section = Tokenizer(type="huggingface", path=str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="cannot load tokenizer"):
+        prepare(recipe(corpus(tmp_path / "text"), tokenizer=section), tmp_path / "data", workers=1)
