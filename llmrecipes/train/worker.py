@@ -115,6 +115,7 @@ def run(spec: RunSpec) -> ExitCode:
         # What is here now stays to the end: the collector, which megatron-core calls at each save, need not look again.
         gc.collect()
         gc.freeze()
+        stack.callback(gc.unfreeze)
         outcome = loop.run(progress)
         if outcome is Outcome.STOPPED:
             tracker.close("KILLED")
