@@ -124,6 +124,13 @@ class MegatronEngine:
         finally:
             self.ddp.enable_forward_pre_hook()
 
+    def close(self) -> None:
+        """Let go of the model, its memory and its process groups.
+
+        megatron-core's gradient hooks hold the model from inside autograd, where Python's collector does not look.
+        """
+        vars(self.ddp).clear()
+
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""

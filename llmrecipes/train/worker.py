@@ -81,6 +81,7 @@ def run(spec: RunSpec) -> ExitCode:
         stop = stack.enter_context(catch_signals(lambda: _newest(store)))
         built = build(recipe, plan, platform)
         engine = MegatronEngine(recipe, plan, built, platform)
+        stack.callback(engine.close)
         saver = stack.enter_context(
             AsyncSaver(
                 store,
