@@ -1,0 +1,208 @@
+"""A small recipe, batches without a corpus, the program as users start it, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.utils.data import Dataset
+
+from llmrecipes.cluster import Cluster
+from llmrecipes.data.loader import batches
+from llmrecipes.model.gpt import BuiltModel, build
+from llmrecipes.plan.derive import derive
+from llmrecipes.platform import select
+from llmrecipes.recipe.load import to_yaml
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.engine import Batch, MegatronEngine, StepResult
+
+ROOT = Path(__file__).parents[1]
+ROOMY = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 40, memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)
+
+MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512}
+LLAMA = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "activation_func": "silu",
+    "gated_linear_unit": True, "add_bias_linear": False, "num_query_groups": 2, "ffn_hidden_size": 176,
+    "share_embeddings_and_output_weights": False,
+}  # fmt: skip
+TRAIN = {
+    "train_iters": 12, "micro_batch_size": 2, "global_batch_size": 8, "precision": "fp32", "eval_interval": 5,
+    "eval_iters": 2,
+}  # fmt: skip
+
+
+def tiny(name: str = "tiny", **sections: dict[str, Any]) -> Recipe:
+    """A recipe of 150,000 parameters; sections and their keys are added to or replace the defaults here."""
+    base: dict[str, dict[str, Any]] = {
+        "model": MODEL,
+        "train": TRAIN,
+        "optimizer": {"lr": 1e-3},
+        "tracking": {"mlflow": False, "tensorboard": False},
+    }
+    merged = {key: {**base.get(key, {}), **sections.get(key, {})} for key in base.keys() | sections.keys()}
+    return Recipe.model_validate({"name": name, **merged})
+
+
+def tiny_on(corpus: Path, name: str = "tiny", **sections: dict[str, Any]) -> Recipe:
+    """`tiny` on a folder of texts."""
+    data = {"sources": [{"type": "text", "path": str(corpus)}], "split": [90.0, 5.0, 5.0], **sections.pop("data", {})}
+    return tiny(name, data=data, **sections)
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> str:
+    """Path of the recipe's file in a folder."""
+    path = folder / f"{recipe.name}.yaml"
+    path.write_text(to_yaml(recipe), "utf-8")
+    return str(path)
+
+
+class RandomTokens(Dataset[dict[str, torch.Tensor]]):
+    """Samples that depend on their number alone; a part of each, never the same, does not count for the loss."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._length, self._vocab = recipe.model.seq_length, recipe.model.vocab_size
+        self._size = recipe.train.global_batch_size * recipe.train.train_iters
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        random = torch.Generator().manual_seed(index)
+        ids = torch.randint(self._vocab // 8, (self._length + 1,), generator=random)
+        mask = torch.ones(self._length)
+        mask[: index % 7 * self._length // 8] = 0
+        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask, "position_ids": torch.arange(self._length)}
+
+
+def random_batches(recipe: Recipe, *, consumed: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+    """Micro-batches of a rank from `RandomTokens`."""
+    return batches(
+        RandomTokens(recipe),
+        consumed_samples=consumed,
+        micro_batch_size=recipe.train.micro_batch_size,
+        global_batch_size=recipe.train.global_batch_size,
+        data_parallel_rank=rank,
+        data_parallel_size=ranks,
+        num_workers=0,
+        prefetch_factor=1,
+        pin_memory=False,
+    )
+
+
+def built(recipe: Recipe) -> BuiltModel:
+    """The initialised model of a world that has been joined."""
+    return build(recipe, derive(recipe, torch.distributed.get_world_size(), ROOMY), select())
+
+
+def engine_of(recipe: Recipe) -> MegatronEngine:
+    """An engine in a world that has been joined."""
+    plan = derive(recipe, torch.distributed.get_world_size(), ROOMY)
+    platform = select()
+    return MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+
+
+def steps(engine: MegatronEngine, number: int, batches_of_rank: Iterator[Batch] | None = None) -> list[StepResult]:
+    """Some optimizer steps, on random tokens if nothing else is given."""
+    source = random_batches(engine.recipe) if batches_of_rank is None else batches_of_rank
+    return [engine.train_step(source) for _ in range(number)]
+
+
+def environment() -> dict[str, str]:
+    """Environment of a child process that imports this checkout."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def start_command(*arguments: str) -> subprocess.Popen[str]:
+    """Start `llmrecipes …` as a user does."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "llmrecipes.cli", *arguments],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int, timeout: float = 240) -> str:
+    """What a command printed; it has to end with `code`."""
+    try:
+        printed, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    assert process.returncode == code, printed
+    return printed
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, timeout: float = 240) -> None:
+    """Wait until metrics.jsonl has a step; the command must still be running then."""
+    deadline = time.monotonic() + timeout
+    while not any(line["step"] >= step for line in train_lines(run_dir)):
+        if process.poll() is not None:
+            raise AssertionError(f"ended with {process.returncode} before step {step}: {process.communicate()[0]}")
+        assert time.monotonic() < deadline, f"no step {step} after {timeout} s"
+        time.sleep(0.01)
+    assert process.poll() is None, "the run is too short for this test: it has ended already"
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    """All whole lines of metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text("utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def train_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of optimizer steps."""
+    return [line for line in lines(run_dir) if "grad_norm" in line]
+
+
+def curve(run_dir: Path) -> list[tuple[Any, ...]]:
+    """What must not depend on interruptions: every step's and every evaluation's numbers, in file order."""
+    numbers = ("step", "loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "valid_loss")
+    return [
+        tuple(line.get(key) for key in numbers) for line in lines(run_dir) if "loss" in line or "valid_loss" in line
+    ]
+
+
+def require_same_checkpoints(one: Path, other: Path) -> None:
+    """Every tensor (weights, optimizer, random states) and every number of two checkpoints is the same, bit for bit."""
+    first, second = _values(one), _values(other)
+    assert first.keys() == second.keys()
+    assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in first)
+    for name, value in first.items():
+        same = torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name]
+        assert same, name
+
+
+def _values(checkpoint: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()  # asks for everything there is
+    _load_state_dict(found, storage_reader=FileSystemReader(checkpoint), planner=planner, no_dist=True)
+    return dict(_flat(found))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def largest_difference(one: list[float], other: list[float]) -> float:
+    """Largest relative difference of two lists."""
+    assert len(one) == len(other) > 0
+    assert all(map(math.isfinite, one + other))
+    return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,304 @@
+"""What a run does when something goes wrong inside it, or when it is looked into: the command, in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmrecipes import cli
+from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.cluster import detect
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.engine import MegatronEngine
+from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.train import start
+from tests.helpers import curve, lines, require_same_checkpoints, tiny_on, train_lines, write_recipe
+
+BAD = "decoder.layers.1.mlp.linear_fc1.weight"
+
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def train(tmp_path: Path, corpus: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Run `llmrecipes train` on a small recipe: sections and command-line options to exit code and printed text."""
+
+    def run(*options: str, **sections: dict[str, Any]) -> tuple[int, str]:
+        recipe = tiny_on(corpus, "faults", **sections)
+        places = ("--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir))
+        code = cli.run(["train", write_recipe(recipe, tmp_path), *options, "--run-id", "r", "--no-sample", *places])
+        captured = capfd.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out + captured.err
+
+    return run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "faults" / "r"
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, at: int, name: str = BAD) -> None:
+    """Make one weight NaN before a step."""
+    real, calls = MegatronEngine.train_step, [0]
+
+    def step(engine: MegatronEngine, *arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            with torch.no_grad():
+                engine.module.get_parameter(name)[1, 2] = math.nan
+        return real(engine, *arguments, **options)
+
+    monkeypatch.setattr(MegatronEngine, "train_step", step)
+
+
+def saved(run_dir: Path) -> list[int]:
+    return [entry.step for entry in CheckpointStore(run_dir / "checkpoints").entries()]
+
+
+def notes(run_dir: Path, event: str) -> list[dict[str, Any]]:
+    return [line for line in lines(run_dir) if line.get("event") == event]
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_nan_stops_the_run_and_leaves_the_checkpoint_of_before(
+    train: Command, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, at=6)
+    code, printed = train(checkpoint={"save_interval": 4})
+    assert code == 93
+    assert "loss is nan in step 6, rank 0" in printed
+    assert f"first bad parameter: {BAD} (nan among 1 of" in printed
+    assert saved(run_dir) == [4]
+    assert [line["step"] for line in train_lines(run_dir)] == [1, 2, 3, 4, 5]
+    monkeypatch.undo()
+    code, printed = train(checkpoint={"save_interval": 4})
+    assert code == 0
+    assert "4 done, 8 to go" in printed
+
+
+def test_anomaly_mode_names_the_module(train: Command, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, at=2)
+    code, printed = train("--anomaly")
+    assert code == 93
+    assert "the output of decoder.layers.1.mlp.linear_fc1 is not finite" in printed
+    assert [line["step"] for line in train_lines(run_dir)] == [1]
+
+
+def test_overflows_are_skipped_counted_and_end_at_the_smallest_loss_scale(train: Command, run_dir: Path) -> None:
+    scale = {"precision": "fp16", "hysteresis": 1, "initial_loss_scale": 2.0**40, "min_loss_scale": 2.0**38}
+    code, printed = train(train=scale)
+    assert code == 93
+    assert "fp16 gradients overflow in step 3 even at the smallest loss scale" in printed
+    skipped = train_lines(run_dir)
+    assert [line["skipped"] for line in skipped] == [True] * 3
+    assert [line["loss_scale"] for line in skipped] == [2.0**40, 2.0**39, 2.0**38]
+    assert [note["details"]["skipped_steps"] for note in notes(run_dir, "overflow_skipped")] == [1, 2, 3]
+
+
+# -- disk ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_file_above(size: int) -> Iterator[None]:
+    """Every write beyond `size` bytes of a file fails, as on a full disk (EFBIG instead of ENOSPC)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_failed_saves_are_alarms_and_only_the_last_one_ends_the_run(
+    train: Command, run_dir: Path, data_dir: Path, corpus: Path
+) -> None:
+    assert cli.run(["prepare", write_recipe(tiny_on(corpus, "faults"), data_dir), "--data-dir", str(data_dir)]) == 0
+    with no_file_above(300_000):
+        code, printed = train(checkpoint={"save_interval": 4})
+    assert code == 93
+    assert "the checkpoint of the last step, 12, could not be written" in printed
+    assert "File too large" in printed
+    assert [line["step"] for line in train_lines(run_dir)] == list(range(1, 13))
+    assert [(note["step"], note["alarm"]) for note in notes(run_dir, "save_failed")] == [
+        (4, True),
+        (8, True),
+        (12, True),
+    ]
+    assert not list((run_dir / "checkpoints").glob("*step*"))
+    assert not list((run_dir / "checkpoints").glob(".tmp*"))
+
+
+@pytest.fixture
+def small_disk(run_dir: Path) -> Iterator[Path]:
+    """The checkpoint directory as a file system of 8 MiB."""
+    directory = run_dir / "checkpoints"
+    directory.mkdir(parents=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(directory)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting a small file system needs root and mount(8): {mounted.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def test_training_goes_on_over_a_full_disk_and_saves_when_there_is_room(
+    train: Command, run_dir: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(7 * 1024 * 1024))
+    real = MegatronEngine.train_step
+
+    def step(engine: MegatronEngine, *arguments: Any, **options: Any) -> Any:
+        if engine.scheduler.num_steps == 6:
+            assert not list(small_disk.glob(".tmp*"))  # the save of step 4 was synchronous
+            filler.unlink()
+        return real(engine, *arguments, **options)
+
+    monkeypatch.setattr(MegatronEngine, "train_step", step)
+    code, printed = train(checkpoint={"save_interval": 4, "async_save": False, "most_recent_k": 1})
+    assert code == 0, printed
+    assert "ALARM" in printed
+    assert "No space left on device" in printed
+    assert [(note["step"], note["alarm"]) for note in notes(run_dir, "save_failed")] == [(4, True)]
+    assert [note["step"] for note in notes(run_dir, "checkpoint_saved")] == [8, 12]
+    assert CheckpointStore(small_disk).valid(12, full=True)
+
+
+# -- looking into it -------------------------------------------------------------------------------------------------
+
+ONE_BATCH: dict[str, dict[str, Any]] = {"train": {"global_batch_size": 2, "train_iters": 200}}
+
+
+def test_one_batch_is_learnt_by_heart(train: Command, tmp_path: Path) -> None:
+    code, printed = train("--overfit-batch", optimizer={"lr": 1e-2}, **ONE_BATCH)
+    assert code == 0, printed
+    assert "learnt by heart: loss 6." in printed
+    losses = [line["loss"] for line in train_lines(tmp_path / "runs" / "faults.overfit" / "r")]
+    assert len(losses) == 200
+    assert losses[-1] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("sections", "diagnosis"),
+    [
+        ({"optimizer": {"lr": 1e-9}}, "optimizer.lr is too low"),
+        ({"optimizer": {"lr": 30.0}}, "optimizer.lr is too high"),
+        ({"optimizer": {"lr": 1e-3}}, "more train.train_iters"),
+        ({"optimizer": {"lr": 1e-3}, "model": {"hidden_dropout": 0.5}}, "dropout (0.5) keeps it from zero"),
+    ],
+    ids=["too low", "too high", "too short", "dropout"],
+)
+def test_one_batch_that_is_not_learnt_gets_a_diagnosis(
+    train: Command, sections: dict[str, dict[str, Any]], diagnosis: str
+) -> None:
+    code, printed = train("--overfit-batch", **{**sections, "train": {"global_batch_size": 2, "train_iters": 20}})
+    assert code == 93
+    assert "one batch was not learnt by heart: loss 6." in printed
+    assert diagnosis in printed
+
+
+def test_a_profile_is_a_chrome_trace_of_the_steps_asked_for(train: Command, run_dir: Path) -> None:
+    code, printed = train("--profile", "2")
+    assert code == 0, printed
+    path = run_dir / "logs" / "trace-rank-0.json"
+    assert str(path) in printed
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event.get("name") for event in events]
+    assert any(name == "aten::addmm" or name == "aten::mm" for name in names)
+    assert len([name for name in names if str(name).startswith("ProfilerStep#")]) == 2
+
+
+# -- resuming --------------------------------------------------------------------------------------------------------
+
+
+def run_spec(recipe: Recipe, folder: Path, data_dir: Path, **changes: Any) -> int:
+    run_dir = folder / "runs" / recipe.name / "r"
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    spec = RunSpec(recipe=recipe, run_dir=run_dir, runs_dir=folder / "runs", data_dir=data_dir, sample=False, **changes)
+    return start(spec, 1, detect())
+
+
+def test_two_starts_are_one_run_in_the_files_and_in_mlflow(
+    tmp_path: Path, corpus: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    from llmrecipes.data.prepare import prepare
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracking = {"mlflow": True, "system_metrics_interval": None}
+    recipe = tiny_on(corpus, model={"hidden_dropout": 0.1}, tracking=tracking)
+    prepare(recipe, data_dir)
+    assert run_spec(recipe, tmp_path / "cut", data_dir, stop_after=5) == 75
+    assert run_spec(recipe, tmp_path / "cut", data_dir) == 0
+    quiet = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"mlflow": False})})
+    assert run_spec(quiet, tmp_path / "whole", data_dir) == 0
+    cut, whole = (tmp_path / name / "runs" / "tiny" / "r" for name in ("cut", "whole"))
+    assert curve(cut) == curve(whole)
+    require_same_checkpoints(cut / "checkpoints/step-00000012", whole / "checkpoints/step-00000012")
+    uri = json.loads((cut / "mlflow.json").read_text())["tracking_uri"]
+    assert uri.startswith("sqlite:///")
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("tiny")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [metric.step for metric in history] == list(range(1, 13))
+    assert [metric.value for metric in history] == [line["loss"] for line in train_lines(whole)]
+
+
+def test_a_finished_run_has_nothing_to_do_and_may_be_made_longer(train: Command, run_dir: Path) -> None:
+    assert train()[0] == 0
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    code, printed = train()
+    assert code == 0
+    assert "12 done, 0 to go" in printed
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    assert train(train={"train_iters": 15})[0] == 0
+    assert [line["step"] for line in train_lines(run_dir)] == list(range(1, 16))
+    code, printed = train(train={"train_iters": 10})
+    assert code == 2
+    assert "the run has done 15 steps" in printed
+
+
+def test_what_a_run_leaves_behind(train: Command, run_dir: Path) -> None:
+    code, printed = train()
+    assert code == 0
+    assert "bits per byte" in printed
+    assert {path.name for path in run_dir.iterdir()} >= {
+        "recipe.yaml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "logs",
+    }  # fmt: skip
+    plan = json.loads((run_dir / "plan.json").read_text())
+    assert (plan["transformer_impl"], plan["transformer_impl_reason"]) == ("local", "no GPU")
+    keys = {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "consumed_samples",
+        "consumed_tokens",
+        "step_seconds",
+        "tokens_per_second",
+    }
+    assert all(line.keys() >= keys for line in train_lines(run_dir))
+    assert [line["step"] for line in lines(run_dir) if "valid_loss" in line] == [5, 10, 12]
+    assert saved(run_dir) == [12]
+    assert os.access(run_dir / "checkpoints" / "step-00000012" / "manifest.json", os.R_OK)

@@ -1,0 +1,145 @@
+"""The command as schedulers and people treat it: asked to stop, interrupted, killed, and given again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from llmrecipes.checkpoint.store import CheckpointStore
+from tests.helpers import (
+    curve,
+    finish,
+    require_same_checkpoints,
+    start_command,
+    tiny_on,
+    train_lines,
+    wait_for_step,
+    write_recipe,
+)
+
+pytestmark = pytest.mark.slow
+
+STEPS = 40
+# Everything random is in it: dropout, bf16 rounding and a loader process.
+RECIPE: dict[str, dict[str, Any]] = {
+    "model": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "train": {"precision": "bf16", "train_iters": STEPS, "eval_interval": 10, "global_batch_size": 16},
+    "optimizer": {"lr": 3e-3},
+    "scheduler": {"lr_warmup_iters": 5},
+    "checkpoint": {"save_interval": 15, "most_recent_k": 9},
+}
+
+
+class Runs:
+    """Commands on one recipe."""
+
+    def __init__(self, folder: Path, corpus: Path, data_dir: Path) -> None:
+        self._recipe = write_recipe(tiny_on(corpus, "signals", **RECIPE), folder)
+        self._runs_dir, self._data_dir = folder / "runs", data_dir
+
+    def directory(self, run_id: str) -> Path:
+        return self._runs_dir / "signals" / run_id
+
+    def start(self, run_id: str, ranks: int = 1) -> subprocess.Popen[str]:
+        places = ("--runs-dir", str(self._runs_dir), "--data-dir", str(self._data_dir))
+        return start_command("train", self._recipe, "--run-id", run_id, "--nproc", str(ranks), "--no-sample", *places)
+
+    def saved_steps(self, run_id: str) -> list[int]:
+        return [entry.step for entry in CheckpointStore(self.directory(run_id) / "checkpoints").entries()]
+
+    def require_same(self, run_id: str, reference: str) -> None:
+        """The run reads as the uninterrupted one, to the last bit of its checkpoint."""
+        one, other = self.directory(run_id), self.directory(reference)
+        assert curve(one) == curve(other)
+        assert len(train_lines(one)) == STEPS
+        last = f"checkpoints/step-{STEPS:08d}"
+        require_same_checkpoints(one / last, other / last)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Path) -> Runs:
+    """The recipe, and its uninterrupted runs `whole-1` and `whole-2` on one and two ranks."""
+    made = Runs(tmp_path_factory.mktemp("signals"), corpus, data_dir)
+    finish(made.start("whole-1"), 0)
+    finish(made.start("whole-2", ranks=2), 0)
+    losses = [line["loss"] for line in train_lines(made.directory("whole-1"))]
+    assert losses[0] - losses[-1] > 1
+    return made
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_saves_once_and_the_same_command_goes_on(runs: Runs, number: signal.Signals, ranks: int) -> None:
+    run_id = f"{number.name}-{ranks}"
+    process = runs.start(run_id, ranks)
+    wait_for_step(process, runs.directory(run_id), 5)
+    process.send_signal(number)
+    printed = finish(process, 75)
+    assert "Traceback" not in printed
+    stopped_at = train_lines(runs.directory(run_id))[-1]["step"]
+    assert 5 <= stopped_at < STEPS
+    assert runs.saved_steps(run_id) == sorted({*range(15, stopped_at, 15), stopped_at})
+    resumed = finish(runs.start(run_id, ranks), 0)
+    assert f"{stopped_at} done, {STEPS - stopped_at} to go" in resumed
+    runs.require_same(run_id, f"whole-{ranks}")
+
+
+def test_the_second_signal_of_an_impatient_scheduler_changes_nothing(runs: Runs) -> None:
+    process = runs.start("impatient")
+    wait_for_step(process, runs.directory("impatient"), 5)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        process.send_signal(number)
+    finish(process, 75)
+    assert len(runs.saved_steps("impatient")) == 1
+
+
+def test_after_kill_9_the_newest_valid_checkpoint_is_found(runs: Runs) -> None:
+    process = runs.start("killed")
+    wait_for_step(process, runs.directory("killed"), 33)
+    process.kill()
+    finish(process, -signal.SIGKILL)
+    saved = runs.saved_steps("killed")
+    assert saved in ([15, 30], [15])
+    # The kill may also have come while bytes were on their way to the disk.
+    newest = runs.directory("killed") / "checkpoints" / f"step-{saved[-1]:08d}"
+    if saved == [15, 30]:
+        with next(newest.glob("*.distcp")).open("r+b") as stream:
+            stream.seek(-100, os.SEEK_END)
+            stream.write(b"\0" * 50)
+    resumed = finish(runs.start("killed"), 0)
+    assert "15 done, 25 to go" in resumed
+    runs.require_same("killed", "whole-1")
+
+
+def test_when_one_rank_is_killed_the_command_ends_and_leaves_no_process(runs: Runs) -> None:
+    process = runs.start("rank-killed", ranks=2)
+    wait_for_step(process, runs.directory("rank-killed"), 3)
+    ranks = {p.environ().get("RANK"): p for p in psutil.Process(process.pid).children()}
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    ranks["1"].kill()
+    killed = time.monotonic()
+    printed = finish(process, 128 + signal.SIGKILL)
+    assert time.monotonic() - killed < 60  # gloo alone would wait for half an hour
+    assert "rank 1" in printed
+    _, alive = psutil.wait_procs(everyone, timeout=20)
+    assert alive == []
+
+
+def test_two_commands_cannot_train_one_run(runs: Runs) -> None:
+    first = runs.start("twice")
+    wait_for_step(first, runs.directory("twice"), 2)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        second = finish(runs.start("twice"), 2)
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert "another process is training this run" in second
+    assert "Traceback" not in second
+    finish(first, 0)
+    runs.require_same("twice", "whole-1")

@@ -1,0 +1,110 @@
+"""Ranks on this machine: their environment, and what the exit codes of several become."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.launch.local import rank_environment, run_ranks
+
+# Each rank does what the JSON in its argument says under its rank; `wait` lasts until a file is there.
+PROGRAM = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+rank, folder = os.environ["RANK"], Path(sys.argv[1])
+orders = json.loads(sys.argv[2]).get(rank, {})
+if orders.get("code_on_signal") is not None:
+    def leave(number, frame):
+        (folder / f"signal-{rank}").write_text(str(int(number)))
+        os._exit(orders["code_on_signal"])
+    signal.signal(signal.SIGTERM, leave)
+print(f"words of rank {rank}", flush=True)
+(folder / f"environment-{rank}").write_text(json.dumps(dict(os.environ)))
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+deadline = time.monotonic() + 60
+while orders.get("wait") and not (folder / orders["wait"]).exists() and time.monotonic() < deadline:
+    time.sleep(0.01)
+if orders.get("kill"):
+    os.kill(os.getpid(), signal.SIGKILL)
+(folder / f"done-{rank}").touch()
+sys.exit(orders.get("code", 0))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "rank_program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def run(folder: Path, orders: dict[str, dict[str, object]], ranks: int = 2) -> int:
+    arguments = [str(folder), json.dumps(orders)]
+    return run_ranks("rank_program", arguments, world_size=ranks, threads=3, logs=folder)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_each_rank_has_its_environment_and_its_log(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, {}) == 0
+    found = [json.loads((folder / f"environment-{rank}").read_text()) for rank in range(2)]
+    port = int(found[0]["MASTER_PORT"])
+    for rank in range(2):
+        assert found[rank].items() >= rank_environment(rank, 2, port, 3).items()
+        assert (found[rank]["RANK"], found[rank]["WORLD_SIZE"], found[rank]["OMP_NUM_THREADS"]) == (str(rank), "2", "3")
+        assert found[rank]["MASTER_ADDR"] == "127.0.0.1"
+    assert capfd.readouterr().out == "words of rank 0\n"
+    assert (folder / "rank-1.log").read_text() == "words of rank 1\n"
+
+
+@pytest.mark.parametrize("code", [1, 2, 93])
+def test_a_rank_that_fails_ends_the_others_and_gives_its_code(folder: Path, code: int) -> None:
+    started = time.monotonic()
+    assert run(folder, {"0": {"wait": "never"}, "1": {"wait": "pid-0", "code": code}}) == code
+    assert time.monotonic() - started < 30
+    assert not (folder / "done-0").exists()
+    assert not alive(int((folder / "pid-0").read_text()))
+
+
+def test_a_killed_rank_gives_the_shells_code_and_names_its_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    orders: dict[str, dict[str, object]] = {"0": {"wait": "never"}, "1": {"wait": "pid-0", "kill": True}}
+    assert run(folder, orders) == 128 + signal.SIGKILL
+    assert re.search(r"rank 1 .*\b137\b.*rank-1\.log", caplog.text)
+
+
+def test_ranks_that_stop_with_their_state_saved_are_all_waited_for(folder: Path) -> None:
+    orders: dict[str, dict[str, object]] = {"0": {"code": 75}, "1": {"wait": "done-0", "code": 75}}
+    assert run(folder, orders) == 75
+    assert (folder / "done-1").exists()
+
+
+def test_sigterm_reaches_every_rank_and_the_handlers_come_back(folder: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def send() -> None:
+        deadline = time.monotonic() + 30
+        while not all((folder / f"pid-{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    orders: dict[str, object] = {"wait": "never", "code_on_signal": 75}
+    sender.start()
+    assert run(folder, {"0": orders, "1": orders}) == 75
+    sender.join()
+    assert [(folder / f"signal-{rank}").read_text() for rank in range(2)] == ["15", "15"]
+    assert signal.getsignal(signal.SIGTERM) is before

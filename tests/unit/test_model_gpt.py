@@ -1,0 +1,281 @@
+"""The model against transformers, megatron-core's own attention and loss, and itself without recomputation."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+from llmrecipes.errors import UserError
+from llmrecipes.model.attention import SdpaCoreAttention
+from llmrecipes.model.gpt import RecipeGPTModel
+from llmrecipes.model.spec import choose
+from tests.helpers import LLAMA, MODEL, built, engine_of, steps, tiny
+
+pytestmark = pytest.mark.usefixtures("world")
+
+LENGTH, HEADS, HIDDEN = 64, 4, 64
+
+
+def randomised(**model: Any) -> RecipeGPTModel:
+    """A model whose biases and norms are random too, in evaluation mode."""
+    module = built(tiny(model=model)).module.eval()
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.1)
+    return module
+
+
+def inputs(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(512, (batch, LENGTH), generator=torch.Generator().manual_seed(4))
+    return ids, torch.arange(LENGTH).expand(batch, -1)
+
+
+def logits(module: torch.nn.Module) -> torch.Tensor:
+    ids, positions = inputs()
+    with torch.no_grad():
+        found: torch.Tensor = module(ids, positions, None)
+    return found
+
+
+# -- transformers ----------------------------------------------------------------------------------------------------
+
+
+def split_qkv(fused: torch.Tensor, groups: int) -> list[torch.Tensor]:
+    """Query, key and value rows of megatron-core's projection, which holds them group by group."""
+    width, each = HIDDEN // HEADS, HEADS // groups
+    rows = fused.reshape(groups, each + 2, width, *fused.shape[1:])
+    parts = (rows[:, :each], rows[:, each : each + 1], rows[:, each + 1 :])
+    return [part.reshape(-1, *fused.shape[1:]) for part in parts]
+
+
+def as_gpt2(module: torch.nn.Module) -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=512, n_positions=LENGTH, n_embd=HIDDEN, n_layer=2, n_head=HEADS, activation_function="gelu"
+    )
+    ours = module.state_dict()
+    state = {
+        "transformer.wte.weight": ours["embedding.word_embeddings.weight"],
+        "lm_head.weight": ours["embedding.word_embeddings.weight"],
+        "transformer.wpe.weight": ours["embedding.position_embeddings.weight"],
+        "transformer.ln_f.weight": ours["decoder.final_layernorm.weight"],
+        "transformer.ln_f.bias": ours["decoder.final_layernorm.bias"],
+    }
+    names = {
+        "ln_1": "input_layernorm", "attn.c_proj": "self_attention.linear_proj", "ln_2": "pre_mlp_layernorm",
+        "mlp.c_fc": "mlp.linear_fc1", "mlp.c_proj": "mlp.linear_fc2",
+    }  # fmt: skip
+    for layer in range(2):
+        theirs, here = f"transformer.h.{layer}.", f"decoder.layers.{layer}."
+        for kind in ("weight", "bias"):
+            for name, mine in names.items():
+                value = ours[f"{here}{mine}.{kind}"]
+                # transformers' Conv1D holds its matrices transposed.
+                state[f"{theirs}{name}.{kind}"] = value.t() if value.dim() == 2 else value
+            fused = torch.cat(split_qkv(ours[f"{here}self_attention.linear_qkv.{kind}"], HEADS))
+            state[f"{theirs}attn.c_attn.{kind}"] = fused.t() if fused.dim() == 2 else fused
+    return loaded(GPT2LMHeadModel(config), state)
+
+
+def as_llama(module: torch.nn.Module, rope: dict[str, Any]) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=HIDDEN, intermediate_size=176, num_hidden_layers=2, num_attention_heads=HEADS,
+        num_key_value_heads=2, max_position_embeddings=LENGTH, rms_norm_eps=1e-5, tie_word_embeddings=False,
+        rope_parameters=rope,
+    )  # fmt: skip
+    ours = module.state_dict()
+    state = {
+        "model.embed_tokens.weight": ours["embedding.word_embeddings.weight"],
+        "lm_head.weight": ours["output_layer.weight"],
+        "model.norm.weight": ours["decoder.final_layernorm.weight"],
+    }
+    for layer in range(2):
+        theirs, here = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        state[f"{theirs}input_layernorm.weight"] = ours[f"{here}input_layernorm.weight"]
+        state[f"{theirs}post_attention_layernorm.weight"] = ours[f"{here}pre_mlp_layernorm.weight"]
+        state[f"{theirs}self_attn.o_proj.weight"] = ours[f"{here}self_attention.linear_proj.weight"]
+        for name, part in zip("qkv", split_qkv(ours[f"{here}self_attention.linear_qkv.weight"], 2), strict=True):
+            state[f"{theirs}self_attn.{name}_proj.weight"] = part
+        gate, up = ours[f"{here}mlp.linear_fc1.weight"].chunk(2)
+        state |= {f"{theirs}mlp.gate_proj.weight": gate, f"{theirs}mlp.up_proj.weight": up}
+        state[f"{theirs}mlp.down_proj.weight"] = ours[f"{here}mlp.linear_fc2.weight"]
+    return loaded(LlamaForCausalLM(config), state)
+
+
+def loaded(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> torch.nn.Module:
+    result = model.load_state_dict(state, strict=False)
+    assert not result.unexpected_keys
+    assert not [name for name in result.missing_keys if "weight" in name or "proj" in name]
+    return model.eval()
+
+
+def test_gpts_logits_are_those_of_transformers_gpt2() -> None:
+    module = randomised()
+    with torch.no_grad():
+        theirs = as_gpt2(module)(inputs()[0]).logits
+    torch.testing.assert_close(logits(module), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "rope"),
+    [
+        ({"rotary_base": 10000.0}, {"rope_type": "default", "rope_theta": 10000.0}),
+        (
+            {"rotary_base": 500000.0, "rope_scaling": True, "rope_scaling_factor": 8.0},
+            {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+        ),
+    ],
+    ids=["rope", "scaled rope"],
+)  # fmt: skip
+def test_llamas_logits_are_those_of_transformers_llama(model: dict[str, Any], rope: dict[str, Any]) -> None:
+    module = randomised(**LLAMA, **model)
+    with torch.no_grad():
+        theirs = as_llama(module, rope)(inputs()[0]).logits
+    torch.testing.assert_close(logits(module), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_no_token_sees_a_later_one() -> None:
+    module = randomised(**LLAMA)
+    ids, positions = inputs()
+    changed = ids.clone()
+    changed[:, 40] = (changed[:, 40] + 1) % 512
+    with torch.no_grad():
+        before, after = (module(each, positions, None) for each in (ids, changed))
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not torch.allclose(before[:, 40:], after[:, 40:])
+
+
+# -- attention and loss ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+def test_attention_is_megatron_cores(groups: int) -> None:
+    config = built(tiny(model={"num_query_groups": groups})).config
+    random = torch.Generator().manual_seed(1)
+    heads = (HEADS, groups, groups)
+    leaves = [torch.randn(LENGTH, 2, h, 16, generator=random, requires_grad=True) for h in heads]
+    weight = torch.randn(LENGTH, 2, HIDDEN, generator=random)
+    options: dict[str, Any] = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+    mask = torch.triu(torch.ones(LENGTH, LENGTH), diagonal=1).bool()[None, None]
+    ours = SdpaCoreAttention(config, **options)(*leaves, None)
+    theirs = DotProductAttention(config, **options)(*leaves, mask)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad((out * weight).sum(), leaves) for out in (ours, theirs)]
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_refuses_masks_it_would_ignore() -> None:
+    attention = SdpaCoreAttention(built(tiny()).config, 1, AttnMaskType.causal, "self")
+    q = torch.zeros(4, 1, HEADS, 16)
+    with pytest.raises(NotImplementedError, match="causal"):
+        attention(q, q, q, torch.zeros(1, 1, 4, 4, dtype=torch.bool))
+
+
+def test_loss_is_megatron_cores() -> None:
+    module = randomised()
+    ids, positions = inputs()
+    labels = ids.roll(-1, 1)
+    ours = module(ids, positions, None, labels=labels)
+    assert ours.shape == labels.shape
+    theirs = vocab_parallel_cross_entropy(logits(module).transpose(0, 1).contiguous(), labels.t().contiguous())
+    torch.testing.assert_close(ours, theirs.t(), rtol=1e-6, atol=1e-6)
+
+
+def test_label_smoothing_changes_the_training_loss_only() -> None:
+    def losses(smoothing: float) -> dict[str, torch.Tensor]:
+        module = built(tiny(train={"label_smoothing": smoothing})).module
+        ids, positions = inputs()
+        with torch.no_grad():
+            return {
+                "train": module.train()(ids, positions, None, labels=ids),
+                "eval": module.eval()(ids, positions, None, labels=ids),
+                "expected": F.cross_entropy(
+                    module(ids, positions, None).flatten(0, 1),
+                    ids.flatten(),
+                    reduction="none",
+                    label_smoothing=smoothing,
+                ).view_as(ids),
+            }
+
+    plain, smoothed = losses(0.0), losses(0.2)
+    assert torch.equal(plain["eval"], smoothed["eval"])
+    assert torch.equal(plain["train"], plain["eval"])
+    torch.testing.assert_close(smoothed["train"], smoothed["expected"], rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(smoothed["train"], plain["train"], rtol=1e-3)
+
+
+# -- layer implementation and options --------------------------------------------------------------------------------
+
+
+def test_an_implementation_asked_for_by_name_is_never_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="cannot run here: no GPU"):
+        choose("transformer_engine")
+    assert choose("auto") == ("local", "no GPU")
+    assert choose("local")[0] == "local"
+    find_spec: Callable[..., Any] = importlib.util.find_spec
+
+    def without(name: str, *more: Any) -> Any:
+        return None if name == "transformer_engine" else find_spec(name, *more)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    with pytest.raises(UserError, match="TransformerEngine is not installed") as refused:
+        choose("transformer_engine")
+    assert refused.value.code == 2
+    assert choose("auto") == ("local", "TransformerEngine is not installed")
+
+
+RECOMPUTE: list[dict[str, Any]] = [
+    {"recompute_granularity": "selective"},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+]
+
+
+@pytest.mark.parametrize("changes", RECOMPUTE, ids=["selective", "full uniform", "full block"])
+def test_recomputation_changes_no_number(changes: dict[str, Any]) -> None:
+    """With dropout, so that a recomputed layer has to drop what it dropped the first time."""
+    model = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+    def curve(train: dict[str, Any]) -> list[tuple[float, float | None]]:
+        tensor_parallel.model_parallel_cuda_manual_seed(11, force_reset_rng=True)
+        engine = engine_of(tiny(model=model, train=train))
+        return [(result.loss, result.grad_norm) for result in steps(engine, 3)]
+
+    plain = curve({})
+    assert curve(changes) == plain
+    assert len(set(plain)) == 3
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"qk_layernorm": True},
+        {"normalization": "RMSNorm", "qk_layernorm": True, "position_embedding_type": "rope"},
+        {"activation_func": "squared_relu", "kv_channels": 32, "add_bias_linear": False, "add_qkv_bias": True},
+        {**LLAMA, "rotary_percent": 0.5, "num_query_groups": 1},
+    ],
+    ids=["qk norm", "qk norm rope", "squared relu", "half rope"],
+)
+def test_other_shapes_learn_without_a_compiler(model: dict[str, Any]) -> None:
+    engine = engine_of(tiny(model={**MODEL, **model}, optimizer={"lr": 3e-3}))
+    assert all(parameter.requires_grad for parameter in engine.module.parameters())
+    with torch.compiler.set_stance("fail_on_recompile"):
+        results = steps(engine, 12)
+    assert results[-1].loss < results[0].loss - 0.5

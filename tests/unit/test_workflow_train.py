@@ -1,0 +1,254 @@
+"""What users can get wrong around the commands that run something: one message, exit code 2, nothing lost or begun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from llmrecipes import cli
+from llmrecipes.cluster import Cluster
+from llmrecipes.errors import UserError
+from llmrecipes.workflow import train as workflow
+from llmrecipes.workflow.overfit import one_batch_recipe
+from llmrecipes.workflow.runs import find_run
+from llmrecipes.workflow.train import checked_run_id, new_run_id
+from tests.helpers import lines, tiny, tiny_on, train_lines, write_recipe
+
+GIB = 1 << 30
+LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=8 * GIB, memory_available_bytes=5 * GIB, disk_free_bytes=100 * GIB)
+
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(tmp_path: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Run `llmrecipes …` with runs/ in this test's folder; exit code and what was printed."""
+
+    def run(*arguments: str, runs_dir: Path = tmp_path / "runs") -> tuple[int, str]:
+        code = cli.run([*arguments, "--runs-dir", str(runs_dir), "--data-dir", str(data_dir)])
+        captured = capfd.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out + captured.err
+
+    return run
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# -- refused before anything is begun ----------------------------------------------------------------------------------
+
+
+def test_a_recipe_that_cannot_fit_starts_nothing(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workflow, "detect", lambda: LAPTOP)
+    code, printed = command("train", "gpt-1b")
+    assert code == 2
+    assert "error: recipe gpt-1b: does not fit: a rank needs " in printed
+    assert "there are 5.0 GiB here (no GPU, 4 CPU cores" in printed
+    assert "make smoke RECIPE=gpt-1b" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "gpt-tinny"], "did you mean gpt-tiny"),
+        (["train", "gpt-tiny", "train.micro_batch_size=3"], "global_batch_size"),
+        (["train", "gpt-tiny", "--nproc", "3"], "micro_batch_size × data-parallel size"),
+        (["train", "gpt-tiny", "--nproc", "0"], "0 ranks"),
+        (["train", "gpt-tiny", "--run-id", "../escape"], "run id '../escape'"),
+        (["train", "gpt-tiny", "--run-id", ""], "run id"),
+        (["train", "gpt-tiny", "--profile", "-1"], "'--profile'"),
+        (["smoke", "no-such-recipe"], "no recipe named 'no-such-recipe'"),
+        (["generate", "no-such-run"], "no run no-such-run"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_named_and_nothing_is_begun(
+    command: Command, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    code, printed = command(*arguments)
+    assert code == 2
+    assert said in printed
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_missing_source_is_named(command: Command, tmp_path: Path) -> None:
+    code, printed = command("train", write_recipe(tiny_on(tmp_path / "nothing-here"), tmp_path))
+    assert code == 2
+    assert "nothing-here" in printed
+    assert not train_lines(tmp_path)
+    assert not [path for path in tmp_path.rglob("*") if path.name in ("recipe.yaml", "metrics.jsonl", "checkpoints")]
+
+
+def test_a_runs_directory_that_is_a_file_is_refused(command: Command, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    code, printed = command("train", write_recipe(tiny_on(corpus), tmp_path), runs_dir=tmp_path / "file")
+    assert code == 2
+    assert "cannot be written" in printed
+    assert str(tmp_path / "file") in printed
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        folder.chmod(0o500)
+        yield folder
+        folder.chmod(0o700)
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)]  # rights do not bind root
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"root needs mount(8) for a read-only directory: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_directory_that_cannot_be_written_is_refused(
+    command: Command, corpus: Path, tmp_path: Path, read_only: Path
+) -> None:
+    code, printed = command("train", write_recipe(tiny_on(corpus), tmp_path), runs_dir=read_only / "runs")
+    assert code == 2
+    assert "the run directory cannot be written" in printed
+    assert "--runs-dir" in printed
+
+
+# -- around a run that is there ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Path) -> Path:
+    """A folder with a recipe and its run `runs/tiny/first`."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = write_recipe(tiny_on(corpus), folder)
+    places = ["--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)]
+    assert cli.run(["train", recipe, "--run-id", "first", "--no-sample", *places]) == 0
+    return folder
+
+
+def test_the_run_of_another_recipe_is_refused_with_a_diff(command: Command, trained: Path) -> None:
+    before = everything_in(trained / "runs")
+    code, printed = command(
+        "train", str(trained / "tiny.yaml"), "model.hidden_size=128", "optimizer.lr=2e-3", "train.eval_iters=3",
+        "--run-id", "first", runs_dir=trained / "runs",
+    )  # fmt: skip
+    assert code == 2
+    assert "model.hidden_size: 64 when it was started, 128 now" in printed
+    assert "optimizer.lr: 0.001 when it was started, 0.002 now" in printed
+    assert "eval_iters" not in printed
+    assert everything_in(trained / "runs") == before
+
+
+def test_a_run_whose_recipe_is_gone_is_still_protected_by_its_checkpoint(
+    command: Command, trained: Path, tmp_path: Path
+) -> None:
+    subprocess.run(["cp", "-r", str(trained / "runs"), str(tmp_path / "runs")], check=True)
+    copy = tmp_path / "runs" / "tiny" / "first"
+    (copy / "recipe.yaml").unlink()
+    checkpoints = everything_in(copy / "checkpoints")
+    code, printed = command("train", str(trained / "tiny.yaml"), "model.hidden_size=128", "--run-id", "first")
+    assert code == 2
+    assert "this checkpoint is of another architecture" in printed
+    assert "in the checkpoint" in printed
+    assert everything_in(copy / "checkpoints") == checkpoints
+
+
+def test_tokens_that_were_cut_off_are_named_before_the_first_step(
+    command: Command, corpus: Path, tmp_path: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tiny_on(corpus), tmp_path)
+    own = tmp_path / "data"
+    places = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(own)]
+    assert cli.run(["prepare", recipe, "--data-dir", str(own)]) == 0
+    tokens = next(own.rglob("*train*.bin"))
+    tokens.write_bytes(tokens.read_bytes()[:-100])
+    assert cli.run(["train", recipe, "--run-id", "r", *places]) == 2
+    captured = capfd.readouterr()
+    assert tokens.name in captured.err
+    assert "Traceback" not in captured.err
+    assert not lines(tmp_path / "runs" / "tiny" / "r")
+
+
+def test_generate_continues_a_prompt_as_often_as_asked(command: Command, trained: Path) -> None:
+    arguments = ("generate", "first", "--prompt", "word", "--max-new-tokens", "12", "--num-samples", "2")
+    code, printed = command(*arguments, runs_dir=trained / "runs")
+    assert code == 0
+    assert len([part for part in printed.split("\n\n") if part.startswith("word")]) == 2
+    assert command(*arguments, runs_dir=trained / "runs")[1] == printed
+    assert command(*arguments, "--seed", "5", runs_dir=trained / "runs")[1] != printed
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prompt", ""], "the prompt has 0 tokens"),
+        (["--prompt", "word " * 500], "fewer than the model's 64 positions"),
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+    ],
+    ids=["empty", "too long", "temperature", "top-p"],
+)
+def test_generate_refuses_what_it_cannot_continue(
+    command: Command, trained: Path, options: list[str], said: str
+) -> None:
+    code, printed = command("generate", "first", *options, runs_dir=trained / "runs")
+    assert code == 2
+    assert said in printed
+
+
+def test_generate_without_a_checkpoint_says_how_to_get_one(command: Command, trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "tiny" / "empty"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_bytes((trained / "runs/tiny/first/recipe.yaml").read_bytes())
+    code, printed = command("generate", "tiny/empty")
+    assert code == 2
+    assert "no valid checkpoint" in printed
+    assert "llmrecipes train tiny --run-id empty" in printed
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run_id", ["", ".hidden", "-x", "a/b", "..", "a b", "ü", "x" * 65, "a\n"])
+def test_run_ids_that_are_no_safe_directory_are_refused(run_id: str) -> None:
+    with pytest.raises(UserError, match="run id"):
+        checked_run_id(run_id)
+
+
+def test_new_run_ids_are_safe_and_do_not_meet() -> None:
+    ids = [new_run_id() for _ in range(20)]
+    assert len(set(ids)) == 20
+    assert [checked_run_id(run_id) for run_id in ids] == ids
+
+
+def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
+    for age, name in enumerate(("one/a", "one/b", "two/b", "two/c")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "recipe.yaml").touch()
+        os.utime(tmp_path / name / "recipe.yaml", (1000 + age, 1000 + age))
+    assert find_run(str(tmp_path / "two/c"), tmp_path) == tmp_path / "two/c"
+    assert find_run("two/b", tmp_path) == tmp_path / "two/b"
+    assert find_run("a", tmp_path) == tmp_path / "one/a"
+    assert find_run("one", tmp_path) == tmp_path / "one/b"
+    with pytest.raises(UserError, match="several runs are called b"):
+        find_run("b", tmp_path)
+    with pytest.raises(UserError, match="no run two/d") as missing:
+        find_run("two/d", tmp_path)
+    assert "two/c" in missing.value.fix
+
+
+def test_the_overfitting_recipe_is_short_constant_and_named_apart() -> None:
+    recipe = one_batch_recipe(tiny(train={"train_iters": 5000}, scheduler={"lr_warmup_iters": 700}))
+    assert (recipe.name, recipe.train.train_iters) == ("tiny.overfit", 200)
+    assert (recipe.scheduler.lr_decay_style, recipe.scheduler.lr_warmup_iters) == ("constant", 10)
+    assert recipe.optimizer.weight_decay == 0
