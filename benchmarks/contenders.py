@@ -1,0 +1,296 @@
+"""The contenders of the throughput benchmarks, each training the same model on the same tokens.
+
+`python -m benchmarks.contenders NAME RECIPE.json` is started by a benchmark and takes orders from it (`turns.py`). Each
+trains in the way its own project trains: precision, compilation and optimizer are those of its pretraining loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.plain_gpt import PlainGPT
+from benchmarks.turns import Session
+from llmrecipes.cluster import detect
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.schema import Recipe
+
+BATCHES = 16
+"""Global batches of data, read in turn."""
+
+
+def tokens(recipe: Recipe) -> torch.Tensor:
+    """The same token ids for everyone, [samples, seq_length + 1], int64, drawn independently by Zipf's law.
+
+    There is something to learn in them (the frequencies), so that a falling loss shows that training works.
+    """
+    model, samples = recipe.model, BATCHES * recipe.train.global_batch_size
+    generator = torch.Generator().manual_seed(recipe.train.seed)
+    weights = 1.0 / torch.arange(1, model.vocab_size + 1)
+    drawn = torch.multinomial(weights, samples * (model.seq_length + 1), replacement=True, generator=generator)
+    return drawn.view(samples, model.seq_length + 1)
+
+
+def micro_batches(recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and labels, [micro_batch_size, seq_length] each, without end."""
+    parts = tokens(recipe).split(recipe.train.micro_batch_size)
+    while True:
+        for part in parts:
+            yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+
+def ours(recipe: Recipe, session: Session) -> None:
+    """This project: the calls of `llmrecipes.train.worker`, without data files, checkpoints and tracking."""
+    from llmrecipes.model.gpt import build
+    from llmrecipes.platform import select
+    from llmrecipes.train.engine import Batch, MegatronEngine
+    from llmrecipes.train.world import join
+
+    platform = select()
+    platform.install()
+
+    def batches() -> Iterator[Batch]:
+        micro, length = recipe.train.micro_batch_size, recipe.model.seq_length
+        rest = {
+            "loss_mask": torch.ones(micro, length),
+            "position_ids": torch.arange(length).expand(micro, -1).contiguous(),
+        }
+        for inputs, labels in micro_batches(recipe):
+            yield {"tokens": inputs, "labels": labels, **rest}
+
+    with join(platform, recipe.train.seed) as world:
+        plan = derive(recipe, world.size, detect())
+        built = build(recipe, plan, platform)
+        engine = MegatronEngine(recipe, plan, built, platform)
+        source = batches()
+        gc.collect()
+        gc.freeze()
+        going = session.begin(parameters=count(built.module), layers=built.implementation)
+        while going:
+            going = session.stepped(engine.train_step(source).loss, **_gpu_memory())
+
+
+def ours_default_allocator(recipe: Recipe, session: Session) -> None:
+    """This project without its settings of glibc's allocator."""
+    from llmrecipes.platform import cpu
+
+    cpu._keep_freed_memory = lambda: None
+    ours(recipe, session)
+
+
+def plain(recipe: Recipe, session: Session) -> None:
+    """A compiled loop in plain PyTorch: autocast over fp32 weights, fused AdamW, as nanoGPT trains."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(recipe.train.seed)
+    plan = derive(recipe, 1, detect())
+    model = PlainGPT(recipe.model, plan.padded_vocab_size).to(device)
+    optimizer = _adamw(recipe, model)
+    compiled = torch.compile(model, dynamic=False)
+    source = micro_batches(recipe)
+    parts = plan.num_microbatches
+
+    def step() -> float:
+        total = torch.zeros((), device=device)
+        for _ in range(parts):
+            inputs, labels = (t.to(device, non_blocking=True) for t in next(source))
+            with torch.autocast(device.type, torch.bfloat16, enabled=recipe.train.precision == "bf16"):
+                loss = compiled(inputs, labels) / parts
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(total)
+
+    going = session.begin(parameters=count(model))
+    while going:
+        going = session.stepped(step(), **_gpu_memory())
+
+
+def _adamw(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
+    options = recipe.optimizer
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=options.lr,
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_eps,
+        fused=True,
+    )
+
+
+def litgpt(recipe: Recipe, session: Session) -> None:
+    """litgpt's GPT in the calls of `litgpt/pretrain.py`: compiled, Fabric's mixed precision, AdamW unfused on a CPU.
+
+    Its positions are rotary (a quarter of the channels, its default), not learned: 98,304 parameters fewer.
+    """
+    import lightning  # type: ignore[import-not-found]
+    from litgpt.model import GPT, Config  # type: ignore[import-not-found]
+    from litgpt.pretrain import initialize_weights  # type: ignore[import-not-found]
+    from litgpt.utils import chunked_cross_entropy  # type: ignore[import-not-found]
+
+    shape, options = recipe.model, recipe.optimizer
+    config = Config(
+        block_size=shape.seq_length,
+        n_layer=shape.num_layers,
+        n_embd=shape.hidden_size,
+        n_head=shape.num_attention_heads,
+        vocab_size=shape.vocab_size,
+        padded_vocab_size=shape.vocab_size,
+        intermediate_size=shape.ffn_hidden_size,
+        parallel_residual=False,
+    )
+    precision = "bf16-mixed" if recipe.train.precision == "bf16" else "32-true"
+    fabric = lightning.Fabric(devices=1, accelerator="cpu", precision=precision)
+    fabric.launch()
+    fabric.seed_everything(recipe.train.seed)
+    with fabric.init_module(empty_init=True):
+        model = GPT(config)
+    initialize_weights(fabric, model, n_layer=config.n_layer, n_embd=config.n_embd)
+    model.transformer.wte.weight = model.lm_head.weight
+    parameters = count(model)
+    compiled = fabric.setup(torch.compile(model))
+    optimizer = fabric.setup_optimizers(
+        torch.optim.AdamW(
+            compiled.parameters(),
+            lr=options.lr,
+            betas=(options.adam_beta1, options.adam_beta2),
+            weight_decay=options.weight_decay,
+            fused=False,
+        )
+    )
+    source = micro_batches(recipe)
+
+    def step() -> float:
+        inputs, labels = next(source)
+        loss = chunked_cross_entropy(compiled(inputs), labels)
+        fabric.backward(loss)
+        fabric.clip_gradients(compiled, optimizer, max_norm=options.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    going = session.begin(parameters=parameters)
+    while going:
+        going = session.stepped(step())
+
+
+def hf_trainer(recipe: Recipe, session: Session, *, compiled: bool = False) -> None:
+    """`transformers.Trainer` with GPT-2 and torch's attention; bf16 is its autocast.
+
+    It shifts labels itself, so the last token of each sequence is read but not predicted.
+    """
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        PrinterCallback,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        default_data_collator,
+        set_seed,
+    )
+
+    class Orders(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = not session.begin(parameters=count(model), optimizer=str(args.optim))
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "loss" in logs and not session.stepped(float(logs["loss"])):
+                control.should_training_stop = True
+
+    set_seed(recipe.train.seed)
+    shape, train, options = recipe.model, recipe.train, recipe.optimizer
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=shape.vocab_size,
+            n_positions=shape.seq_length,
+            n_embd=shape.hidden_size,
+            n_layer=shape.num_layers,
+            n_head=shape.num_attention_heads,
+            n_inner=shape.ffn_hidden_size,
+            activation_function="gelu",
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    )
+    sequences = tokens(recipe)[:, :-1].contiguous()
+    arguments = TrainingArguments(
+        output_dir="/nonexistent",  # nothing is saved
+        max_steps=10**6,
+        per_device_train_batch_size=train.micro_batch_size,
+        learning_rate=options.lr,
+        lr_scheduler_type="constant",
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        max_grad_norm=options.clip_grad,
+        bf16=train.precision == "bf16",
+        use_cpu=True,
+        torch_compile=compiled,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in sequences],
+        data_collator=default_data_collator,
+        callbacks=[Orders()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+
+def hf_trainer_compiled(recipe: Recipe, session: Session) -> None:
+    """`transformers.Trainer` with its `torch_compile` option."""
+    hf_trainer(recipe, session, compiled=True)
+
+
+def ours_compiled(recipe: Recipe, session: Session) -> None:
+    """This project with `train.torch_compile`."""
+    train = recipe.train.model_copy(update={"torch_compile": True})
+    ours(recipe.model_copy(update={"train": train}), session)
+
+
+def count(module: torch.nn.Module) -> int:
+    """Parameters, shared ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _gpu_memory() -> dict[str, int]:
+    return {"peak_memory": torch.cuda.max_memory_allocated()} if torch.cuda.is_available() else {}
+
+
+CONTENDERS: dict[str, Callable[[Recipe, Session], None]] = {
+    "llmrecipes": ours,
+    "llmrecipes+compile": ours_compiled,
+    "llmrecipes-allocator": ours_default_allocator,
+    "hf-trainer": hf_trainer,
+    "hf-trainer+compile": hf_trainer_compiled,
+    "litgpt": litgpt,
+    "plain": plain,
+}
+
+
+def main() -> None:
+    name, path = sys.argv[1:]
+    session = Session()
+    CONTENDERS[name](Recipe.model_validate_json(Path(path).read_text("utf-8")), session)
+
+
+if __name__ == "__main__":
+    main()
