@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from llmrecipes import commands
+from llmrecipes.commands import JsonOption, OverridesArgument, RanksOption, RecipeArgument
 from llmrecipes.errors import ExitCode, UserError
 
 app = typer.Typer(
@@ -23,17 +24,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Name in recipes/, or path of a YAML file.")]
-OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, for example train.train_iters=50.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-RanksOption = Annotated[
-    int | None, typer.Option("--nproc", metavar="N", help="Ranks; default: the GPUs the batch divides over, else one.")
-]
-RunsOption = Annotated[Path, typer.Option("--runs-dir", envvar="LLMRECIPES_RUNS", help="Where runs are kept.")]
-DataOption = Annotated[Path, typer.Option("--data-dir", envvar="LLMRECIPES_DATA", help="Where prepared data is kept.")]
 
 
 @app.command("list")
