@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import Progress, TaskProgressColumn, TextColumn
+from rich.table import Column
 
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 
@@ -44,7 +45,9 @@ class ProgressSink:
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_TIME_LEFT)
         self._live: Progress | None = None
         if console.is_terminal:
-            columns = (BarColumn(bar_width=20), TaskProgressColumn(), TextColumn("{task.description}"))
+            # Folded where the terminal is narrow: what would be cut off is the time left.
+            text = TextColumn("{task.description}", table_column=Column(overflow="fold"))
+            columns = (TaskProgressColumn(), text)
             self._live = Progress(*columns, console=console, refresh_per_second=4)
             self._task = self._live.add_task("first step ...", total=total_steps, completed=resumed_step)
             self._live.start()

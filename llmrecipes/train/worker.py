@@ -118,8 +118,8 @@ def run(spec: RunSpec) -> ExitCode:
         gc.freeze()
         stack.callback(gc.unfreeze)
         outcome = loop.run(progress)
-        if outcome is Outcome.STOPPED:
-            tracker.close("KILLED")
+        # The progress display ends before anything else is printed.
+        tracker.close("FINISHED" if outcome is Outcome.FINISHED else "KILLED")
         with engine.settled():
             if world.is_first and outcome is Outcome.FINISHED:
                 close(spec, prepared, loop)
