@@ -22,26 +22,38 @@ _TYPES = {
 
 def explain(error: ValidationError) -> list[Problem]:
     """One problem for each wrong key; what only follows from another one is left out."""
-    problems = [_problem(details) for details in error.errors(include_url=False)]
+    found = error.errors(include_url=False)
+    problems = [_problem(details) for details in found]
     wrong = [problem.key for problem in problems]
     meant = {problem.fix.removeprefix("did you mean ").rstrip("?") for problem in problems}
-    return [
-        problem
-        for problem, details in zip(problems, error.errors(include_url=False), strict=True)
-        if not _follows(problem.key, details["type"], wrong, meant)
-    ]
+    kept = {
+        problem.key: problem  # a value that fits no type of a union is reported once for each of them
+        for problem, details in zip(problems, found, strict=True)
+        if not _follows(problem.key, details, wrong, meant)
+    }
+    return list(kept.values())
 
 
-def _follows(key: str, kind: str, wrong: list[str], meant: set[str]) -> bool:
-    """A list is 'too short' when its item is wrong; a key is 'missing' when it stands misspelt elsewhere."""
-    if kind == "too_short":
+def _follows(key: str, details: ErrorDetails, wrong: list[str], meant: set[str]) -> bool:
+    """A list is 'too short' or 'no integer' when its item is wrong; a key is 'missing' when it stands misspelt."""
+    if isinstance(details["input"], list | tuple):
         return any(other.startswith(f"{key}.") for other in wrong)
-    return kind == "missing" and key in meant
+    return details["type"] == "missing" and key in meant
+
+
+def _place(details: ErrorDetails) -> str:
+    """Dotted key of the value, without the names that pydantic puts in for the types of a union."""
+    place: tuple[int | str, ...] = ()
+    for part in details["loc"]:
+        longer = (*place, part)
+        if isinstance(part, int) or normal(dotted(longer)) in keys():
+            place = longer
+    return dotted(place)
 
 
 def _problem(details: ErrorDetails) -> Problem:
-    key = dotted(details["loc"])
     kind = details["type"]
+    key = dotted(details["loc"]) if kind == "extra_forbidden" else _place(details)
     known = keys().get(normal(key))
     if kind == "extra_forbidden":
         return Problem(key, "unknown key", fix=_unknown(key, details["loc"]))

@@ -95,7 +95,7 @@ def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
     if "anyOf" in node:
         return " or ".join(_takes(_resolve(option, defs), defs) for option in node["anyOf"])
     if "enum" in node:
-        return "one of " + ", ".join(node["enum"])
+        return "one of " + ", ".join(str(value) for value in node["enum"])
     match node.get("type"):
         case "integer" | "number" as kind:
             words = "an integer" if kind == "integer" else "a finite number"
