@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +13,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.model.config import transformer_config
 from llmrecipes.model.init import initialise
-from llmrecipes.model.spec import block_spec, choose
+from llmrecipes.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.plan.derive import Plan
 from llmrecipes.platform import Platform
 from llmrecipes.recipe.schema import Recipe
 
+CHECKPOINT_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+"""Optimizer state by parameter, not by buffer: the format that every layout can read."""
+
 
 class RecipeGPTModel(GPTModel):
-    """megatron-core's GPT with label smoothing, and a loss that reads the logits once.
+    """megatron-core's GPT with label smoothing, and a loss that reads whole rows of logits once.
 
     megatron-core's cross entropy is built for logits split over tensor-parallel ranks; on whole rows torch's needs
     fewer passes over what is the largest tensor of a small model.
@@ -38,27 +45,75 @@ class RecipeGPTModel(GPTModel):
 
         Args:
             labels: [b, s] token ids.
-            logits: [s, b, padded vocabulary].
+            logits: [s, b, padded vocabulary / tensor-parallel size].
 
         Returns:
             [b, s] in fp32. Smoothed in training only, so that validation losses of all recipes compare.
         """
         smoothing = self.label_smoothing if self.training else 0.0
+        if self.config.tensor_model_parallel_size > 1:
+            excess = smoothing * _AboveMean.apply(logits, labels.t()).t() if smoothing else 0.0
+            loss: torch.Tensor = super().compute_language_model_loss(labels, logits)
+            return loss + excess
         flat = logits.reshape(-1, logits.size(-1)).float()
         loss = F.cross_entropy(flat, labels.t().reshape(-1), reduction="none", label_smoothing=smoothing)
         return loss.view(labels.size(1), labels.size(0)).t().contiguous()
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Sharded state dict of the weights, in the format of checkpoints."""
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        metadata = {**CHECKPOINT_FORMAT, "dp_cp_group": group, "singleton_local_shards": False}
+        state: dict[str, Any] = self.sharded_state_dict(metadata=metadata)
+        return state
+
+
+class _AboveMean(torch.autograd.Function):
+    """How far each label's logit is above the mean logit: what smoothing, times its probability, adds to the loss.
+
+    megatron-core's own smoothing takes the mean over the rows of one tensor-parallel rank, which is another loss. A
+    function of our own, because autograd would keep the logits, which megatron-core's cross entropy overwrites.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[s, b] from logits [s, b, padded vocabulary / tensor-parallel size] and labels [s, b]."""
+        rows = logits.size(-1)
+        local = labels - parallel_state.get_tensor_model_parallel_rank() * rows
+        here = (local >= 0) & (local < rows)
+        local = local.clamp(0, rows - 1).unsqueeze(-1)
+        vocabulary = rows * parallel_state.get_tensor_model_parallel_world_size()
+        difference = logits.float().gather(-1, local).squeeze(-1) * here - logits.float().sum(-1) / vocabulary
+        torch.distributed.all_reduce(difference, group=parallel_state.get_tensor_model_parallel_group())
+        ctx.save_for_backward(local, here)
+        ctx.shape, ctx.dtype, ctx.vocabulary = logits.shape, logits.dtype, vocabulary
+        return difference
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Of the logits: 1 at the label less 1/vocabulary everywhere, each times the gradient."""
+        local, here = ctx.saved_tensors
+        gradient = gradients[0].unsqueeze(-1)
+        result = (-gradient / ctx.vocabulary).expand(ctx.shape).to(ctx.dtype).contiguous()
+        return result.scatter_add_(-1, local, (gradient * here.unsqueeze(-1)).to(ctx.dtype)), None
 
 
 @dataclass(frozen=True)
 class BuiltModel:
     """A model and how it was built."""
 
-    module: RecipeGPTModel
+    modules: tuple[RecipeGPTModel, ...]
+    """This rank's chunks: one, or one for each virtual pipeline stage."""
     config: TransformerConfig
     implementation: str
     """`transformer_engine` or `local`."""
     reason: str
     """Why that one."""
+
+    @property
+    def module(self) -> RecipeGPTModel:
+        """The only chunk of a rank that has the whole model."""
+        (module,) = self.modules
+        return module
 
 
 def build(recipe: Recipe, plan: Plan, platform: Platform) -> BuiltModel:
@@ -69,31 +124,40 @@ def build(recipe: Recipe, plan: Plan, platform: Platform) -> BuiltModel:
         plan: its derived sizes.
         platform: where parameters live.
     """
-    model = recipe.model
-    implementation, reason = choose(model.transformer_impl)
+    implementation, reason = choose(recipe.model.transformer_impl)
     config = transformer_config(
         recipe, plan, on_gpu=platform.name == "cuda", transformer_engine=implementation == "transformer_engine"
     )
+    chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
+    stages = range(chunks) if chunks else (None,)
+    modules = tuple(_chunk(recipe, plan, config, implementation, stage) for stage in stages)
+    for module in modules:
+        module.to(device=platform.device)
+        initialise(module.sharded_state(), recipe.model, recipe.train.seed)
+    return BuiltModel(modules, config, implementation, reason)
+
+
+def _chunk(
+    recipe: Recipe, plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None
+) -> RecipeGPTModel:
+    model = recipe.model
+    block = block_spec(config, implementation, stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     module = RecipeGPTModel(
         config,
-        block_spec(
-            implementation,
-            num_layers=model.num_layers,
-            normalization=model.normalization,
-            qk_layernorm=model.qk_layernorm,
-        ),
+        block,
         vocab_size=plan.padded_vocab_size,
         max_sequence_length=plan.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=last,
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=int(model.rotary_base),
         rope_scaling=model.rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
+        mtp_block_spec=mtp_spec(config, block, implementation, stage),
+        vp_stage=stage,
     )
     module.label_smoothing = recipe.train.label_smoothing
-    module.to(device=platform.device, dtype=config.params_dtype)
-    initialise(module.named_parameters(), model, recipe.train.seed)
-    return BuiltModel(module, config, implementation, reason)
+    return module

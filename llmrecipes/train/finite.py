@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 import torch.distributed as dist
 
@@ -27,7 +28,8 @@ def require_finite(step: int, result: StepResult, engine: MegatronEngine, world:
     norm_is_bad = result.grad_norm is not None and not math.isfinite(result.grad_norm)
     if not (loss_is_bad or norm_is_bad):
         return
-    bad = first_bad_parameter(named_gradients(engine.module))
+    named = chain.from_iterable(named_gradients(module) for module in engine.modules)
+    bad = first_bad_parameter(named)
     findings: list[tuple[int, bool, object]] = [(0, False, None)] * world.size
     dist.all_gather_object(findings, (world.rank, not math.isfinite(engine.local_loss), bad))
     # Gradients are summed over ranks, so a bad one is bad everywhere; a bad loss tells whose batch it was.

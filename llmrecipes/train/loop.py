@@ -214,7 +214,7 @@ class Loop:
             step=progress.step,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
-            layout={"world_size": self.world.size, "data_parallel_size": self.world.data_parallel_size},
+            layout=self.plan.layout,
             recipe_hash=self.recipe_hash,
         )
         self.saver.save(sharded_state(self.engine, progress), info)

@@ -71,7 +71,7 @@ def run(spec: RunSpec) -> ExitCode:
     platform.install()
     cluster = detect()
     with ExitStack() as stack:
-        world = stack.enter_context(join(platform, recipe.train.seed))
+        world = stack.enter_context(join(platform, recipe.train.seed, recipe.parallelism))
         plan = derive(recipe, world.size, cluster)
         prepared = open_prepared(recipe, spec.data_dir)
         feed = open_feed(recipe, prepared, world, pin_memory=platform.name == "cuda")
@@ -96,7 +96,8 @@ def run(spec: RunSpec) -> ExitCode:
         tracker = stack.enter_context(open_tracker(spec, plan, built, world, progress))
         after_step = stack.enter_context(profiled(spec.profile_steps, spec.run_dir / "logs", world.rank))
         if spec.anomaly:
-            stack.enter_context(anomaly_mode(built.module))
+            for module in built.modules:
+                stack.enter_context(anomaly_mode(module))
         peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
         loop = Loop(
             recipe=recipe,
