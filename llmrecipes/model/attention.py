@@ -19,13 +19,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 
+from llmrecipes.model.context import in_sequence_order
+
 
 class SdpaCoreAttention(MegatronModule):
     """Causal attention of the heads of one tensor-parallel rank.
 
-    With context parallelism a rank has the queries of two chunks of the sequence, number r and number 2·CP−1−r, so that
-    all ranks have the same work under the causal mask (Llama 3, arXiv 2407.21783, section 3.3.2). Keys and values of the
-    whole sequence are gathered over the context-parallel group, and their gradients reduce-scattered.
+    With context parallelism a rank has the queries of two chunks of the sequence (`model.context`). Keys and values of
+    the whole sequence are gathered over the context-parallel group, and their gradients reduce-scattered.
 
     Args:
         config: megatron-core's configuration.
@@ -131,16 +132,6 @@ class SdpaCoreAttention(MegatronModule):
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """No parameters, nothing to save."""
         return {}
-
-
-def in_sequence_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
-    """Chunks gathered rank by rank (0, 2·CP−1, 1, 2·CP−2, …) as the sequence has them.
-
-    Args:
-        gathered: [s, …], from all `size` context-parallel ranks.
-    """
-    chunks = gathered.chunk(2 * size)
-    return torch.cat([*chunks[0::2], *reversed(chunks[1::2])])
 
 
 def _gather(part: torch.Tensor, group: Any) -> torch.Tensor:

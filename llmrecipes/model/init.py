@@ -2,8 +2,8 @@
 
 megatron-core draws weights from random states that differ by rank and by construction order, so another layout starts
 from another model. Here every global tensor has a generator of its own, on the CPU, in fp32, and a rank takes its part
-of it: any layout, device or precision starts from the same numbers. Which part a rank holds is known from megatron-core's
-sharded state dict, the description by which checkpoints are resharded.
+of it: any layout, device or precision starts from the same numbers. Which part a rank holds is known from
+megatron-core's sharded state dict, the description by which checkpoints are resharded.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def initialise(state: dict[str, Any], model: Model, seed: int) -> None:
     """
     for shard in parameters(state):
         depth = shard.prepend_axis_num
-        values = global_values(
-            global_name(shard), torch.Size(shard.global_shape[depth:]), model, seed
-        )
+        values = global_values(global_name(shard), torch.Size(shard.global_shape[depth:]), model, seed)
         part = tuple(
             slice(start, start + size)
             for start, size in zip(shard.global_offset[depth:], shard.local_shape, strict=True)

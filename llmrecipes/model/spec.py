@@ -55,7 +55,9 @@ def _transformer_engine_obstacle() -> str | None:
     return None
 
 
-def block_spec(config: TransformerConfig, implementation: Implementation, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, implementation: Implementation, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """Specification of the layers that one model chunk of this pipeline stage has.
 
     Args:
@@ -79,7 +81,7 @@ def block_spec(config: TransformerConfig, implementation: Implementation, vp_sta
 def mtp_spec(
     config: TransformerConfig, block: TransformerBlockSubmodules, implementation: Implementation, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Specification of the multi-token prediction layers, on the chunk that has them (arXiv 2412.19437, section 2.2)."""
+    """Specification of the multi-token prediction layers (arXiv 2412.19437, section 2.2), on the chunk with them."""
     if not config.mtp_num_layers:
         return None
     # Their transformer layer is the decoder's last one, which an early chunk does not have.

@@ -163,9 +163,9 @@ class Parallelism(Section):
     pipeline_model_parallel_size: PosInt = 1
     """Stages that the layers are cut into; micro-batches go through them one after another (1F1B, arXiv 2104.04473,
     section 2.2.1)."""
-    virtual_pipeline_model_parallel_size: PosInt | None = None
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(gt=1)] | None = None
     """Chunks of layers on each stage, taken in turns: a smaller bubble for more messages (interleaved schedule, arXiv
-    2104.04473, section 2.2.2)."""
+    2104.04473, section 2.2.2); unset: one."""
     context_parallel_size: PosInt = 1
     """Ranks that share every sequence, each with two chunks of it (Llama 3, arXiv 2407.21783, section 3.3.2)."""
     expert_model_parallel_size: PosInt = 1

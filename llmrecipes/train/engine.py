@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from llmrecipes.model.config import DTYPES
+from llmrecipes.model.context import own_chunks
 from llmrecipes.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.platform import Platform
@@ -164,7 +165,11 @@ class MegatronEngine:
 
     def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in next(batches).items()}
-        batch = get_batch_on_this_cp_rank(batch)
+        batch = own_chunks(
+            batch,
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+        )
         losses = model(
             batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
         )

@@ -74,7 +74,7 @@ def load_model(modules: Sequence[RecipeGPTModel], loaded: dict[str, Any]) -> Non
 def restore(engine: MegatronEngine, loaded: dict[str, Any]) -> Progress:
     """Put a loaded checkpoint into the engine and the random generators.
 
-    Without random states, which only the layout that saved them can use, dropout goes on from a seed of its own for this step.
+    Without random states, which only the layout that saved them can use, dropout goes on from a seed for this step.
 
     Returns:
         How far the run is.

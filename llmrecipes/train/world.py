@@ -16,7 +16,7 @@ from llmrecipes.recipe.schema import Parallelism
 
 TIMEOUT = timedelta(minutes=30)
 RANK_ORDER = "tp-cp-ep-dp-pp"
-"""Megatron's: tensor-parallel ranks are neighbours, so that they share a node, and pipeline stages are farthest apart."""
+"""Megatron's: tensor-parallel ranks are neighbours, so they share a node; pipeline stages are farthest apart."""
 
 
 @dataclass(frozen=True)
