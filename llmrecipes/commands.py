@@ -113,7 +113,7 @@ def smoke(
     result = rehearse(
         load(recipe, overrides or []).recipe,
         Places(runs_dir, data_dir),
-        nproc or 1,
+        1 if nproc is None else nproc,
         (lambda _line: None) if as_json else _say,
     )
     print(json.dumps(result.as_dict(), indent=2) if as_json else result.as_text())

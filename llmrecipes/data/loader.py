@@ -85,6 +85,9 @@ def batches(
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=pin_memory and torch.cuda.is_available(),
         worker_init_fn=_ignore_stop_signals,
+        # The seed of the workers, which draw nothing, otherwise comes from the generator that dropout uses on a CPU: a
+        # resumed run, which opens its loader once more, would drop other values than an uninterrupted one.
+        generator=torch.Generator(),
         # Forked: the memory-mapped indices are shared, not copied; the workers touch no GPU.
         multiprocessing_context="fork" if num_workers else None,
     )

@@ -54,7 +54,7 @@ class SdpaCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale
-        self.context_group = None
+        self.context_group: Any = None
         if config.context_parallel_size > 1:
             self.context_group = parallel_state.get_context_parallel_group()
 
@@ -94,7 +94,7 @@ class SdpaCoreAttention(MegatronModule):
     def _attend_over_context(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
     ) -> torch.Tensor:
-        size, rank = self.context_group.size(), self.context_group.rank()  # type: ignore[attr-defined]
+        size, rank = self.context_group.size(), self.context_group.rank()
         key, value = (in_sequence_order(_gather(part, self.context_group), size) for part in (key, value))
         length = query.size(0) // 2
         parts = []

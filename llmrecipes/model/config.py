@@ -6,11 +6,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """Squared ReLU (arXiv 2109.08668); megatron-core's is a torch.compile'd function, so it would need a compiler."""
+    return F.relu(x).square()
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "squared_relu": squared_relu}

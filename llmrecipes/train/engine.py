@@ -39,7 +39,7 @@ class StepResult:
     loss: float
     """Mean loss per token of the global batch, with label smoothing where the recipe has it."""
     grad_norm: float | None
-    """Global gradient norm before clipping; None where the step was skipped."""
+    """Global gradient norm before clipping; None where there was no update."""
     lr: float
     """Learning rate of this step."""
     loss_scale: float | None
@@ -93,6 +93,9 @@ class MegatronEngine:
         loss, stopping = self._run(batches, forward_only=False, stop=stop)
         scale = float(self.optimizer.get_loss_scale()) if self.recipe.train.precision == "fp16" else None
         lr = self.learning_rate
+        if scale is None and not math.isfinite(loss):
+            # The update would spread it to every weight, and nobody could tell any more in which one it began.
+            return StepResult(loss, None, lr, scale, False, stopping)
         updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(increment=1)

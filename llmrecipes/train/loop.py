@@ -16,7 +16,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.train.engine import Batch, MegatronEngine, StepResult
 from llmrecipes.train.finite import require_finite
 from llmrecipes.train.state import Progress, sharded_state
@@ -41,6 +41,8 @@ class Tracker(Protocol):
 
     def note(self, note: Note) -> None: ...
 
+    def close(self, status: RunStatus) -> None: ...
+
 
 class NoTracker:
     """The ranks that do not report."""
@@ -50,6 +52,8 @@ class NoTracker:
     def eval(self, metrics: EvalMetrics) -> None: ...
 
     def note(self, note: Note) -> None: ...
+
+    def close(self, status: RunStatus) -> None: ...
 
 
 @dataclass(frozen=True)

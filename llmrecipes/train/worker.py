@@ -117,6 +117,8 @@ def run(spec: RunSpec) -> ExitCode:
         gc.collect()
         gc.freeze()
         outcome = loop.run(progress)
+        if outcome is Outcome.STOPPED:
+            tracker.close("KILLED")
         with engine.settled():
             if world.is_first and outcome is Outcome.FINISHED:
                 close(spec, prepared, loop)

@@ -60,9 +60,10 @@ def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], N
     if wishes.overfit_batch:
         recipe = one_batch_recipe(recipe)
     cluster = detect()
-    ranks = wishes.nproc or default_world_size(recipe, cluster)
+    ranks = default_world_size(recipe, cluster) if wishes.nproc is None else wishes.nproc
     check(recipe, derive(recipe, ranks, cluster), cluster)
-    run_dir = places.runs_dir / recipe.name / (checked_run_id(wishes.run_id) if wishes.run_id else new_run_id())
+    run_id = new_run_id() if wishes.run_id is None else checked_run_id(wishes.run_id)
+    run_dir = places.runs_dir / recipe.name / run_id
     _require_same_recipe(recipe, run_dir)
     _require_writable(run_dir)
     spec = RunSpec(
