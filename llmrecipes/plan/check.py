@@ -7,8 +7,9 @@ from dataclasses import replace
 from llmrecipes.cluster import Cluster, Gpu
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan, num_microbatches
-from llmrecipes.plan.layout import layout, smallest_world
+from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import GIB, estimate
+from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.schema import Recipe
 
 # What a recommendation is made of where the machine has no GPU of its own.

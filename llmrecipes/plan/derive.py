@@ -8,9 +8,10 @@ from typing import Any
 from llmrecipes.cluster import Cluster
 from llmrecipes.errors import UserError
 from llmrecipes.plan.flops import flops_per_token
-from llmrecipes.plan.layout import Layout, layout, smallest_world
+from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.memory import Memory, estimate
 from llmrecipes.plan.parameters import Parameters, count, count_on_rank
+from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.fixes import multiples
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
@@ -70,7 +71,7 @@ def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
     least = smallest_world(recipe.parallelism)
     micro_batches = recipe.train.global_batch_size // recipe.train.micro_batch_size
     most = len(cluster.gpus) // least * least
-    dense = _model_parallel_size(recipe)
+    dense = model_parallel_size(recipe.parallelism)
     return next((ranks for ranks in range(most, least, -least) if micro_batches % (ranks // dense) == 0), least)
 
 
@@ -140,15 +141,6 @@ def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
             "or leave virtual_pipeline_model_parallel_size out",
         )
     return number
-
-
-def _model_parallel_size(recipe: Recipe) -> int:
-    parallel = recipe.parallelism
-    return (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )  # fmt: skip
 
 
 def _capacity(cluster: Cluster, world_size: int) -> int:

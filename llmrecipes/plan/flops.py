@@ -36,6 +36,8 @@ def _projections(model: Model, s: Shape) -> int:
     if not model.multi_latent_attention:
         return h * (s.query_size + s.key_size + s.value_size) + output
     rank = model.kv_lora_rank
-    keys = h * (rank + model.qk_pos_emb_head_dim) + rank * s.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
+    keys = h * (rank + model.qk_pos_emb_head_dim) + rank * s.num_attention_heads * (
+        model.qk_head_dim + model.v_head_dim
+    )
     query = h * model.q_lora_rank + model.q_lora_rank * s.query_size if model.q_lora_rank else h * s.query_size
     return keys + query + output

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llmrecipes.cluster import Cluster
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.fixes import divisors, multiples
 from llmrecipes.recipe.schema import Parallelism, Recipe
 
@@ -32,23 +33,10 @@ class Layout:
     expert_data_parallel_size: int
     layers_per_stage: tuple[tuple[int, ...], ...]
 
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the model and work on one sequence."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
     def first_layer(self, stage: int, chunk: int) -> int:
         """Number, from 0, of the first layer of a chunk."""
         earlier = sum(layers[number] for number in range(chunk) for layers in self.layers_per_stage)
         return earlier + sum(layers[chunk] for layers in self.layers_per_stage[:stage])
-
-
-def smallest_world(parallel: Parallelism) -> int:
-    """The least number of ranks that the degrees can be laid out on."""
-    expert_tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    experts = parallel.expert_model_parallel_size * expert_tensor
-    dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    return parallel.pipeline_model_parallel_size * math.lcm(dense, experts)
 
 
 def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
@@ -60,7 +48,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
     parallel = recipe.parallelism
     _check_machine(parallel, world_size, cluster)
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    dense = tensor * stages * parallel.context_parallel_size
+    dense = model_parallel_size(parallel)
     if world_size % dense:
         raise UserError(
             f"{world_size} ranks are not a multiple of {_product(parallel, dense)}",

@@ -52,7 +52,9 @@ class Memory:
 def estimate(recipe: Recipe, layout: Layout, num_microbatches: int, device: str) -> Memory:
     """Estimate the memory of a rank of the pipeline stage that needs most; `device` is `cuda` or `cpu`."""
     stages = range(layout.pipeline_model_parallel_size)
-    return max((_stage(recipe, layout, num_microbatches, stage, device) for stage in stages), key=lambda each: each.total)
+    return max(
+        (_stage(recipe, layout, num_microbatches, stage, device) for stage in stages), key=lambda each: each.total
+    )
 
 
 def _stage(recipe: Recipe, layout: Layout, num_microbatches: int, stage: int, device: str) -> Memory:

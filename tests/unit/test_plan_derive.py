@@ -13,9 +13,10 @@ from llmrecipes.errors import UserError
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.plan.flops import flops_per_token
-from llmrecipes.plan.layout import layout, smallest_world
+from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import GIB, Memory, estimate
 from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Model, Recipe
 
