@@ -69,6 +69,16 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
             rule="the number of ranks is expert × expert-tensor × pipeline × expert-data-parallel size too",
             fix=_ranks(parallel, world_size, math.lcm(dense, of_experts)),
         )
+    if recipe.model.num_moe_experts and experts == 1 and expert_tensor != tensor:
+        # megatron-core reduces expert gradients over other ranks than dense ones only where expert parallelism is on.
+        raise UserError(
+            f"tensor_model_parallel_size {tensor} with expert_tensor_parallel_size {expert_tensor} and "
+            "expert_model_parallel_size 1",
+            where="parallelism.expert_model_parallel_size",
+            rule="without expert parallelism megatron-core sums the experts' gradients over too few ranks, in silence, "
+            "unless they are split as the dense layers are",
+            fix=f"expert_model_parallel_size 2 or more, or expert_tensor_parallel_size {tensor}",
+        )
     if recipe.model.num_moe_experts and expert_tensor > 1 and cluster.device == "cpu":
         unset = ", as tensor_model_parallel_size where it is unset," if not parallel.expert_tensor_parallel_size else ""
         raise UserError(

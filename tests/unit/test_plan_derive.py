@@ -199,3 +199,18 @@ def test_ranks_share_the_memory_of_a_machine_without_gpus() -> None:
     assert derive(changed, 4, LAPTOP).memory_capacity_bytes == 3 * GIB
     busy = replace(GPU, memory_free_bytes=GIB)
     assert derive(recipe("gpt-125m"), 2, replace(NODE, gpus=(GPU, busy))).memory_capacity_bytes == GIB
+
+
+def test_experts_split_otherwise_than_dense_layers_need_expert_parallelism() -> None:
+    # With EP 1 megatron-core 0.16 and 0.19 leave the tensor-parallel ranks out of the experts' reduction.
+    layers = ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true")
+    split = recipe(
+        "moe-tiny", *layers, "parallelism.expert_model_parallel_size=1", "parallelism.expert_tensor_parallel_size=1"
+    )
+    with pytest.raises(UserError, match="expert_model_parallel_size 1") as refused:
+        derive(split, 2, gpus(2))
+    assert "expert_model_parallel_size 2 or more" in refused.value.fix
+    together = recipe(
+        "moe-tiny", *layers, "parallelism.expert_model_parallel_size=2", "parallelism.expert_tensor_parallel_size=1"
+    )
+    assert derive(together, 2, gpus(2)).layout["expert_model_parallel_size"] == 2
