@@ -66,6 +66,26 @@ def show_recipe(
         show.print_plan(loaded, plan, cluster)
 
 
+@app.command("layout")
+def show_layout(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    as_json: JsonOption = False,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="Ranks; default: the fewest the layout takes.")
+    ] = None,
+) -> None:
+    """Which rank holds what, on any number of GPUs."""
+    from llmrecipes import show_layout as show
+    from llmrecipes.plan.placement import place
+    from llmrecipes.recipe.degrees import smallest_world
+    from llmrecipes.recipe.load import load
+
+    loaded = load(recipe, overrides or []).recipe
+    found = place(loaded, smallest_world(loaded.parallelism) if nproc is None else nproc)
+    print(json.dumps(show.as_dict(*found), indent=2) if as_json else show.as_text(*found))
+
+
 @app.command("schema")
 def schema() -> None:
     """The JSON Schema of recipe files, for editors."""

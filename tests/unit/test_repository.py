@@ -30,11 +30,11 @@ LAYERS = (
     ("data", "platform", "model", "checkpoint", "faults", "tracking"),
     ("generate",),
     ("train",),
-    ("workflow", "show"),
+    ("workflow", "show", "show_layout"),
     ("commands",),
     ("cli", "__main__"),
 )
-LIGHT = ("errors", "console", "recipe", "cluster", "plan", "launch", "show", "cli")
+LIGHT = ("errors", "console", "recipe", "cluster", "plan", "launch", "show", "show_layout", "cli")
 HEAVY = {"torch", "megatron", "mlflow", "datasets", "transformers", "tokenizers", "tensorboard", "pandas", "pyarrow"}
 PUBLIC_HOSTS = {"pypi.org", "files.pythonhosted.org", "download.pytorch.org"}
 
