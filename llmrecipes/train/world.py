@@ -86,7 +86,17 @@ def model_parallel(seed: int, parallelism: Parallelism) -> Iterator[World]:
             and parallelism.expert_model_parallel_size == 1,
         )
     finally:
-        parallel_state.destroy_model_parallel()
+        _take_away_groups()
+
+
+def _take_away_groups() -> None:
+    """End the model-parallel groups; megatron-core only forgets them, and the threads of each gloo group would live on."""
+    groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        # One group can serve several purposes, and is in the list once for each.
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def seed_random_states(seed: int) -> None:
