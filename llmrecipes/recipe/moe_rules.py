@@ -156,6 +156,13 @@ def multi_token_prediction(recipe: Recipe) -> Iterator[Problem]:
             "the last pipeline stage would need the table of positions too: multi-token prediction goes with rope",
             "position_embedding_type rope, or leave mtp_num_layers out",
         )
+    if model.share_embeddings_and_output_weights and recipe.parallelism.pipeline_model_parallel_size > 1:
+        yield Problem(
+            "model.share_embeddings_and_output_weights",
+            "true with mtp_num_layers and pipeline stages",
+            "megatron-core cannot save a tied embedding from the stage of multi-token prediction",
+            "share_embeddings_and_output_weights false, or pipeline_model_parallel_size 1",
+        )
     if train.recompute_granularity == "full" and (train.recompute_method, train.recompute_num_layers) != ("uniform", 1):
         yield Problem(
             "train.recompute_num_layers",

@@ -23,8 +23,9 @@ MAX_EXPERT_GROUPS = 4
 def small_layout(recipe: Recipe) -> Parallelism:
     """The recipe's kinds of parallelism, each on two ranks: at most 8, where experts share the dense layers' ranks.
 
-    Experts are whole on one rank, as gloo needs it. A first or last stage with more, as many or fewer layers than the
-    others has 2, 1 or 1 of them, where the others have 1, 1 or 2; twice that with virtual stages.
+    Experts are whole on one rank, as gloo needs it; tensor-parallel ranks that shared each of them have some each. A
+    first or last stage with more, as many or fewer layers than the others has 2, 1 or 1 of them, where the others have
+    1, 1 or 2; twice that with virtual stages.
     """
     parallel = recipe.parallelism
     update: dict[str, Any] = {
@@ -34,7 +35,11 @@ def small_layout(recipe: Recipe) -> Parallelism:
             "expert_model_parallel_size",
         )
     }  # fmt: skip
-    update["expert_tensor_parallel_size"] = 1 if recipe.model.num_moe_experts else None
+    if recipe.model.num_moe_experts:
+        update["expert_tensor_parallel_size"] = 1
+        if update["tensor_model_parallel_size"] > 1:
+            # Without expert parallelism megatron-core splits experts as the dense layers, which gloo cannot do.
+            update["expert_model_parallel_size"] = MAX_DEGREE
     chunks = parallel.virtual_pipeline_model_parallel_size
     update["virtual_pipeline_model_parallel_size"] = chunks and MAX_DEGREE
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
