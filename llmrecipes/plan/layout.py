@@ -9,6 +9,7 @@ from llmrecipes.cluster import Cluster
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.fixes import divisors, multiples
+from llmrecipes.recipe.layout_rules import shared_sizes
 from llmrecipes.recipe.schema import Parallelism, Recipe
 
 
@@ -54,7 +55,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
             f"{world_size} ranks are not a multiple of {_product(parallel, dense)}",
             where="parallelism",
             rule="the number of ranks is tensor × pipeline × context × data-parallel size",
-            fix=_ranks(parallel, world_size, dense),
+            fix=_ranks(recipe, world_size, dense),
         )
     experts = parallel.expert_model_parallel_size
     expert_tensor = parallel.expert_tensor_parallel_size or tensor
@@ -67,7 +68,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
             f"expert_tensor_parallel_size {expert_tensor} × pipeline_model_parallel_size {stages} = {of_experts}",
             where="parallelism.expert_model_parallel_size",
             rule="the number of ranks is expert × expert-tensor × pipeline × expert-data-parallel size too",
-            fix=_ranks(parallel, world_size, math.lcm(dense, of_experts)),
+            fix=_ranks(recipe, world_size, math.lcm(dense, of_experts)),
         )
     if recipe.model.num_moe_experts and experts == 1 and expert_tensor != tensor:
         # megatron-core reduces expert gradients over other ranks than dense ones only where expert parallelism is on.
@@ -84,7 +85,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
         raise UserError(
             f"expert_tensor_parallel_size {expert_tensor}{unset} on a CPU",
             where="parallelism.expert_tensor_parallel_size",
-            rule="gloo, which joins CPU ranks, cannot gather the uneven numbers of tokens of shared experts",
+            rule="gloo, which joins CPU ranks, cannot gather the uneven numbers of tokens for experts that ranks share",
             fix="expert_tensor_parallel_size 1; expert, tensor, pipeline and context parallelism run here",
         )
     return Layout(
@@ -150,11 +151,13 @@ def _product(parallel: Parallelism, dense: int) -> str:
     return f"{' × '.join(parts)} = {dense}" if len(parts) > 1 else parts[0]
 
 
-def _ranks(parallel: Parallelism, world_size: int, least: int) -> str:
-    """Ranks that the degrees fit, and degrees that the ranks fit."""
-    fix = f"{multiples(world_size, least)} ranks"
-    stages, context = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    if world_size % (stages * context) == 0 and parallel.expert_model_parallel_size == 1:
-        near = divisors(world_size // (stages * context), parallel.tensor_model_parallel_size)
-        fix += f", or tensor_model_parallel_size {near}"
+def _ranks(recipe: Recipe, world_size: int, least: int) -> str:
+    """Ranks that the degrees fit, and tensor-parallel sizes that the ranks and the model fit."""
+    fix, parallel = f"{multiples(world_size, least)} ranks", recipe.parallelism
+    others = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    if world_size % others == 0 and not recipe.model.num_moe_experts:
+        near = divisors(
+            math.gcd(world_size // others, *shared_sizes(recipe).values()), parallel.tensor_model_parallel_size
+        )
+        fix += f", or tensor_model_parallel_size {near}" if near != "1" else ""
     return fix

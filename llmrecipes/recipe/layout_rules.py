@@ -13,12 +13,23 @@ from llmrecipes.recipe.shape import shape
 
 def tensor(recipe: Recipe) -> Iterator[Problem]:
     """Everything that tensor-parallel ranks share divides by their number."""
-    degree = recipe.parallelism.tensor_model_parallel_size
+    degree, sizes = recipe.parallelism.tensor_model_parallel_size, shared_sizes(recipe)
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % degree]
+    if wrong:
+        yield Problem(
+            "parallelism.tensor_model_parallel_size",
+            f"{degree} does not divide {', '.join(wrong)}",
+            "tensor-parallel ranks share heads, query groups, MLP and vocabulary evenly",
+            f"tensor_model_parallel_size {divisors(math.gcd(*sizes.values()), degree)}",
+        )
+
+
+def shared_sizes(recipe: Recipe) -> dict[str, int]:
+    """What tensor-parallel ranks share, by name."""
     s, model = shape(recipe.model), recipe.model
-    sizes = {"num_attention_heads": s.num_attention_heads, "ffn_hidden_size": s.ffn_hidden_size}
-    sizes["vocab_size, padded by make_vocab_size_divisible_by,"] = s.vocab_size
-    if s.moe_layers(0, s.num_layers) == s.num_layers:
-        del sizes["ffn_hidden_size"]  # no layer has a dense MLP
+    sizes = {"num_attention_heads": s.num_attention_heads, "padded vocab_size": s.vocab_size}
+    if s.moe_layers(0, s.num_layers) < s.num_layers:
+        sizes["ffn_hidden_size"] = s.ffn_hidden_size
     if s.moe_shared_ffn_hidden_size:
         sizes["moe_shared_expert_intermediate_size"] = s.moe_shared_ffn_hidden_size
     if model.multi_latent_attention:
@@ -29,14 +40,7 @@ def tensor(recipe: Recipe) -> Iterator[Problem]:
         sizes["num_query_groups"] = s.num_query_groups
     if s.mtp_num_layers:
         sizes["hidden_size"] = s.hidden_size
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size % degree]
-    if wrong:
-        yield Problem(
-            "parallelism.tensor_model_parallel_size",
-            f"{degree} does not divide {', '.join(wrong)}",
-            "tensor-parallel ranks share heads, query groups, MLP and vocabulary evenly",
-            f"tensor_model_parallel_size {divisors(math.gcd(*sizes.values()), degree)}",
-        )
+    return sizes
 
 
 def sequence(recipe: Recipe) -> Iterator[Problem]:
@@ -63,7 +67,8 @@ def sequence(recipe: Recipe) -> Iterator[Problem]:
     if model.seq_length % step:
         parts = [f"2 × context_parallel_size {context_size}"] if chunks > 1 else []
         if ranks > 1:
-            parts.append(f"context_parallel_size {context_size} × tensor_model_parallel_size {ranks}")
+            context = f"context_parallel_size {context_size} × " if context_size > 1 else ""
+            parts.append(f"{context}tensor_model_parallel_size {ranks}")
         yield Problem(
             "model.seq_length",
             f"{model.seq_length} is not a multiple of {' and of '.join(parts)}",

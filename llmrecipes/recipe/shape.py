@@ -80,7 +80,7 @@ def shape(model: Model) -> Shape:
         ffn_hidden_size=ffn,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
-        kv_channels=channels,
+        kv_channels=model.v_head_dim if latent else channels,
         query_channels=model.qk_head_dim + model.qk_pos_emb_head_dim if latent else channels,
         value_channels=model.v_head_dim if latent else channels,
         seq_length=model.seq_length,

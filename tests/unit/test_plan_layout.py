@@ -125,7 +125,11 @@ def test_data_parallel_sizes(name: str, ranks: int, dense: int, experts: int) ->
         (
             "gpt-tiny-3d", {}, 6, LAPTOP,
             "6 ranks are not a multiple of tensor_model_parallel_size 2 × pipeline_model_parallel_size 2 = 4",
-            "4 or 8 ranks, or tensor_model_parallel_size 1 or 3",
+            "4 or 8 ranks",
+        ),
+        (
+            "gpt-tiny", {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}, 12, LAPTOP,
+            "12 ranks are not a multiple of tensor", "8 or 16 ranks, or tensor_model_parallel_size 2",
         ),
         ("gpt-tiny", {"context_parallel_size": 2}, 3, LAPTOP, "multiple of context_parallel_size 2", "2 or 4 ranks"),
         ("moe-tiny", {"expert_model_parallel_size": 4}, 2, LAPTOP, "expert_model_parallel_size 4", "4 ranks"),

@@ -44,7 +44,7 @@ EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_i
         (make({"ffn_hidden_size": 50}, **{TP: 4}), TP, "ffn_hidden_size 50", f"{TP} 2"),
         (
             make({"vocab_size": 501, "make_vocab_size_divisible_by": 1}, **{TP: 2}),
-            TP, "vocab_size, padded by make_vocab_size_divisible_by, 501", f"{TP} 1",
+            TP, "padded vocab_size 501", f"{TP} 1",
         ),
         (
             make({**MOE, "moe_shared_expert_intermediate_size": 7}, **{TP: 2, ETP: 1}, sequence_parallel=True),
