@@ -28,6 +28,7 @@ from llmrecipes.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.platform import Platform
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.balance import RouterBalance
 
 Batch = dict[str, torch.Tensor]
 
@@ -51,7 +52,9 @@ class StepResult:
 
 
 class MegatronEngine:
-    """Model, gradients, optimizer and schedule of one rank. `local_loss` is this rank's part of the last loss.
+    """Model, gradients, optimizer and schedule of one rank.
+
+    `local_loss` is this rank's part of the last loss; `balance` counts what routers do (None for a dense model).
 
     Args:
         recipe: the resolved recipe.
@@ -63,6 +66,9 @@ class MegatronEngine:
     def __init__(self, recipe: Recipe, plan: Plan, built: BuiltModel, platform: Platform) -> None:
         self.recipe, self.plan, self.platform = recipe, plan, platform
         self.modules: tuple[RecipeGPTModel, ...] = built.modules
+        self.balance: RouterBalance | None = None
+        if recipe.model.num_moe_experts:
+            self.balance = RouterBalance(self.modules, recipe.model, plan, platform.device)
         if recipe.train.torch_compile:
             for module in self.modules:
                 module.compile_layers()
