@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +31,7 @@ RUNS, DATA = Path("runs"), Path("data")
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the program."""
-    for command in (train, prepare, smoke, generate, runs, ui):
+    for command in (train, prepare, smoke, upcycle, generate, runs, ui):
         app.command(command.__name__)(command)
 
 
@@ -118,6 +120,32 @@ def smoke(
     )
     print(json.dumps(result.as_dict(), indent=2) if as_json else result.as_text())
     return int(ExitCode.DONE if result.ok else 1)
+
+
+def upcycle(
+    run: RunArgument,
+    overrides: OverridesArgument = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Name of the new run.")] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Turn a dense run into the start of a mixture of experts (model.num_moe_experts=8 ...) with the same loss."""
+    from llmrecipes.console import number, setup_logging
+    from llmrecipes.workflow.runs import find_run
+    from llmrecipes.workflow.train import checked_run_id, new_run_id
+    from llmrecipes.workflow.upcycle import upcycle as make
+
+    setup_logging()
+    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
+    made = make(find_run(run, runs_dir), overrides or [], runs_dir, run_id)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    print(f"upcycled {made.dense_run}, step {made.dense_step}, {number(made.dense_parameters)} parameters")
+    print(f"to       {made.run_dir}, {number(made.parameters)} parameters, {number(made.active_parameters)} active")
+    elsewhere = "" if runs_dir == RUNS else f" --runs-dir {shlex.quote(str(runs_dir))}"
+    recipe = shlex.quote(f"{made.run_dir}/recipe.yaml")
+    print(f"go on:   llmrecipes train {recipe} --run-id {run_id}{elsewhere}")
 
 
 def generate(

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -101,6 +102,13 @@ def _use_ours(layer: ModuleSpec) -> None:
     parts = layer.submodules
     parts.input_layernorm = TorchNorm
     parts.pre_mlp_layernorm = TorchNorm
+    if parts.mlp.module is MoELayer:
+        # TransformerEngine fuses this norm into a dense MLP alone; checkpoints of both implementations name it alike.
+        parts.sharded_state_dict_keys_map = {
+            name: other
+            for name, other in parts.sharded_state_dict_keys_map.items()
+            if not name.startswith("pre_mlp_layernorm")
+        }
     attention = parts.self_attention.submodules
     attention.core_attention = SdpaCoreAttention
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
