@@ -31,7 +31,7 @@ RUNS, DATA = Path("runs"), Path("data")
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the program."""
-    for command in (train, prepare, smoke, upcycle, generate, runs, ui):
+    for command in (train, prepare, smoke, verify, upcycle, generate, runs, ui):
         app.command(command.__name__)(command)
 
 
@@ -146,6 +146,39 @@ def upcycle(
     elsewhere = "" if runs_dir == RUNS else f" --runs-dir {shlex.quote(str(runs_dir))}"
     recipe = shlex.quote(f"{made.run_dir}/recipe.yaml")
     print(f"go on:   llmrecipes train {recipe} --run-id {run_id}{elsewhere}")
+
+
+def verify(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Steps to compare.")] = 5,
+    tolerance: Annotated[float, typer.Option("--tolerance", metavar="T", help="Largest relative difference.")] = 1e-5,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", help="Ranks; default: two replicas of the smallest layout.")
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Prove that a recipe's layout computes the same training as one process, with a small model of its kind."""
+    from llmrecipes.console import console, setup_logging
+    from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.train import Places
+    from llmrecipes.workflow.verify import Question
+    from llmrecipes.workflow.verify import verify as compare
+
+    setup_logging()
+    question = Question(iters, tolerance, nproc)
+    say = (lambda _line: None) if as_json else _say
+    answer = compare(load(recipe, overrides or []).recipe, Places(runs_dir, data_dir), question, say)
+    if as_json:
+        print(json.dumps(answer.result.as_dict(), indent=2))
+    else:
+        from llmrecipes.verify.report import report
+
+        console().print(report(answer.result))
+        _say(f"drawn in {answer.folder / 'verify.svg'}")
+    return int(ExitCode.DONE if answer.result.ok else 1)
 
 
 def generate(

@@ -138,6 +138,14 @@ class MegatronEngine:
             for chunk in overlapped:
                 chunk.enable_forward_pre_hook()
 
+    def close(self) -> None:
+        """Let go of the model, its memory and its process groups.
+
+        megatron-core's gradient hooks hold the model from inside autograd, where Python's collector does not look.
+        """
+        for chunk in self.chunks:
+            vars(chunk).clear()
+
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""

@@ -81,6 +81,7 @@ def run(spec: RunSpec) -> ExitCode:
         stop = stack.enter_context(catch_signals(lambda: _newest(store)))
         built = build(recipe, plan, platform)
         engine = MegatronEngine(recipe, plan, built, platform)
+        stack.callback(engine.close)
         saver = stack.enter_context(
             AsyncSaver(
                 store,
@@ -116,6 +117,7 @@ def run(spec: RunSpec) -> ExitCode:
         # What is here now stays to the end: the collector, which megatron-core calls at each save, need not look again.
         gc.collect()
         gc.freeze()
+        stack.callback(gc.unfreeze)
         outcome = loop.run(progress)
         if outcome is Outcome.STOPPED:
             tracker.close("KILLED")
