@@ -12,6 +12,9 @@ PYTHON ?= python3
 RECIPE ?= gpt-tiny
 RUN ?=
 BENCH ?=
+NODES ?= 1
+IMAGE ?= cpu
+CLUSTER ?=
 ARGS ?=
 LOCK ?=
 
@@ -20,8 +23,11 @@ LOCK ?=
 override RECIPE := $(value RECIPE)
 override RUN := $(value RUN)
 override BENCH := $(value BENCH)
+override NODES := $(value NODES)
+override IMAGE := $(value IMAGE)
+override CLUSTER := $(value CLUSTER)
 override ARGS := $(value ARGS)
-export RECIPE RUN BENCH ARGS
+export RECIPE RUN BENCH NODES CLUSTER IMAGE ARGS
 
 # `.venv` belongs to python3; any other PYTHON has an environment of its own.
 ifeq ($(PYTHON),python3)
@@ -35,12 +41,12 @@ endif
 BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 
-.PHONY: help setup train smoke prepare generate ui test check bench lock clean
+.PHONY: help setup train smoke verify prepare generate ui test check bench lock clean slurm k8s image test-system
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 	@echo
-	@echo "  Variables: RECIPE=gpt-tiny  ARGS=\"key.path=value --option\"  RUN=run-id  PYTHON=python3  LOCK=py311-cuda"
+	@echo "  Variables: RECIPE=gpt-tiny  ARGS=\"key.path=value --option\"  RUN=run-id  NODES=1  CLUSTER=name  PYTHON=python3"
 
 setup: ## make the environment in .venv (again only when the lock file changed)
 	@$(PYTHON) tools/setup_env.py --venv $(VENV) --lock "$(LOCK)"
@@ -51,8 +57,20 @@ train: setup ## train RECIPE on this machine
 smoke: setup ## rehearse RECIPE scaled down on CPU: train, save, resume, compare
 	@$(LLMRECIPES) smoke "$$RECIPE"
 
+verify: setup ## prove that RECIPE's parallel layout computes what one process does
+	@$(LLMRECIPES) verify "$$RECIPE"
+
 prepare: setup ## turn RECIPE's text into a tokenizer and token files
 	@$(LLMRECIPES) prepare "$$RECIPE"
+
+slurm: setup ## hand RECIPE to Slurm: NODES=4 CLUSTER=h100-ib ARGS="--time 8:00:00"
+	@$(LLMRECIPES) submit "$$RECIPE" --to slurm --nodes "$$NODES" $${CLUSTER:+--cluster "$$CLUSTER"}
+
+k8s: setup ## hand RECIPE to Kubernetes: NODES=4 CLUSTER=h100-ib ARGS="--image REF@sha256:... --dry-run"
+	@$(LLMRECIPES) submit "$$RECIPE" --to k8s --nodes "$$NODES" $${CLUSTER:+--cluster "$$CLUSTER"}
+
+image: ## build the container image: IMAGE=cpu or cuda, ARGS="--builder podman"
+	@$(PYTHON) tools/with_args.py $(PYTHON) tools/build_image.py "$$IMAGE"
 
 generate: setup ## sample from RUN: ARGS='--prompt "def "'
 	@$(LLMRECIPES) generate "$$RUN"
@@ -60,8 +78,12 @@ generate: setup ## sample from RUN: ARGS='--prompt "def "'
 ui: setup ## open MLflow on the runs
 	@$(LLMRECIPES) ui
 
-test: setup ## run every test
-	@$(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q --durations=10
+test: setup ## run every test but those of test-system
+	@$(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q --durations=10 -m "not system"
+
+test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages where it may
+	@tools/system_packages.sh
+	@$(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q -rs --durations=10 -m system tests/system
 
 check: setup ## linters, types, and generated pages up to date
 	@$(BIN)/ruff check
@@ -77,7 +99,7 @@ bench: setup ## run one of benchmarks/: BENCH=name
 # torch lies in a local folder, CPU_WHEELS="--find-links FOLDER". ARGS=--upgrade renews every version.
 CPU_WHEELS ?= --torch-backend cpu
 COMPILE = $(BIN)/python tools/with_args.py $(BIN)/uv pip compile --quiet --no-config --system-certs --generate-hashes \
-	--custom-compile-command "make lock" --extra dev pyproject.toml
+	--custom-compile-command "make lock" --extra dev --extra server pyproject.toml
 
 lock: setup ## renew the lock files in requirements/ after a change of pyproject.toml
 	@$(COMPILE) $(CPU_WHEELS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cpu.txt

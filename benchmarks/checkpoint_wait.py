@@ -44,7 +44,7 @@ def measure(recipe_name: str, saves: int) -> list[dict[str, Any]]:
     batches = ({"tokens": tokens, "labels": labels, **rest} for tokens, labels in micro_batches(recipe))
     platform = select()
     platform.install()
-    with join(platform, recipe.train.seed) as world, tempfile.TemporaryDirectory() as folder:
+    with join(platform, recipe.train.seed, recipe.parallelism) as world, tempfile.TemporaryDirectory() as folder:
         plan = derive(recipe, world.size, detect())
         engine = MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
         store = CheckpointStore(Path(folder) / "checkpoints")

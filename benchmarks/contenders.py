@@ -63,7 +63,7 @@ def ours(recipe: Recipe, session: Session) -> None:
         for inputs, labels in micro_batches(recipe):
             yield {"tokens": inputs, "labels": labels, **rest}
 
-    with join(platform, recipe.train.seed) as world:
+    with join(platform, recipe.train.seed, recipe.parallelism) as world:
         plan = derive(recipe, world.size, detect())
         built = build(recipe, plan, platform)
         engine = MegatronEngine(recipe, plan, built, platform)

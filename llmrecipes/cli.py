@@ -11,8 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from llmrecipes import commands
-from llmrecipes.commands import JsonOption, OverridesArgument, RanksOption, RecipeArgument
+from llmrecipes import bench_command, commands, doctor_command, submit_command
+from llmrecipes.commands import (
+    ClusterOption,
+    JsonOption,
+    NodesOption,
+    OverridesArgument,
+    RanksOption,
+    RecipeArgument,
+)
 from llmrecipes.errors import ExitCode, UserError
 
 app = typer.Typer(
@@ -38,22 +45,62 @@ def list_recipes(as_json: JsonOption = False) -> None:
 
 @app.command("show")
 def show_recipe(
-    recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: JsonOption = False, nproc: RanksOption = None
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    as_json: JsonOption = False,
+    nproc: RanksOption = None,
+    cluster_name: ClusterOption = None,
+    nodes: NodesOption = None,
 ) -> None:
-    """The resolved recipe and everything that follows from it on this machine."""
+    """The resolved recipe and everything that follows from it on this machine, or on a cluster."""
     from llmrecipes import show
-    from llmrecipes.cluster import detect
+    from llmrecipes.clusters.machine import planned
     from llmrecipes.plan.derive import default_world_size, derive
+    from llmrecipes.recipe.degrees import smallest_world
     from llmrecipes.recipe.load import load
 
     loaded = load(recipe, overrides or [])
-    cluster = detect()
+    cluster = planned(cluster_name, nodes, nproc or smallest_world(loaded.recipe.parallelism))
     ranks = default_world_size(loaded.recipe, cluster) if nproc is None else nproc
     plan = derive(loaded.recipe, ranks, cluster)
     if as_json:
         print(json.dumps(show.as_dict(loaded, plan, cluster), indent=2))
     else:
         show.print_plan(loaded, plan, cluster)
+
+
+@app.command("layout")
+def show_layout(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    as_json: JsonOption = False,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="Ranks; default: the fewest the layout takes.")
+    ] = None,
+    cluster_name: ClusterOption = None,
+    nodes: NodesOption = None,
+) -> None:
+    """Which rank holds what, on any number of GPUs."""
+    from llmrecipes import show_layout as show
+    from llmrecipes.clusters.machine import planned
+    from llmrecipes.plan.placement import place
+    from llmrecipes.recipe.degrees import smallest_world
+    from llmrecipes.recipe.load import load
+
+    loaded = load(recipe, overrides or []).recipe
+    ranks = smallest_world(loaded.parallelism) if nproc is None else nproc
+    found = place(loaded, ranks, None if cluster_name is None else planned(cluster_name, nodes, ranks))
+    print(json.dumps(show.as_dict(*found), indent=2) if as_json else show.as_text(*found))
+
+
+@app.command("clusters")
+def list_clusters(as_json: JsonOption = False) -> None:
+    """The cluster profiles there are."""
+    from llmrecipes import show_clusters as show
+    from llmrecipes.clusters.load import clusters_dir, names
+
+    rows = show.summaries(names(clusters_dir()))
+    print(json.dumps(rows, indent=2) if as_json else show.summary_table(rows))
 
 
 @app.command("schema")
@@ -83,6 +130,9 @@ def docs(check: Annotated[bool, typer.Option("--check", help="Only say whether t
 
 
 commands.register(app)
+app.command("submit")(submit_command.submit)
+app.command("doctor")(doctor_command.doctor)
+app.add_typer(bench_command.app, name="bench")
 
 
 def run(arguments: Sequence[str]) -> int:

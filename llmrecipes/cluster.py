@@ -1,4 +1,7 @@
-"""What a machine offers: GPUs, processor, memory, disk; from the operating system and nvidia-smi, without torch."""
+"""What a machine, or several nodes of a kind, offer: GPUs, processor, memory, disk.
+
+What is here is found by the operating system and nvidia-smi, without torch.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ _MEMINFO = Path("/proc/meminfo")
 # Peak dense bf16 (V100, T4: fp16) tensor-core TFLOP/s from NVIDIA's data sheets, without sparsity. The first entry
 # whose words all stand in nvidia-smi's name counts, so the special comes before the general.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500.0),  # GB200 NVL72 data sheet: 360 PFLOP/s bf16 with sparsity over 72
     ("B200", 2250.0),  # DGX B200 data sheet: 36 PFLOP/s dense fp8 by 8, half for bf16
     ("H200", 989.4),  # H200 data sheet
     ("H100 NVL", 835.5),  # H100 data sheet
@@ -46,10 +50,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machine a run would use.
+    """The machine a run would use: this one, or some nodes of a site.
 
-    `cpu_cores` may be a fraction where a control group limits processor time. `memory_available_bytes` is what new
-    processes can take without swapping; `disk_free_bytes` belongs to the working directory.
+    All figures but `nodes` are those of all nodes together. `cpu_cores` may be a fraction where a control group limits
+    processor time. `memory_available_bytes` is what new processes can take without swapping; `disk_free_bytes` belongs
+    to the working directory. `name` is the site's profile, empty for what was found here. `nvlink_domain` is the number
+    of GPUs that reach each other over NVLink where that is more than a node's.
     """
 
     gpus: tuple[Gpu, ...]
@@ -57,6 +63,25 @@ class Cluster:
     memory_bytes: int
     memory_available_bytes: int
     disk_free_bytes: int
+    nodes: int = 1
+    name: str = ""
+    nvlink_domain: int | None = None
+
+    @property
+    def gpus_per_domain(self) -> int:
+        """GPUs that are close enough for tensor parallelism: a node's, or an NVLink domain's."""
+        return min(self.nvlink_domain or len(self.gpus) // self.nodes, len(self.gpus))
+
+    def times(self, nodes: int) -> Cluster:
+        """Some nodes like this one."""
+        return replace(
+            self,
+            gpus=self.gpus * nodes,
+            cpu_cores=self.cpu_cores * nodes,
+            memory_bytes=self.memory_bytes * nodes,
+            memory_available_bytes=self.memory_available_bytes * nodes,
+            nodes=self.nodes * nodes,
+        )
 
     @property
     def device(self) -> str:

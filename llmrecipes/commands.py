@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -22,14 +25,22 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunsOption = Annotated[Path, typer.Option("--runs-dir", envvar="LLMRECIPES_RUNS", help="Where runs are kept.")]
 DataOption = Annotated[Path, typer.Option("--data-dir", envvar="LLMRECIPES_DATA", help="Where prepared data is kept.")]
 RanksOption = Annotated[
-    int | None, typer.Option("--nproc", metavar="N", help="Ranks; default: one for every GPU, else one.")
+    int | None,
+    typer.Option("--nproc", metavar="N", help="Ranks; default: all GPUs, else the fewest the layout takes."),
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="NAME", help="Plan for this cluster profile (or YAML file), not this machine."),
+]
+NodesOption = Annotated[
+    int | None, typer.Option("--nodes", metavar="N", min=1, help="Nodes of the cluster; default: the fewest it takes.")
 ]
 RUNS, DATA = Path("runs"), Path("data")
 
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the program."""
-    for command in (train, prepare, smoke, generate, runs, ui):
+    for command in (train, prepare, smoke, verify, upcycle, generate, runs, ui):
         app.command(command.__name__)(command)
 
 
@@ -48,17 +59,34 @@ def train(
     ] = False,
     profile_steps: Annotated[int, typer.Option("--profile", metavar="N", min=0, help="Profile N steps.")] = 0,
     sample: Annotated[bool, typer.Option(help="End with a text sample.")] = True,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", metavar="N", min=0, help="Start again after a fault, at most N times.")
+    ] = 0,
+    nnodes: Annotated[
+        int, typer.Option("--nnodes", metavar="N", min=1, help="Machines of this run; start it on each of them.")
+    ] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", metavar="K", help="Which of them this is, from 0; pods know.")
+    ] = None,
+    rdzv: Annotated[
+        str | None, typer.Option("--rdzv", metavar="HOST:PORT", help="Where machine 0 listens; pods know.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="NAME", help="Cluster profile this machine belongs to.")
+    ] = None,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> int:
     """Train a recipe here, or go on with a run (the same command with its --run-id)."""
     from llmrecipes.console import setup_logging
+    from llmrecipes.launch.ranks import node
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow.train import Places, Wishes
     from llmrecipes.workflow.train import train as start
 
     setup_logging()
-    wishes = Wishes(nproc, run_id, overfit_batch, anomaly, profile_steps, sample)
+    here = node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None
+    wishes = Wishes(nproc, run_id, overfit_batch, anomaly, profile_steps, sample, cluster, here, max_restarts)
     return start(load(recipe, overrides or []).recipe, Places(runs_dir, data_dir), wishes, _say)
 
 
@@ -113,11 +141,70 @@ def smoke(
     result = rehearse(
         load(recipe, overrides or []).recipe,
         Places(runs_dir, data_dir),
-        1 if nproc is None else nproc,
+        nproc,
         (lambda _line: None) if as_json else _say,
     )
     print(json.dumps(result.as_dict(), indent=2) if as_json else result.as_text())
     return int(ExitCode.DONE if result.ok else 1)
+
+
+def upcycle(
+    run: RunArgument,
+    overrides: OverridesArgument = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Name of the new run.")] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Turn a dense run into the start of a mixture of experts (model.num_moe_experts=8 ...) with the same loss."""
+    from llmrecipes.console import number, setup_logging
+    from llmrecipes.workflow.runs import find_run
+    from llmrecipes.workflow.train import checked_run_id, new_run_id
+    from llmrecipes.workflow.upcycle import upcycle as make
+
+    setup_logging()
+    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
+    made = make(find_run(run, runs_dir), overrides or [], runs_dir, run_id)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    print(f"upcycled {made.dense_run}, step {made.dense_step}, {number(made.dense_parameters)} parameters")
+    print(f"to       {made.run_dir}, {number(made.parameters)} parameters, {number(made.active_parameters)} active")
+    elsewhere = "" if runs_dir == RUNS else f" --runs-dir {shlex.quote(str(runs_dir))}"
+    recipe = shlex.quote(f"{made.run_dir}/recipe.yaml")
+    print(f"go on:   llmrecipes train {recipe} --run-id {run_id}{elsewhere}")
+
+
+def verify(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Steps to compare.")] = 5,
+    tolerance: Annotated[float, typer.Option("--tolerance", metavar="T", help="Largest relative difference.")] = 1e-5,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", help="Ranks; default: two replicas of the smallest layout.")
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Prove that a recipe's layout computes the same training as one process, with a small model of its kind."""
+    from llmrecipes.console import console, setup_logging
+    from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.train import Places
+    from llmrecipes.workflow.verify import Question
+    from llmrecipes.workflow.verify import verify as compare
+
+    setup_logging()
+    question = Question(iters, tolerance, nproc)
+    say = (lambda _line: None) if as_json else _say
+    answer = compare(load(recipe, overrides or []).recipe, Places(runs_dir, data_dir), question, say)
+    if as_json:
+        print(json.dumps(answer.result.as_dict(), indent=2))
+    else:
+        from llmrecipes.verify.report import report
+
+        console().print(report(answer.result))
+        _say(f"drawn in {answer.folder / 'verify.svg'}")
+    return int(ExitCode.DONE if answer.result.ok else 1)
 
 
 def generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from llmrecipes.cluster import Cluster
@@ -71,11 +72,16 @@ def print_plan(loaded: Loaded, plan: Plan, cluster: Cluster) -> None:
 def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
     """The plan in words: what, value, where it comes from."""
     parameters, memory = plan.num_parameters, plan.memory
-    ranks = f"data parallel {plan.data_parallel_size}"
+    ranks = _degrees(plan)
     if cluster.gpus:
         ranks += f", of {len(cluster.gpus)} GPUs"
-    lines = [
-        ("parameters", f"{parameters.total:,}", f"{parameters.embedding:,} in embeddings"),
+    lines = [("parameters", f"{parameters.total:,}", f"{parameters.embedding:,} in embeddings")]
+    if parameters.experts or parameters.mtp:
+        extra = f"; {parameters.mtp:,} predict more tokens" if parameters.mtp else ""
+        lines.append(("active parameters", f"{parameters.active:,}", f"{parameters.experts:,} in experts{extra}"))
+    if plan.num_parameters_on_rank != parameters.total:
+        lines.append(("parameters of a rank", f"{plan.num_parameters_on_rank:,}", "of the rank that has most"))
+    lines += [
         ("padded vocabulary", f"{plan.padded_vocab_size:,}", "vocab_size, make_vocab_size_divisible_by"),
         ("MLP width", f"{plan.ffn_hidden_size:,}", "ffn_hidden_size"),
         (
@@ -85,7 +91,8 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
         ),
         ("longest sequence", f"{plan.max_position_embeddings:,}", "max_position_embeddings"),
         ("ranks", f"{plan.world_size}", ranks),
-        ("micro-batches a step", f"{plan.num_microbatches}", "global_batch_size / micro_batch_size / ranks"),
+        *_stages(plan),
+        ("micro-batches a step", f"{plan.num_microbatches}", "global_batch_size / micro_batch_size / data parallel"),
         ("tokens a step", f"{plan.tokens_per_step:,}", "global_batch_size × seq_length"),
         ("tokens in all", f"{plan.total_tokens:,}", "× train_iters"),
         ("learning rate decays until", f"{plan.lr_decay_iters:,}", "lr_decay_iters"),
@@ -102,7 +109,41 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
     return lines
 
 
+def _degrees(plan: Plan) -> str:
+    """`parallel: tensor 2 × pipeline 2 × data 4`, and how experts use the same ranks."""
+    degrees = plan.degrees
+    dense = {
+        "tensor": degrees.tensor_model_parallel_size,
+        "context": degrees.context_parallel_size,
+        "pipeline": degrees.pipeline_model_parallel_size,
+    }
+    words = [f"{name} {size}" for name, size in dense.items() if size > 1] + [f"data {plan.data_parallel_size}"]
+    text = f"parallel: {' × '.join(words)}"
+    if plan.num_parameters.experts and plan.world_size > 1:
+        experts = f"experts: expert {degrees.expert_model_parallel_size}"
+        if degrees.expert_tensor_parallel_size > 1:
+            experts += f" × tensor {degrees.expert_tensor_parallel_size}"
+        text += f"; {experts} × data {degrees.expert_data_parallel_size}"
+    return text
+
+
+def _stages(plan: Plan) -> list[tuple[str, str, str]]:
+    """Layers of the pipeline stages, neighbours with the same ones in one line."""
+    stages, chunks = plan.degrees.layers_per_stage, plan.degrees.virtual_pipeline_model_parallel_size
+    if len(stages) == 1:
+        return []
+    lines = []
+    for layers, same in groupby(enumerate(stages), key=lambda pair: pair[1]):
+        numbers = [number for number, _ in same]
+        which = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} to {numbers[-1]}"
+        split = ", ".join(str(number) for number in layers) if len(set(layers)) > 1 else f"{chunks} × {layers[0]}"
+        each = " each" if len(numbers) > 1 else ""
+        lines.append((f"layers of {which}", f"{sum(layers)}{each}", f"chunks of {split}" if chunks > 1 else ""))
+    return lines
+
+
 def _machine(cluster: Cluster) -> str:
+    of_site = f"{cluster.nodes} {'node' if cluster.nodes == 1 else 'nodes'} of {cluster.name}: " if cluster.name else ""
     if cluster.gpus:
-        return f"{len(cluster.gpus)} × {cluster.gpus[0].name}"
-    return f"{cluster.cpu_cores:g} CPU cores, {gib(cluster.memory_available_bytes)} of available memory"
+        return f"{of_site}{len(cluster.gpus)} × {cluster.gpus[0].name}"
+    return f"{of_site}{cluster.cpu_cores:g} CPU cores, {gib(cluster.memory_available_bytes)} of available memory"

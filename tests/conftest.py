@@ -45,11 +45,12 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
 def world() -> Iterator[World]:
     """This process as a world of one, with the CPU platform installed (which stays, as it does in a run)."""
     from llmrecipes.platform import select
+    from llmrecipes.recipe.schema import Parallelism
     from llmrecipes.train.world import join
 
     platform = select()
     platform.install()
-    with join(platform, seed=1234) as joined:
+    with join(platform, 1234, Parallelism()) as joined:
         yield joined
 
 

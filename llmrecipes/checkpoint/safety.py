@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from llmrecipes.errors import UserError
 
@@ -54,9 +54,18 @@ class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _memory_format(owner: object, name: str) -> _MEM_FORMAT_ENCODING:
+    """Stands for `getattr`, as which Python 3.11.0 to 3.11.3 (Debian 12's) write the member of an enumeration."""
+    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"it names builtins.getattr of {owner!r}")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def read_metadata(directory: Path) -> Metadata:

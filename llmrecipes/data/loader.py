@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -91,7 +92,13 @@ def batches(
         # Forked: the memory-mapped indices are shared, not copied; the workers touch no GPU.
         multiprocessing_context="fork" if num_workers else None,
     )
-    yield from loader
+    # A worker is forked with these held back, and takes them when it has handlers; before, they would end it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        stream = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    yield from stream
 
 
 class _Once:
@@ -120,3 +127,4 @@ def _ignore_stop_signals(worker: int) -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
 
     signal.signal(signal.SIGTERM, first)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

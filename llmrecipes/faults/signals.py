@@ -72,6 +72,8 @@ def catch_signals(describe_newest: Callable[[], str]) -> Iterator[StopRequest]:
             _leave(describe_newest)
 
     before = {number: signal.signal(number, handle) for number in STOPPING}
+    # A launcher may have them blocked, so that none that comes before this line is lost or ends the process.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     try:
         yield request
     finally:

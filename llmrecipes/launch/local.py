@@ -1,4 +1,4 @@
-"""Ranks on this machine, one process each, over the loopback interface.
+"""Ranks on this machine, one process each: all ranks of a run, over the loopback interface, or those of one node.
 
 torchrun would do, but for two things that a run here needs: it gives the ranks 30 seconds to end after a signal, which
 can be too short to save, and it turns every exit code into 1.
@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from llmrecipes.errors import ExitCode
+from llmrecipes.launch.ranks import Node, Rank
 
 logger = logging.getLogger(__name__)
 
+PORTS = (12000, 28000)
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -34,41 +37,50 @@ def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dic
         port: rendezvous port on the loopback interface.
         threads: OpenMP threads of each rank.
     """
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": str(threads),
-    }
+    here = Rank(rank, world_size, rank, world_size, "127.0.0.1", port)
+    return {**here.variables(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(threads)}
 
 
-def run_ranks(module: str, arguments: Sequence[str], *, world_size: int, threads: int, logs: Path) -> int:
-    """Run `python -m module arguments…` once a rank and wait for all of them.
+def run_ranks(
+    module: str, arguments: Sequence[str], *, world_size: int, threads: int, logs: Path, node: Node | None = None
+) -> int:
+    """Run `python -m module arguments…` once a rank of this node and wait for all of them.
 
-    Rank 0 has this process's output; the others write to `<logs>/rank-<n>.log`. The first that fails ends the rest.
+    The first has this process's output; the others write to `<logs>/rank-<n>.log`. The first that fails ends the rest.
+
+    Args:
+        module: what a rank runs.
+        arguments: its arguments.
+        world_size: ranks of all nodes together.
+        threads: OpenMP threads of each rank.
+        logs: folder that is there.
+        node: which of several this is; None: the only one, with ranks that meet on the loopback interface.
 
     Returns:
-        0 if every rank ended with 0, else the code of the first rank that did not.
+        0 if every rank here ended with 0, else the code of the first that did not.
     """
-    port = _free_port()
+    if node is None:
+        port = _free_port()
+        environments = [rank_environment(rank, world_size, port, threads) for rank in range(world_size)]
+    else:
+        ours = node.ranks(world_size // node.nodes)
+        environments = [{**rank.variables(), "OMP_NUM_THREADS": str(threads)} for rank in ours]
     processes = []
-    for rank in range(world_size):
-        environment = {**os.environ, **rank_environment(rank, world_size, port, threads)}
-        log = None if rank == 0 else _log(logs, rank).open("ab")
+    for number, variables in enumerate(environments):
+        log = None if number == 0 else _log(logs, variables["RANK"]).open("ab")
         processes.append(
-            subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment, stdout=log, stderr=log)
+            subprocess.Popen(
+                [sys.executable, "-m", module, *arguments], env={**os.environ, **variables}, stdout=log, stderr=log
+            )
         )
         if log is not None:
             log.close()
+    names = [variables["RANK"] for variables in environments]
     with _forward_signals(processes):
-        return _wait(processes, logs)
+        return _wait(processes, names, logs)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], logs: Path) -> int:
+def _wait(processes: list[subprocess.Popen[bytes]], names: Sequence[str], logs: Path) -> int:
     first_failure = int(ExitCode.DONE)
     with selectors.DefaultSelector() as selector:
         for process in processes:
@@ -83,8 +95,9 @@ def _wait(processes: list[subprocess.Popen[bytes]], logs: Path) -> int:
                 first_failure = code if code > 0 else 128 - code
                 if first_failure == ExitCode.REQUEUE:
                     continue  # all were asked to stop, and end by themselves
-                if rank := processes.index(key.data):
-                    logger.error("rank %d ended first, with code %d: see %s", rank, first_failure, _log(logs, rank))
+                if number := processes.index(key.data):
+                    log = _log(logs, names[number])
+                    logger.error("rank %s ended first, with code %d: see %s", names[number], first_failure, log)
                 # The others wait in a collective for the one that is gone.
                 for other in waiting.values():
                     other.data.kill()
@@ -108,11 +121,17 @@ def _forward_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]
             signal.signal(number, handler)
 
 
-def _log(logs: Path, rank: int) -> Path:
+def _log(logs: Path, rank: str) -> Path:
     return logs / f"rank-{rank}.log"
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port for the rendezvous, which begins when ranks have imported torch, some seconds later.
+
+    Below those that the kernel gives to connections (32768 and up): there, ranks of other runs would take it meanwhile.
+    """
+    while True:
+        port = secrets.choice(range(*PORTS))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llmrecipes.cluster import Cluster, Gpu
 from llmrecipes.errors import UserError
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.derive import Plan, num_microbatches
+from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import GIB, estimate
-from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.schema import Recipe
 
 # What a recommendation is made of where the machine has no GPU of its own.
 _COMMON_GPU = Gpu("H100 80GB", 79 * GIB, 79 * GIB, 989.4)
-_MAX_GPUS = 1024
+_MAX_GPUS = 16384
 
 
 def check(recipe: Recipe, plan: Plan, cluster: Cluster) -> None:
@@ -24,7 +27,8 @@ def check(recipe: Recipe, plan: Plan, cluster: Cluster) -> None:
         return
     parts = {name: size for name, size in plan.memory.as_dict().items() if size and name != "total"}
     needed = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items())
-    here = "here" if plan.world_size == 1 else f"for each of {plan.world_size} ranks here"
+    place = f"on {cluster.name}" if cluster.name else "here"
+    here = place if plan.world_size == 1 else f"for each of {plan.world_size} ranks {place}"
     raise UserError(
         f"does not fit: a rank needs {gib(plan.memory.total)} ({needed}), "
         f"and there are {gib(plan.memory_capacity_bytes)} {here} ({_machine(cluster)})",
@@ -36,19 +40,21 @@ def check(recipe: Recipe, plan: Plan, cluster: Cluster) -> None:
 def recommend(recipe: Recipe, cluster: Cluster) -> str:
     """The smallest number of GPUs (this machine's kind, else 80 GB ones) the recipe fits, in words."""
     gpu = cluster.gpus[0] if cluster.gpus else _COMMON_GPU
-    parameters = count(recipe.model)
     smallest = None
-    number = 1
-    while number <= _MAX_GPUS:
-        needed = estimate(recipe, parameters, number, "cuda").total
+    number = smallest_world(recipe.parallelism)
+    while number <= _MAX_GPUS or smallest is None:
+        try:
+            laid_out = layout(recipe, number, replace(cluster, gpus=(gpu,) * number, nodes=1))
+            needed = estimate(recipe, laid_out, num_microbatches(recipe, laid_out), "cuda").total
+        except UserError:  # the batch does not divide over more ranks
+            break
         smallest = min(needed, smallest or needed)
-        if (
-            needed <= gpu.memory_bytes
-            and recipe.train.global_batch_size % (recipe.train.micro_batch_size * number) == 0
-        ):
+        if needed <= gpu.memory_bytes:
             return f"it runs on {number} × {gpu.name} ({gib(needed)} each)"
         number *= 2
-    return f"no number of {gpu.name} is enough: a rank needs at least {gib(smallest or 0)}"
+    if smallest is None:
+        return f"its layout takes a multiple of {number} ranks, over which its batch does not divide"
+    return f"no number of {gpu.name} is enough: a rank needs at least {gib(smallest)}"
 
 
 def gib(size: int) -> str:

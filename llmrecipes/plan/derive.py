@@ -8,11 +8,13 @@ from typing import Any
 from llmrecipes.cluster import Cluster
 from llmrecipes.errors import UserError
 from llmrecipes.plan.flops import flops_per_token
+from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.memory import Memory, estimate
-from llmrecipes.plan.parameters import Parameters, count
-from llmrecipes.plan.shape import shape
-from llmrecipes.recipe.rules import multiples
+from llmrecipes.plan.parameters import Parameters, count, count_on_rank
+from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
+from llmrecipes.recipe.fixes import multiples
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import shape
 
 
 @dataclass(frozen=True)
@@ -20,14 +22,15 @@ class Plan:
     """What follows from a recipe on a number of ranks of a machine.
 
     `tokens_per_step` and `total_tokens` count training tokens; FLOPs are per token, forward and backward, without
-    recomputation (`full`: all attention positions, `causal`: half of them). `memory_capacity_bytes` is what one rank
-    can have: its GPU's free memory, or an equal share of the machine's available memory. `fits` compares it with
-    `memory.total`.
+    recomputation (`full`: all attention positions, `causal`: half of them). `num_parameters_on_rank` and `memory` are
+    those of the rank that has most. `memory_capacity_bytes` is what one rank can have: its GPU's free memory, or an
+    equal share of the machine's available memory. `fits` compares it with `memory.total`.
     """
 
     recipe: str
     device: str
     world_size: int
+    degrees: Layout
     data_parallel_size: int
     num_microbatches: int
     padded_vocab_size: int
@@ -39,10 +42,16 @@ class Plan:
     tokens_per_step: int
     total_tokens: int
     num_parameters: Parameters
+    num_parameters_on_rank: int
     flops_per_token_full: float
     flops_per_token_causal: float
     memory: Memory
     memory_capacity_bytes: int
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The degrees by name, as a checkpoint's manifest has them."""
+        return {name: int(value) for name, value in asdict(self.degrees).items() if isinstance(value, int)}
 
     @property
     def fits(self) -> bool:
@@ -54,27 +63,36 @@ class Plan:
 
 
 def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
-    """Ranks of a run that names no number: as many of the machine's GPUs as its batch divides over; one on a CPU."""
+    """Ranks of a run that names no number.
+
+    On GPUs as many of the machine's as its layout and its batch divide over; on a CPU the fewest its layout takes (one
+    for a recipe without one).
+    """
+    least = smallest_world(recipe.parallelism)
     micro_batches = recipe.train.global_batch_size // recipe.train.micro_batch_size
-    return next((ranks for ranks in range(len(cluster.gpus), 1, -1) if micro_batches % ranks == 0), 1)
+    most = len(cluster.gpus) // least * least
+    dense = model_parallel_size(recipe.parallelism)
+    return next((ranks for ranks in range(most, least, -least) if micro_batches % (ranks // dense) == 0), least)
 
 
 def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     """Derive the plan.
 
     Raises:
-        UserError: the global batch does not divide over the ranks, or there are more ranks than GPUs.
+        UserError: the layout does not fit the ranks or the machine, or the global batch does not divide over them.
     """
-    data_parallel_size = _data_parallel_size(world_size, cluster)
-    parameters = count(recipe.model)
+    laid_out = layout(recipe, world_size, cluster)
+    micro_batches = num_microbatches(recipe, laid_out)
+    stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
     return Plan(
         recipe=recipe.name,
         device=cluster.device,
         world_size=world_size,
-        data_parallel_size=data_parallel_size,
-        num_microbatches=_num_microbatches(recipe, data_parallel_size),
+        degrees=laid_out,
+        data_parallel_size=laid_out.data_parallel_size,
+        num_microbatches=micro_batches,
         padded_vocab_size=sizes.vocab_size,
         ffn_hidden_size=sizes.ffn_hidden_size,
         num_query_groups=sizes.num_query_groups,
@@ -83,39 +101,46 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         lr_decay_iters=recipe.scheduler.lr_decay_iters or recipe.train.train_iters,
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * recipe.train.train_iters,
-        num_parameters=parameters,
+        num_parameters=count(recipe.model),
+        num_parameters_on_rank=max(
+            count_on_rank(recipe.model, laid_out, stage, cluster.device).total for stage in stages
+        ),
         flops_per_token_full=flops_per_token(recipe.model, causal=False),
         flops_per_token_causal=flops_per_token(recipe.model, causal=True),
-        memory=estimate(recipe, parameters, data_parallel_size, cluster.device),
+        memory=estimate(recipe, laid_out, micro_batches, cluster.device),
         memory_capacity_bytes=_capacity(cluster, world_size),
     )
 
 
-def _data_parallel_size(world_size: int, cluster: Cluster) -> int:
-    if world_size < 1:
-        raise UserError(f"{world_size} ranks", rule="a run has at least one rank")
-    if cluster.gpus and world_size > len(cluster.gpus):
-        raise UserError(
-            f"{world_size} ranks on {len(cluster.gpus)} GPUs",
-            rule="one rank a GPU",
-            fix=f"at most {len(cluster.gpus)} ranks here",
-        )
-    return world_size
+def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
+    """Micro-batches that one data-parallel rank does in a step.
 
-
-def _num_microbatches(recipe: Recipe, data_parallel_size: int) -> int:
+    Raises:
+        UserError: the global batch does not divide over the ranks, or the micro-batches not over the stages of an
+            interleaved pipeline.
+    """
     micro, whole = recipe.train.micro_batch_size, recipe.train.global_batch_size
-    together = micro * data_parallel_size
-    if whole % together == 0:
-        return whole // together
-    sizes = [size for size in range(1, data_parallel_size) if whole % (micro * size) == 0]
-    ranks = f", or {sizes[-1]} data-parallel ranks" if sizes else ""
-    raise UserError(
-        f"{whole} is not a multiple of micro_batch_size {micro} × data-parallel size {data_parallel_size} = {together}",
-        where="train.global_batch_size",
-        rule="global_batch_size is a multiple of micro_batch_size × data-parallel size",
-        fix=f"global_batch_size {multiples(whole, together)}{ranks}",
-    )
+    ranks, stages = laid_out.data_parallel_size, laid_out.pipeline_model_parallel_size
+    together = micro * ranks
+    if whole % together:
+        sizes = [size for size in range(1, ranks) if whole % (micro * size) == 0]
+        fewer = f", or {sizes[-1]} data-parallel ranks" if sizes else ""
+        raise UserError(
+            f"{whole} is not a multiple of micro_batch_size {micro} × data-parallel size {ranks} = {together}",
+            where="train.global_batch_size",
+            rule="global_batch_size is a multiple of micro_batch_size × data-parallel size",
+            fix=f"global_batch_size {multiples(whole, together)}{fewer}",
+        )
+    number = whole // together
+    if laid_out.virtual_pipeline_model_parallel_size > 1 and number % stages:
+        raise UserError(
+            f"{number} micro-batches do not divide over pipeline_model_parallel_size {stages}",
+            where="train.global_batch_size",
+            rule="the interleaved schedule of virtual stages takes micro-batches in groups of one for each stage",
+            fix=f"global_batch_size {multiples(whole, together * stages)}, "
+            "or leave virtual_pipeline_model_parallel_size out",
+        )
+    return number
 
 
 def _capacity(cluster: Cluster, world_size: int) -> int:

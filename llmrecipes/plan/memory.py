@@ -1,18 +1,12 @@
-"""Memory of one rank, part by part.
-
-Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), counted tensor by tensor so that grouped queries, gated
-MLPs, other precisions and other head sizes are covered; the attention matrix (their s² term) is absent because the
-attention kernels in use do not keep it. For the classic GPT layer in 16 bits with dropout the count is their
-34 s b h and the kernel's log-sum-exp. On a CPU a test compares it with what autograd really keeps.
-"""
+"""Memory of the rank that needs most, part by part. What a layer keeps is counted in `plan.activations`."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 
-from llmrecipes.plan.parameters import Parameters
-from llmrecipes.plan.shape import Shape, shape
+from llmrecipes.plan.activations import activations, logits
+from llmrecipes.plan.layout import Layout
+from llmrecipes.plan.parameters import count_on_rank
 from llmrecipes.recipe.schema import Recipe
 
 GIB = 1 << 30
@@ -55,17 +49,29 @@ class Memory:
         return {**asdict(self), "total": self.total}
 
 
-def estimate(recipe: Recipe, parameters: Parameters, data_parallel_size: int, device: str) -> Memory:
-    """Estimate one rank's memory; `device` is `cuda` or `cpu`."""
+def estimate(recipe: Recipe, layout: Layout, num_microbatches: int, device: str) -> Memory:
+    """Estimate the memory of a rank of the pipeline stage that needs most; `device` is `cuda` or `cpu`."""
+    stages = range(layout.pipeline_model_parallel_size)
+    return max(
+        (_stage(recipe, layout, num_microbatches, stage, device) for stage in stages), key=lambda each: each.total
+    )
+
+
+def _stage(recipe: Recipe, layout: Layout, num_microbatches: int, stage: int, device: str) -> Memory:
     half = recipe.train.precision != "fp32"
     element = 2 if half else 4
-    n = parameters.total
-    shards = data_parallel_size if recipe.parallelism.use_distributed_optimizer else 1
-    weights = element * n
+    n = count_on_rank(recipe.model, layout, stage, device)
+    weights = element * n.total
     # Adam's two moments in fp32, and fp32 master weights where the model's own are not.
-    optimizer = (12 if half else 8) * n // shards
-    activations = _activations(recipe, element, device)
-    logits = _logits(recipe)
+    state = 12 if half else 8
+    if recipe.parallelism.use_distributed_optimizer:
+        # Dense parameters are the same on all data- and context-parallel ranks, experts only on some of them.
+        dense_ranks = layout.data_parallel_size * layout.context_parallel_size
+        optimizer = state * n.dense // dense_ranks + state * n.experts // layout.expert_data_parallel_size
+    else:
+        optimizer = state * n.total
+    kept = activations(recipe, layout, num_microbatches, stage, device)
+    of_logits = logits(recipe, layout) if stage == layout.pipeline_model_parallel_size - 1 else 0
     if device == "cuda":
         copy, process, rest = 0, _CUDA_PROCESS, _CUDA_REST
     else:
@@ -74,68 +80,10 @@ def estimate(recipe: Recipe, parameters: Parameters, data_parallel_size: int, de
         rest = _CPU_REST[recipe.train.precision]
     return Memory(
         weights=weights,
-        gradients=(4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element) * n,
+        gradients=(4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element) * n.total,
         optimizer=optimizer,
-        activations=activations,
-        logits=logits,
+        activations=kept,
+        logits=of_logits,
         checkpoint_copy=copy,
-        workspace=process + int(rest * (activations + logits)),
+        workspace=process + int(rest * (kept + of_logits)),
     )
-
-
-def _activations(recipe: Recipe, element: int, device: str) -> int:
-    train, s = recipe.train, shape(recipe.model)
-    tokens = train.micro_batch_size * s.seq_length
-    layer, core = _layer(recipe, s, element, device)
-    edge = element * s.hidden_size  # what is kept between layers: one residual stream
-    if train.recompute_granularity == "full" and train.recompute_num_layers:
-        chunk = train.recompute_num_layers
-        if train.recompute_method == "uniform":
-            stack = math.ceil(s.num_layers / chunk) * edge + min(chunk, s.num_layers) * layer
-        else:
-            # The layers behind the block are gone by the time one inside it is computed again.
-            stack = chunk * edge + max(s.num_layers - chunk, 1) * layer
-    elif train.recompute_granularity == "selective":
-        stack = s.num_layers * (layer - core) + core
-    else:
-        stack = s.num_layers * layer
-    ends = _mask(recipe, s, element, device) + _norm(recipe, s, element, device) + edge  # embedding; final norm
-    return tokens * (stack + ends)
-
-
-def _layer(recipe: Recipe, s: Shape, element: int, device: str) -> tuple[int, int]:
-    """Bytes a layer keeps for one token, and the share of it that recomputing core attention saves."""
-    model = recipe.model
-    h, ffn, query, key = s.hidden_size, s.ffn_hidden_size, s.query_size, s.key_size
-    norm, mask = _norm(recipe, s, element, device), _mask(recipe, s, element, device)
-    core = 4 * s.num_attention_heads  # the log-sum-exp of each head's row in fp32
-    if model.attention_dropout and device == "cpu":
-        # torch has no fused CPU kernel with dropout: probabilities, mask, product and scaled inputs are kept after all.
-        core = 3 * element * s.num_attention_heads * s.seq_length + element * (query + key)
-    rope = model.position_embedding_type == "rope"
-    # Rotation and norm make new queries and keys, while the values keep the whole projection alive.
-    copies = element * (query + key) * (rope + model.qk_layernorm)
-    tables = 4 * element * s.kv_channels if rope else 0  # cosines and sines, for queries and for keys
-    # Inputs of the norm and of the projection; queries, keys and values; input of the output projection.
-    attention = norm + element * (h + query + 2 * key + query) + copies + tables + core + mask
-    # Result of the first product and input of the second; a gate adds its other half, and unfused its two factors.
-    wide = 2 if not model.gated_linear_unit else 3 if recipe.train.torch_compile else 5
-    mlp = norm + element * (h + wide * ffn) + mask
-    return attention + mlp, core
-
-
-def _norm(recipe: Recipe, s: Shape, element: int, device: str) -> int:
-    """Bytes a norm keeps for one token: its input; torch's unfused RMSNorm on a CPU an fp32 copy and the result."""
-    composite = device == "cpu" and recipe.model.normalization == "RMSNorm"
-    return (8 if composite else element) * s.hidden_size
-
-
-def _mask(recipe: Recipe, s: Shape, element: int, device: str) -> int:
-    """Bytes of one dropout mask for one token: a byte a channel on a GPU, a whole element on a CPU."""
-    return (element if device == "cpu" else 1) * s.hidden_size if recipe.model.hidden_dropout else 0
-
-
-def _logits(recipe: Recipe) -> int:
-    """Three fp32 values a logit: the log-softmax and, in the backward pass, the gradients on both of its sides."""
-    s = shape(recipe.model)
-    return 12 * recipe.train.micro_batch_size * s.seq_length * s.vocab_size

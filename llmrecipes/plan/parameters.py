@@ -1,46 +1,178 @@
-"""Exact parameter counts of GPT and Llama shapes as megatron-core's `GPTModel` builds them."""
+"""Exact parameter counts of the models that megatron-core's `GPTModel` builds, whole and on one rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmrecipes.plan.shape import shape
+from llmrecipes.plan.layout import Layout
 from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.shape import Shape, shape
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameter counts.
+    """Parameter counts of the whole model.
 
     `embedding` has the (padded) word table, the learned positions and an untied output layer; `non_embedding` the
-    layers and the final norm, which is the N of scaling laws (arXiv 2001.08361).
+    layers and the final norm, which is the N of scaling laws (arXiv 2001.08361). `experts` are all routed experts;
+    `active` are the parameters that one token goes through, which leaves out the experts it does not visit and the
+    multi-token prediction layers; `mtp` are the latter. `total` has everything.
     """
 
     total: int
+    active: int
     embedding: int
     non_embedding: int
-    layer: int
+    experts: int
+    mtp: int
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters on one rank: `dense` are the same on all its data-parallel ranks, `experts` on fewer of them."""
+
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of the model by who holds it: tensor-parallel ranks a share, or each the `whole`; experts elsewhere."""
+
+    shared: int = 0
+    whole: int = 0
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.shared + self.whole + self.experts
+
+    def __add__(self, other: _Part) -> _Part:
+        return _Part(self.shared + other.shared, self.whole + other.whole, self.experts + other.experts)
+
+    def __mul__(self, times: int) -> _Part:
+        return _Part(self.shared * times, self.whole * times, self.experts * times)
 
 
 def count(model: Model) -> Parameters:
     """Count the parameters of one model replica."""
     s = shape(model)
-    h, ffn, query, key = s.hidden_size, s.ffn_hidden_size, s.query_size, s.key_size
-    norm_vectors = 2 if model.normalization == "LayerNorm" else 1  # scale and shift, or scale alone
-    bias = model.add_bias_linear
-
-    qkv_width = query + 2 * key
-    attention = h * qkv_width + query * h
-    attention += qkv_width if bias or model.add_qkv_bias else 0
-    attention += h if bias else 0
-    attention += 2 * s.kv_channels * norm_vectors if model.qk_layernorm else 0
-
-    up_width = ffn * (2 if model.gated_linear_unit else 1)
-    mlp = h * up_width + ffn * h + (up_width + h if bias else 0)
-
-    layer = attention + mlp + 2 * h * norm_vectors
-    words = s.vocab_size * h
+    decoder = _layers(model, s, 0, s.num_layers)
+    norm = _norms(model, s.hidden_size)
+    mtp = _mtp(model, s, split_down=True)
+    words = s.vocab_size * s.hidden_size
     embedding = words if model.share_embeddings_and_output_weights else 2 * words
-    embedding += s.max_position_embeddings * h if model.position_embedding_type == "learned_absolute" else 0
-    non_embedding = s.num_layers * layer + h * norm_vectors
-    return Parameters(embedding + non_embedding, embedding, non_embedding, layer)
+    embedding += _positions(model, s)
+    non_embedding = decoder.total + norm + mtp.total
+    visited = decoder.experts * model.moe_router_topk // s.num_moe_experts if s.num_moe_experts else 0
+    return Parameters(
+        total=embedding + non_embedding,
+        active=embedding + decoder.total + norm - decoder.experts + visited,
+        embedding=embedding,
+        non_embedding=non_embedding,
+        experts=decoder.experts + mtp.experts,
+        mtp=mtp.total,
+    )
+
+
+def count_on_rank(model: Model, layout: Layout, stage: int, device: str) -> RankParameters:
+    """Count the parameters of a rank of one pipeline stage.
+
+    The last stage has the output layer: a copy of a tied embedding unless it is the first stage too. Multi-token
+    prediction needs the embedding there as well.
+
+    Args:
+        model: the recipe's model section.
+        layout: the run's layout.
+        stage: pipeline stage, from 0.
+        device: on `cuda` TransformerEngine keeps the down-projections of latent attention whole on every rank, which
+            megatron-core's own layers share.
+    """
+    s = shape(model)
+    split_down = device == "cpu"
+    part = _Part()
+    for chunk, layers in enumerate(layout.layers_per_stage[stage]):
+        first = layout.first_layer(stage, chunk)
+        part += _layers(model, s, first, first + layers, split_down=split_down)
+    words = _Part(shared=s.vocab_size * s.hidden_size)
+    last = stage == layout.pipeline_model_parallel_size - 1
+    tied = model.share_embeddings_and_output_weights
+    has_embedding = stage == 0 or (last and s.mtp_num_layers > 0)
+    if has_embedding:
+        part += words + _Part(whole=_positions(model, s))
+    if last:
+        part += _Part(whole=_norms(model, s.hidden_size)) + _mtp(model, s, split_down=split_down)
+        if not (tied and has_embedding):
+            part += words
+    return RankParameters(
+        dense=part.shared // layout.tensor_model_parallel_size + part.whole,
+        experts=part.experts // (layout.expert_model_parallel_size * layout.expert_tensor_parallel_size),
+    )
+
+
+def _layers(model: Model, s: Shape, first: int, last: int, *, split_down: bool = True) -> _Part:
+    """The transformer layers `first` to `last` - 1, counted from 0."""
+    with_experts = s.moe_layers(first, last)
+    both = _attention(model, s, split_down=split_down) + _Part(whole=2 * _norms(model, s.hidden_size))
+    return both * (last - first) + _experts(model, s) * with_experts + _mlp(model, s) * (last - first - with_experts)
+
+
+def _attention(model: Model, s: Shape, *, split_down: bool) -> _Part:
+    h, bias = s.hidden_size, model.add_bias_linear
+    output = _Part(shared=s.context_size * h, whole=h if bias else 0)
+    if not model.multi_latent_attention:
+        width = s.query_size + s.key_size + s.value_size
+        with_bias = bias or model.add_qkv_bias
+        norms = 2 * _norms(model, s.query_channels) if model.qk_layernorm else 0
+        return output + _Part(shared=(h + with_bias) * width, whole=norms)
+    # arXiv 2405.04434, section 2.1: down to the latent vectors, then up to the heads; no biases.
+    rank = model.kv_lora_rank
+    down = h * (rank + model.qk_pos_emb_head_dim)
+    up = rank * s.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
+    norms = _norms(model, rank)
+    if model.q_lora_rank:
+        down += h * model.q_lora_rank
+        up += model.q_lora_rank * s.query_size
+        norms += _norms(model, model.q_lora_rank)
+    else:
+        up += h * s.query_size
+    norms = norms if model.qk_layernorm else 0
+    return output + (_Part(down + up, norms) if split_down else _Part(up, down + norms))
+
+
+def _mlp(model: Model, s: Shape) -> _Part:
+    up = s.ffn_hidden_size * (2 if model.gated_linear_unit else 1)
+    bias = model.add_bias_linear
+    return _Part(shared=s.hidden_size * (up + s.ffn_hidden_size) + (up if bias else 0), whole=s.hidden_size * bias)
+
+
+def _experts(model: Model, s: Shape) -> _Part:
+    """Router, routed experts and shared experts of one layer; none has biases."""
+    h, matrices, number = s.hidden_size, 3 if model.gated_linear_unit else 2, s.num_moe_experts
+    return _Part(
+        shared=h * s.moe_shared_ffn_hidden_size * matrices,
+        whole=h * number,
+        experts=h * s.moe_ffn_hidden_size * matrices * number,
+    )
+
+
+def _mtp(model: Model, s: Shape, *, split_down: bool) -> _Part:
+    """Multi-token prediction: norms of both inputs, their projection, a layer like the last one, and its norm."""
+    if not s.mtp_num_layers:
+        return _Part()
+    layer = _layers(model, s, s.num_layers - 1, s.num_layers, split_down=split_down)
+    around = _Part(shared=2 * s.hidden_size * s.hidden_size, whole=3 * _norms(model, s.hidden_size))
+    return (layer + around) * s.mtp_num_layers
+
+
+def _norms(model: Model, width: int) -> int:
+    """Parameters of one norm: scale and shift, or scale alone."""
+    return width * (2 if model.normalization == "LayerNorm" else 1)
+
+
+def _positions(model: Model, s: Shape) -> int:
+    return s.max_position_embeddings * s.hidden_size if model.position_embedding_type == "learned_absolute" else 0

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from llmrecipes.platform.adam import install_adam
 from llmrecipes.platform.patching import replace, resolve
+from llmrecipes.platform.substitutes import install_substitutes
 
 CPU = torch.device("cpu")
 
@@ -41,6 +41,8 @@ MODULES_THAT_NAME_CUDA = (
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     "megatron.core.utils",
+    "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.models.common.embeddings.rope_utils",
 )
 
 
@@ -60,9 +62,10 @@ class CpuPlatform:
         _patch_torch_cuda()
         _patch_tensor()
         _patch_random_state()
+        _patch_experts()
         for module in MODULES_THAT_NAME_CUDA:
             replace(module, "torch", CpuTorch(resolve(module).torch))
-        install_adam()
+        install_substitutes()
         torch.cuda._llmrecipes_stand_in = True  # type: ignore[attr-defined]
 
     def peak_memory(self) -> int:
@@ -121,6 +124,7 @@ def _on_cpu(factory: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if names_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)  # page-locked memory is for copies to a GPU
         return factory(*args, **kwargs)
 
     return call
@@ -160,6 +164,15 @@ def _patch_tensor() -> None:
     replace("torch.Tensor", "type", type_)
     replace("torch.Tensor", "cuda", lambda tensor, *_a, **_k: tensor)
     replace("torch.Tensor", "record_stream", lambda *_a: None)
+
+
+def _patch_experts() -> None:
+    # Split sizes of the all-to-all are read on the host; they are moved there only if they are on a GPU.
+    replace("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _as_host_numbers)
+
+
+def _as_host_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _patch_random_state() -> None:

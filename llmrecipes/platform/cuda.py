@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llmrecipes.platform.adam import install_adam
+from llmrecipes.platform.substitutes import install_substitutes
 
 
 class CudaPlatform:
@@ -22,7 +22,7 @@ class CudaPlatform:
 
     def install(self) -> None:
         torch.cuda.set_device(self._device)
-        install_adam()
+        install_substitutes()
 
     def peak_memory(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from llmrecipes.recipe.document import Problem, dotted
-from llmrecipes.recipe.keys import keys, nearest, normal
+from llmrecipes.recipe.keys import Key, keys, nearest, normal
+from llmrecipes.recipe.schema import Recipe
 
 _TYPES = {
     str: "a string",
@@ -20,49 +21,68 @@ _TYPES = {
 }
 
 
-def explain(error: ValidationError) -> list[Problem]:
+def explain(error: ValidationError, document: type[BaseModel] = Recipe) -> list[Problem]:
     """One problem for each wrong key; what only follows from another one is left out."""
-    problems = [_problem(details) for details in error.errors(include_url=False)]
+    found = error.errors(include_url=False)
+    problems = [_problem(details, document) for details in found]
     wrong = [problem.key for problem in problems]
     meant = {problem.fix.removeprefix("did you mean ").rstrip("?") for problem in problems}
-    return [
-        problem
-        for problem, details in zip(problems, error.errors(include_url=False), strict=True)
-        if not _follows(problem.key, details["type"], wrong, meant)
-    ]
+    kept = {
+        problem.key: problem  # a value that fits no type of a union is reported once for each of them
+        for problem, details in zip(problems, found, strict=True)
+        if not _follows(problem.key, details, wrong, meant)
+    }
+    return list(kept.values())
 
 
-def _follows(key: str, kind: str, wrong: list[str], meant: set[str]) -> bool:
-    """A list is 'too short' when its item is wrong; a key is 'missing' when it stands misspelt elsewhere."""
-    if kind == "too_short":
+def _follows(key: str, details: ErrorDetails, wrong: list[str], meant: set[str]) -> bool:
+    """A list is 'too short' or 'no integer' when its item is wrong; a key is 'missing' when it stands misspelt."""
+    if isinstance(details["input"], list | tuple):
         return any(other.startswith(f"{key}.") for other in wrong)
-    return kind == "missing" and key in meant
+    return details["type"] == "missing" and key in meant
 
 
-def _problem(details: ErrorDetails) -> Problem:
-    key = dotted(details["loc"])
-    kind = details["type"]
-    known = keys().get(normal(key))
+def _place(details: ErrorDetails, known: dict[str, Key]) -> str:
+    """Dotted key of the value, without the names that pydantic puts in for the types of a union."""
+    place: tuple[int | str, ...] = ()
+    for part in details["loc"]:
+        longer = (*place, part)
+        if isinstance(part, int) or normal(dotted(longer)) in known or _is_free(place, known):
+            place = longer
+    return dotted(place)
+
+
+def _is_free(place: tuple[int | str, ...], known: dict[str, Key]) -> bool:
+    key = known.get(normal(dotted(place)))
+    return key is not None and key.free
+
+
+def _problem(details: ErrorDetails, document: type[BaseModel]) -> Problem:
+    kind, all_keys = details["type"], keys(document)
+    key = dotted(details["loc"]) if kind == "extra_forbidden" else _place(details, all_keys)
+    known = all_keys.get(normal(key))
     if kind == "extra_forbidden":
-        return Problem(key, "unknown key", fix=_unknown(key, details["loc"]))
+        return Problem(key, "unknown key", fix=_unknown(key, details["loc"], document))
+    if known is None and any(_is_free(details["loc"][:depth], all_keys) for depth in range(1, len(details["loc"]))):
+        return Problem(key, f"{show(details['input'])} does not fit", details["msg"].lower())
     takes = known.takes if known else ""
     if kind == "missing":
         if known is None:  # an item of a list of fixed length, reported by its index
             key = key.rpartition(".")[0]
-            return Problem(key, f"{show(details['input'])} is too short", f"{keys()[normal(key)].takes}")
+            return Problem(key, f"{show(details['input'])} is too short", f"{all_keys[normal(key)].takes}")
         return Problem(key, "missing", f"{key} is required: {takes}")
     if known is None:
         key_of_list = key.rpartition(".")[0]
-        takes = keys()[normal(key_of_list)].takes if normal(key_of_list) in keys() else details["msg"].lower()
+        takes = all_keys[normal(key_of_list)].takes if normal(key_of_list) in all_keys else details["msg"].lower()
     return Problem(key, f"{show(details['input'])} does not fit", f"{key} is {takes}", _spelling(details, takes))
 
 
-def _unknown(key: str, loc: tuple[int | str, ...]) -> str:
+def _unknown(key: str, loc: tuple[int | str, ...], document: type[BaseModel]) -> str:
     last = str(loc[-1])
-    if len(loc) == 1 and last in keys():
+    if len(loc) == 1 and last in keys(document):
         section, _, name = last.rpartition(".")
         return f"nest it: {name} under {section}"
-    close = nearest(key)
+    close = nearest(key, document)
     return f"did you mean {close}?" if close else ""
 
 

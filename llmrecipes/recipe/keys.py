@@ -1,4 +1,4 @@
-"""Every key of a recipe with its type, range and default in words, read from the schema."""
+"""Every key of a recipe, or of another kind of document, with its type, range and default in words, from its schema."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+from pydantic import BaseModel
 
 from llmrecipes.recipe.schema import Recipe
 
@@ -26,6 +28,8 @@ class Key:
     default: Any
     description: str
     section: bool = False
+    free: bool = False
+    """A mapping whose keys are the user's own."""
 
     @property
     def default_text(self) -> str:
@@ -33,9 +37,9 @@ class Key:
 
 
 @cache
-def keys() -> dict[str, Key]:
+def keys(document: type[BaseModel] = Recipe) -> dict[str, Key]:
     """All keys and sections by dotted name, in the schema's order; list items are written `N`."""
-    schema = Recipe.model_json_schema()
+    schema = document.model_json_schema()
     return {key.name: key for key in _walk(schema, "", schema["$defs"])}
 
 
@@ -44,10 +48,10 @@ def normal(name: str) -> str:
     return _INDEX.sub(ITEM, name)
 
 
-def nearest(name: str) -> str | None:
+def nearest(name: str, document: type[BaseModel] = Recipe) -> str | None:
     """The valid key a wrong one was probably meant to be, with the wrong one's list indices, or None."""
     wanted = normal(name)
-    known = keys()
+    known = keys(document)
     leaf = wanted.rpartition(".")[2]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf and key != wanted]
     found = same_leaf or difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
@@ -68,7 +72,7 @@ def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator
         dotted = f"{prefix}{name}"
         node = _resolve(raw, defs)
         item = _resolve(node.get("items", {}), defs)
-        section = node.get("type") == "object"
+        section = "properties" in node
         yield Key(
             name=dotted,
             takes=_takes(node, defs),
@@ -77,10 +81,11 @@ def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator
             # A section's own words stand with its class, a key's with the key.
             description=raw.get("description") or node.get("description", ""),
             section=section,
+            free=node.get("type") == "object" and not section,
         )
         if section:
             yield from _walk(node, f"{dotted}.", defs)
-        elif item.get("type") == "object":
+        elif "properties" in item:
             yield Key(f"{dotted}.{ITEM}", "a mapping", False, None, item.get("description", ""), section=True)
             yield from _walk(item, f"{dotted}.{ITEM}.", defs)
 
@@ -95,7 +100,7 @@ def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
     if "anyOf" in node:
         return " or ".join(_takes(_resolve(option, defs), defs) for option in node["anyOf"])
     if "enum" in node:
-        return "one of " + ", ".join(node["enum"])
+        return "one of " + ", ".join(str(value) for value in node["enum"])
     match node.get("type"):
         case "integer" | "number" as kind:
             words = "an integer" if kind == "integer" else "a finite number"
@@ -112,6 +117,10 @@ def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
             return (
                 f"a list with at least {node.get('minItems', 0)} item of {_takes(_resolve(node['items'], defs), defs)}"
             )
+        case "object" if "properties" not in node:
+            # Pydantic writes mappings whose keys follow a pattern in another way than those with any key.
+            values = node.get("additionalProperties") or next(iter(node["patternProperties"].values()))
+            return f"a mapping of names, each to {_takes(_resolve(values, defs), defs)}"
     return "a mapping"
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from llmrecipes.recipe import layout_rules, moe_rules
 from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.fixes import divisors, multiples
 from llmrecipes.recipe.schema import Recipe
 
 # 256 bytes and the end-of-document token: a smaller byte-level vocabulary cannot spell every text.
@@ -16,21 +18,15 @@ def check(recipe: Recipe) -> list[Problem]:
     return [problem for rule in _RULES for problem in rule(recipe)]
 
 
-def multiples(value: int, of: int) -> str:
-    """The multiples of `of` around `value`, in words: `96 or 128`."""
-    below, above = value // of * of, -(-value // of) * of
-    return f"{below} or {above}" if below else str(above)
-
-
 def _heads(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     heads = model.num_attention_heads
-    if model.kv_channels is None and model.hidden_size % heads:
+    if model.kv_channels is None and model.hidden_size % heads and not model.multi_latent_attention:
         yield Problem(
             "model.num_attention_heads",
             f"{heads} heads do not divide hidden_size {model.hidden_size}",
             "num_attention_heads divides hidden_size, unless kv_channels is set",
-            f"{_divisors(model.hidden_size, heads)} heads, or hidden_size {multiples(model.hidden_size, heads)}",
+            f"{divisors(model.hidden_size, heads)} heads, or hidden_size {multiples(model.hidden_size, heads)}",
         )
     groups = model.num_query_groups
     if groups is not None and heads % groups:
@@ -38,7 +34,7 @@ def _heads(recipe: Recipe) -> Iterator[Problem]:
             "model.num_query_groups",
             f"{groups} query groups do not divide {heads} heads",
             "num_query_groups divides num_attention_heads",
-            f"num_query_groups {_divisors(heads, groups)}",
+            f"num_query_groups {divisors(heads, groups)}",
         )
 
 
@@ -61,7 +57,7 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
         )
     channels = model.kv_channels or model.hidden_size // model.num_attention_heads
     rotated = int(channels * model.rotary_percent)
-    if rope and channels and (rotated < 2 or rotated % 2):
+    if rope and channels and not model.multi_latent_attention and (rotated < 2 or rotated % 2):
         yield Problem(
             "model.rotary_percent",
             f"{model.rotary_percent:g} of {channels} channels a head rotates {rotated}",
@@ -251,15 +247,9 @@ def _retention(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _divisors(number: int, near: int) -> str:
-    """The divisors of `number` around `near`, in words."""
-    reach = 10_000  # a bound, so that absurd numbers are answered at once too
-    below = next((d for d in range(min(near, number), max(0, near - reach), -1) if number % d == 0), 1)
-    above = next((d for d in range(near, min(number, near + reach) + 1) if number % d == 0), below)
-    return " or ".join(str(d) for d in dict.fromkeys((below, above)))
-
-
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
     _loss_scale, _overlap, _sources, _tokenizer, _retention,
+    moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
+    layout_rules.tensor, layout_rules.sequence, layout_rules.pipeline, layout_rules.expert,
 )  # fmt: skip

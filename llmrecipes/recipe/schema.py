@@ -82,6 +82,72 @@ class Model(Section):
     (GPT-2). Embeddings are normal."""
     init_method_std: PosFloat = 0.02
     """Standard deviation of `normal` and of the embeddings."""
+    num_moe_experts: PosInt | None = None
+    """Experts of a mixture-of-experts layer (arXiv 1701.06538), over all ranks; unset: a dense model."""
+    moe_router_topk: PosInt = 2
+    """Experts that each token visits."""
+    moe_ffn_hidden_size: PosInt | None = None
+    """Width of one expert; unset: `ffn_hidden_size`."""
+    moe_shared_expert_intermediate_size: PosInt | None = None
+    """Width of all shared experts together, which every token visits besides its own (DeepSeekMoE, arXiv
+    2401.06066); unset: none."""
+    moe_layer_freq: PosInt | Annotated[list[Literal[0, 1]], Field(min_length=1)] = 1
+    """Which layers have experts: every N-th, from the first; or a list with 1 (experts) or 0 (dense) for each layer."""
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = "aux_loss"
+    """Over what tokens the auxiliary balancing loss counts: those of a micro-batch (`aux_loss`; GShard, arXiv
+    2006.16668), of each sequence (`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, section 2.1.2), of the global batch
+    so far (`global_aux_loss`; arXiv 2501.11873); or no such loss."""
+    moe_aux_loss_coeff: NonNegFloat = 0.0
+    """Weight of the auxiliary loss; Switch Transformer (arXiv 2101.03961) takes 0.01."""
+    moe_z_loss_coeff: NonNegFloat | None = None
+    """Weight of the router z-loss, which keeps its logits small (ST-MoE, arXiv 2202.08906, which takes 0.001); unset:
+    none."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance without a loss: a bias for each expert, added for the choice alone, goes up where tokens are few and down
+    where they are many (arXiv 2408.15664); needs `moe_router_score_function: sigmoid`."""
+    moe_router_bias_update_rate: PosFloat = 1e-3
+    """Step of the expert bias."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """From router logits to scores; sigmoid as in DeepSeek-V3."""
+    moe_router_pre_softmax: bool = False
+    """Take the softmax over all experts before the top-k choice, not over the chosen ones after it."""
+    moe_router_topk_scaling_factor: PosFloat | None = None
+    """Factor of the chosen scores; unset: none."""
+    moe_router_num_groups: PosInt | None = None
+    """Groups of experts for group-limited routing (DeepSeek-V2, arXiv 2405.04434, section 2.2.2)."""
+    moe_router_group_topk: PosInt | None = None
+    """Groups among which a token's experts are chosen; needs `moe_router_num_groups`."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
+    """Precision of routing and of summing the experts' results; null: the model's."""
+    moe_input_jitter_eps: Probability | None = None
+    """Multiply the router's input by random factors from 1 - eps to 1 + eps in training (Switch Transformer)."""
+    moe_expert_capacity_factor: PosFloat | None = None
+    """Tokens an expert takes, as a multiple of an even share; the others are dropped (GShard). Unset: no token is
+    dropped."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Fill every expert's input up to its capacity, so that all shapes are known before routing."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"  # noqa: S105 - no password
+    """Which tokens a full expert drops: those with the smallest scores, or the last ones."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # noqa: S105 - no password
+    """How tokens reach experts on other ranks: each only to those it visits, or all of them everywhere."""
+    multi_latent_attention: bool = False
+    """Multi-head latent attention: keys and values from a compressed vector (DeepSeek-V2, arXiv 2405.04434, section
+    2.1). Its heads have their own sizes, below; needs `position_embedding_type: rope`."""
+    q_lora_rank: PosInt | None = None
+    """Width of the compressed query; unset: queries are not compressed."""
+    kv_lora_rank: PosInt = 512
+    """Width of the compressed keys and values."""
+    qk_head_dim: PosInt = 128
+    """Channels of a query or key head without a position."""
+    qk_pos_emb_head_dim: PosInt = 64
+    """Rotated channels of a query head, and of the one rotated key that all heads share."""
+    v_head_dim: PosInt = 128
+    """Channels of a value head."""
+    mtp_num_layers: PosInt | None = None
+    """Multi-token prediction: extra layers after the last that each predict one token further, in training only
+    (DeepSeek-V3, arXiv 2412.19437, section 2.2); unset: none."""
+    mtp_loss_scaling_factor: PosFloat = 0.1
+    """Weight of the mean loss of the multi-token prediction layers."""
     make_vocab_size_divisible_by: PosInt = 128
     """The embedding has the next multiple of this as rows, which keeps matrix products aligned."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
@@ -92,6 +158,31 @@ class Model(Section):
 class Parallelism(Section):
     """How the work is spread over ranks. Data-parallel size is derived: world size over the model-parallel degrees."""
 
+    tensor_model_parallel_size: PosInt = 1
+    """Ranks that share every layer's matrices and heads (Megatron-LM, arXiv 1909.08053)."""
+    pipeline_model_parallel_size: PosInt = 1
+    """Stages that the layers are cut into; micro-batches go through them one after another (1F1B, arXiv 2104.04473,
+    section 2.2.1)."""
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(gt=1)] | None = None
+    """Chunks of layers on each stage, taken in turns: a smaller bubble for more messages (interleaved schedule, arXiv
+    2104.04473, section 2.2.2); unset: one."""
+    context_parallel_size: PosInt = 1
+    """Ranks that share every sequence, each with two chunks of it (Llama 3, arXiv 2407.21783, section 3.3.2)."""
+    expert_model_parallel_size: PosInt = 1
+    """Ranks that share the experts of a layer (GShard, arXiv 2006.16668). They are taken from the tensor-, context- and
+    data-parallel ranks, not added to them (arXiv 2504.14960)."""
+    expert_tensor_parallel_size: PosInt | None = None
+    """Ranks that share each expert's matrices; unset: `tensor_model_parallel_size`."""
+    sequence_parallel: bool = False
+    """Split norms, dropout and the residual stream by tokens over the tensor-parallel ranks (arXiv 2205.05198)."""
+    num_layers_in_first_pipeline_stage: PosInt | None = None
+    """Layers of the first stage; the stages without a number of their own share the others evenly."""
+    num_layers_in_last_pipeline_stage: PosInt | None = None
+    """Layers of the last stage."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage, which then has one layer less."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count output layer and loss as a layer of the last stage, which then has one layer less."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state and master weights over data-parallel ranks (ZeRO-1, arXiv 1910.02054)."""
     overlap_grad_reduce: bool = False

@@ -12,6 +12,27 @@ RunStatus = Literal["FINISHED", "KILLED", "FAILED"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBalance:
+    """How evenly the router of one layer spread the tokens of a step over its experts.
+
+    Attributes:
+        layer: place in the model, from 1; multi-token prediction layers follow the others.
+        tokens_per_expert: tokens that each expert processed, of all ranks.
+        imbalance: the largest of them over their mean; 1 is even, the number of experts is all on one.
+        dropped: choices that came to nothing because the expert was full; a token has as many choices as top-k.
+        entropy: of the router's distribution over all experts, in nats, mean of the tokens; at most log(experts).
+        z_loss: squared log-sum-exp of the router's logits, mean of the tokens (arXiv 2202.08906), without coefficient.
+    """
+
+    layer: int
+    tokens_per_expert: tuple[int, ...]
+    imbalance: float
+    dropped: int
+    entropy: float
+    z_loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """One optimizer step.
 
@@ -29,6 +50,8 @@ class StepMetrics:
         memory_bytes: peak bytes on the GPU, or resident bytes of the process on a CPU.
         mfu: model FLOPs utilisation, 0 to 1, full-attention convention; None where the peak is not known.
         mfu_causal: the same with only the causal half of attention counted.
+        moe_aux_loss: auxiliary balancing loss without its coefficient, mean of the layers; None where there is none.
+        experts: balance of each layer with experts; None where it was not counted.
         time: seconds since the epoch.
     """
 
@@ -45,6 +68,8 @@ class StepMetrics:
     memory_bytes: int = 0
     mfu: float | None = None
     mfu_causal: float | None = None
+    moe_aux_loss: float | None = None
+    experts: tuple[LayerBalance, ...] | None = None
     time: float = field(default_factory=time.time)
 
 

@@ -29,6 +29,8 @@ def record(event: StepMetrics | EvalMetrics | Note) -> dict[str, Any]:
     if isinstance(event, Note):
         values["details"] = _finite(values["details"])
         return values
+    if "experts" in values:
+        values["experts"] = _finite(values["experts"])
     bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     if bad:
         values |= dict.fromkeys(bad) | {"non_finite": bad}

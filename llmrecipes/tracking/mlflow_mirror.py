@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from llmrecipes.tracking.experts import expert_metrics
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.store import redact
 
@@ -42,7 +43,7 @@ SECONDS_BETWEEN_BATCHES = 1.0
 LONGEST_RETRY_SECONDS = 60.0
 VALUES_IN_A_BATCH = 1000  # MLflow refuses more in one request
 LONGEST_MESSAGE = 200
-NOT_METRICS = {"step", "time", "non_finite"}
+NOT_METRICS = {"step", "time", "non_finite", "experts"}
 OF_THE_STEP = {"consumed_samples", "consumed_tokens"}  # an evaluation repeats them
 
 
@@ -226,7 +227,9 @@ def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
         text = json.dumps({"step": values["step"], **(values.get("details") or {})})
         return [], [RunTag(f"note.{values['event']}"[:250], text[:5000])]
     when = int(values.get("time", 0) * 1000)
-    metrics = []
+    # Before the others: a step whose loss has arrived counts as delivered.
+    of_experts = expert_metrics(values.get("experts", ()))
+    metrics = [Metric(key, value, when, values["step"]) for key, value in of_experts.items()]
     for key in values.keys() - NOT_METRICS - (OF_THE_STEP if "valid_loss" in values else set()):
         value = values[key]
         if value is None:

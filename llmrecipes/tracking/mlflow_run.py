@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 FILE = "mlflow.json"
 KEY_TAG = "llmrecipes.key"
 PARAMS_IN_A_BATCH = 100  # MLflow refuses more in one request
+METRICS_IN_A_BATCH = 1000
 
 
 class MlflowRun:
@@ -125,7 +126,10 @@ class MlflowRun:
         return any(key in values and values["step"] <= last for key, last in self._last.items())
 
     def log(self, metrics: list[Metric], tags: list[RunTag]) -> None:
-        """Send a batch in one transaction; sending it again changes nothing."""
+        """Send points in order, in one transaction if they are few enough; sending them again changes nothing."""
+        while len(metrics) > METRICS_IN_A_BATCH:  # one step of a deep model with many experts
+            self._client.log_batch(self.run_id, metrics=metrics[:METRICS_IN_A_BATCH])
+            metrics = metrics[METRICS_IN_A_BATCH:]
         self._client.log_batch(self.run_id, metrics=metrics, tags=tags)
 
     def finish(self, status: str) -> None:

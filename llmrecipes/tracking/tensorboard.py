@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.tracking.experts import expert_metrics
 
 TRAIN = (
     "loss",
@@ -16,6 +18,7 @@ TRAIN = (
     "memory_bytes",
     "mfu",
     "mfu_causal",
+    "moe_aux_loss",
 )
 VALID = ("valid_loss", "valid_bits_per_byte")
 
@@ -37,6 +40,8 @@ class TensorBoardSink:
     def step(self, metrics: StepMetrics) -> None:
         if metrics.step % self._log_interval == 0:
             self._write("train", TRAIN, metrics)
+            for key, value in expert_metrics([asdict(layer) for layer in metrics.experts or ()]).items():
+                self._writer.add_scalar(key, value, metrics.step, metrics.time)
 
     def eval(self, metrics: EvalMetrics) -> None:
         self._write("valid", VALID, metrics)

@@ -34,7 +34,7 @@ def close(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
             f"\nheld-out text: {bits:.3f} bits per byte (loss {loop.valid_loss:.4f}); gzip -9 needs {gzip:.3f}",
             markup=False,
         )
-    if spec.sample:
+    if spec.sample and loop.world.holds_whole_model:
         _sample(spec, prepared, loop)
     console().print(f"\nagain: llmrecipes generate {spec.run_dir} --prompt 'def '", markup=False)
 
@@ -72,7 +72,7 @@ def _sample(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     tokenizer = prepared.tokenizer()
     prompt = PROMPTS.get(spec.recipe.data.sources[0].type, "The ")
     ids = generate(
-        loop.engine.module,
+        loop.engine.modules[0],
         tokenizer.encode(prompt),
         max_new_tokens=SAMPLE_TOKENS,
         sampling=Sampling(seed=spec.recipe.train.seed),

@@ -1,4 +1,4 @@
-"""One optimizer step on megatron-core: data parallel, distributed optimizer, mixed precision.
+"""One optimizer step on megatron-core, in any layout, with mixed precision and the distributed optimizer.
 
 The loop owns the order of things, the engine owns their arithmetic.
 """
@@ -10,21 +10,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from llmrecipes.model.config import DTYPES
-from llmrecipes.model.gpt import BuiltModel
+from llmrecipes.model.context import own_chunks, prediction_weights
+from llmrecipes.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.platform import Platform
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.balance import RouterBalance
 
 Batch = dict[str, torch.Tensor]
 
@@ -48,7 +53,9 @@ class StepResult:
 
 
 class MegatronEngine:
-    """Model, gradients, optimizer and schedule of one rank. `local_loss` is this rank's part of the last loss.
+    """Model, gradients, optimizer and schedule of one rank.
+
+    `local_loss` is this rank's part of the last loss; `balance` counts what routers do (None for a dense model).
 
     Args:
         recipe: the resolved recipe.
@@ -59,11 +66,15 @@ class MegatronEngine:
 
     def __init__(self, recipe: Recipe, plan: Plan, built: BuiltModel, platform: Platform) -> None:
         self.recipe, self.plan, self.platform = recipe, plan, platform
-        self.module = built.module
+        self.modules: tuple[RecipeGPTModel, ...] = built.modules
+        self.balance: RouterBalance | None = None
+        if recipe.model.num_moe_experts:
+            self.balance = RouterBalance(self.modules, recipe.model, plan, platform.device)
         if recipe.train.torch_compile:
-            self.module.compile_layers()
-        self.ddp = _data_parallel(recipe, built)
-        self.optimizer: MegatronOptimizer = get_megatron_optimizer(_optimizer_config(recipe), [self.ddp])
+            for module in self.modules:
+                module.compile_layers()
+        self.chunks = [_data_parallel(recipe, built, number) for number in range(len(built.modules))]
+        self.optimizer: MegatronOptimizer = get_megatron_optimizer(_optimizer_config(recipe), self.chunks)
         _allocate_optimizer_state(self.optimizer)
         self.scheduler = _scheduler(recipe, plan, self.optimizer)
         self.local_loss = 0.0
@@ -71,18 +82,20 @@ class MegatronEngine:
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         if recipe.parallelism.overlap_grad_reduce:
-            config.no_sync_func = self.ddp.no_sync
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._forward_backward = get_forward_backward_func()
 
     def train_step(self, batches: Iterator[Batch], *, stop: bool = False) -> StepResult:
         """One optimizer step on the next global batch.
 
         Args:
-            batches: this rank's micro-batches, each tensor [micro_batch_size, seq_length].
+            batches: micro-batches of this data-parallel rank, each tensor [micro_batch_size, seq_length].
             stop: whether this rank was asked to stop. It travels with the loss, so that agreeing costs nothing.
         """
-        self.ddp.train()
-        self.ddp.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss, stopping = self._run(batches, forward_only=False, stop=stop)
         scale = float(self.optimizer.get_loss_scale()) if self.recipe.train.precision == "fp16" else None
@@ -100,12 +113,14 @@ class MegatronEngine:
         """Mean validation loss per token, without dropout and label smoothing.
 
         Args:
-            batches: this rank's micro-batches of the validation split.
+            batches: micro-batches of this data-parallel rank, of the validation split.
             global_batches: how many global batches to read.
         """
-        self.ddp.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         losses = [self._run(batches, forward_only=True)[0] for _ in range(global_batches)]
-        self.ddp.train()
+        for chunk in self.chunks:
+            chunk.train()
         return math.fsum(losses) / len(losses)
 
     @contextmanager
@@ -115,21 +130,27 @@ class MegatronEngine:
         With `overlap_param_gather` the last update travels during the next forward pass, so without this a save would
         have the parameters of before, and a forward pass of one rank alone would wait for the others for ever.
         """
-        if not self.recipe.parallelism.overlap_param_gather:
-            yield
-            return
-        self.ddp.disable_forward_pre_hook()
+        overlapped = self.chunks if self.recipe.parallelism.overlap_param_gather else []
+        for chunk in overlapped:
+            chunk.disable_forward_pre_hook()
         try:
             yield
         finally:
-            self.ddp.enable_forward_pre_hook()
+            for chunk in overlapped:
+                chunk.enable_forward_pre_hook()
 
     def close(self) -> None:
         """Let go of the model, its memory and its process groups.
 
-        megatron-core's gradient hooks hold the model from inside autograd, where Python's collector does not look.
+        megatron-core's gradient hooks hold the model, and the model's configuration the optimizer, from inside
+        autograd, where Python's collector does not look.
         """
-        vars(self.ddp).clear()
+        config = self.chunks[0].config
+        config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
+        for chunk in self.chunks:
+            vars(chunk).clear()
+        # A table of the process, whose width is that of this model.
+        MTPLossLoggingHelper.tracker.clear()
 
     @property
     def learning_rate(self) -> float:
@@ -137,28 +158,49 @@ class MegatronEngine:
         return float(next(group["lr"] for group in self.optimizer.param_groups if group["params"]))
 
     def _run(self, batches: Iterator[Batch], *, forward_only: bool, stop: bool = False) -> tuple[float, bool]:
-        size = self.recipe.train.micro_batch_size
         outputs = self._forward_backward(
             forward_step_func=self._forward_step,
-            data_iterator=batches,
-            model=[self.ddp],
+            data_iterator=self._for_chunks(batches),
+            model=self.chunks,
             num_microbatches=self.plan.num_microbatches,
             seq_length=self.recipe.model.seq_length,
-            micro_batch_size=size,
+            micro_batch_size=self.recipe.train.micro_batch_size,
             decoder_seq_length=self.recipe.model.seq_length,
             forward_only=forward_only,
         )
-        totals = torch.stack([output["loss"] for output in outputs]).sum(dim=0)
-        mine = totals.clone()
-        totals = torch.cat([totals, totals.new_tensor([float(stop)])])
+        # Summed loss, tokens, and whether to stop. Only the last stage has losses; the tensor-parallel ranks of it have
+        # the same ones, which cancels out.
+        totals = torch.zeros(3, dtype=torch.float64, device=self.platform.device)
+        for output in outputs:
+            totals[:2] += output["loss"]
+        self.local_loss = float(totals[0] / totals[1].clamp(min=1.0))
+        totals[2] = float(stop)
         dist.all_reduce(totals)
         loss_sum, tokens, stops = totals.tolist()
-        self.local_loss = float(mine[0] / mine[1].clamp(min=1.0))
         return loss_sum / max(tokens, 1.0), stops > 0
+
+    def _for_chunks(self, batches: Iterator[Batch]) -> Any:
+        if len(self.chunks) == 1:
+            return batches
+        # Each virtual stage goes through all micro-batches in its own time.
+        of_this_step = list(islice(batches, self.plan.num_microbatches))
+        return [iter(of_this_step) for _ in self.chunks]
 
     def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in next(batches).items()}
-        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        parts = parallel_state.get_context_parallel_world_size()
+        number = parallel_state.get_context_parallel_rank()
+        depths = self.recipe.model.mtp_num_layers
+        weights = prediction_weights(batch["loss_mask"], depths, parts, number) if depths else []
+        batch = own_chunks(batch, parts, number)
+        losses = model(
+            batch["tokens"],
+            batch["position_ids"],
+            None,
+            labels=batch["labels"],
+            loss_mask=torch.ones_like(batch["loss_mask"]) if weights else batch["loss_mask"],
+            prediction_weights=weights,
+        )
         return losses, partial(_sum_over_tokens, batch["loss_mask"])
 
 
@@ -172,7 +214,7 @@ def _sum_over_tokens(
     return total, tokens.to(torch.int), {"loss": report}
 
 
-def _data_parallel(recipe: Recipe, built: BuiltModel) -> DistributedDataParallel:
+def _data_parallel(recipe: Recipe, built: BuiltModel, number: int) -> DistributedDataParallel:
     parallelism = recipe.parallelism
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=parallelism.grad_reduce_in_fp32 or recipe.train.precision == "fp32",
@@ -180,7 +222,8 @@ def _data_parallel(recipe: Recipe, built: BuiltModel) -> DistributedDataParallel
         overlap_param_gather=parallelism.overlap_param_gather,
         use_distributed_optimizer=parallelism.use_distributed_optimizer,
     )
-    return DistributedDataParallel(built.config, config, built.module)
+    # The first chunk's gradients are the last to come; only they need buckets to overlap with the rest.
+    return DistributedDataParallel(built.config, config, built.modules[number], disable_bucketing=number > 0)
 
 
 def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
@@ -211,7 +254,8 @@ def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     # Otherwise the moments appear at the first update: too late to be saved before it (every step can overflow in
     # fp16), and too late to run out of memory.
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        part.init_state_fn(part.optimizer, part.config)
+        if part.optimizer is not None:  # a stage may have no parameters of a kind
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def _scheduler(recipe: Recipe, plan: Plan, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 
-from llmrecipes.faults.numerics import NonFinite, first_bad_parameter, named_gradients
+from llmrecipes.faults.numerics import BadParameter, NonFinite, first_bad_parameter, named_gradients
+from llmrecipes.model.gpt import RecipeGPTModel
 from llmrecipes.train.engine import MegatronEngine, StepResult
 from llmrecipes.train.world import World
+
+_Finding = tuple[int, bool, BadParameter | None]
+"""Rank, whether its own loss is bad, and the first bad tensor it has."""
 
 
 def require_finite(step: int, result: StepResult, engine: MegatronEngine, world: World) -> None:
@@ -27,15 +34,34 @@ def require_finite(step: int, result: StepResult, engine: MegatronEngine, world:
     norm_is_bad = result.grad_norm is not None and not math.isfinite(result.grad_norm)
     if not (loss_is_bad or norm_is_bad):
         return
-    bad = first_bad_parameter(named_gradients(engine.module))
-    findings: list[tuple[int, bool, object]] = [(0, False, None)] * world.size
+    bad = first_bad_parameter(_named(engine))
+    findings: list[_Finding] = [(0, False, None)] * world.size
     dist.all_gather_object(findings, (world.rank, not math.isfinite(engine.local_loss), bad))
-    # Gradients are summed over ranks, so a bad one is bad everywhere; a bad loss tells whose batch it was.
-    rank, _, first = min(findings, key=lambda found: (not found[1], found[2] is None, found[0]))
+    rank, _, first = min(findings, key=_distance_from_cause)
     raise NonFinite(
         step=step,
         rank=rank,
         quantity="loss" if loss_is_bad else "gradient norm",
         value=result.loss if loss_is_bad else float(result.grad_norm or 0.0),
-        first_bad=first,  # type: ignore[arg-type]
+        first_bad=first,
     )
+
+
+def _distance_from_cause(finding: _Finding) -> tuple[bool, bool, bool, int]:
+    # A bad weight is where it began. Gradients are summed over ranks, so a bad one is bad everywhere; a bad loss tells
+    # whose batch it was.
+    rank, loss_is_bad, bad = finding
+    return bad is None or bad.name.endswith(".grad"), not loss_is_bad, bad is None, rank
+
+
+def _named(engine: MegatronEngine) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters of this rank, then all gradients, with layers as the whole model counts them."""
+    found = [pair for module in engine.modules for pair in _as_in_the_whole_model(module)]
+    yield from sorted(found, key=lambda pair: pair[0].endswith(".grad"))
+
+
+def _as_in_the_whole_model(module: RecipeGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
+    numbers = [layer.layer_number - 1 for layer in module.decoder.layers]
+    for name, tensor in named_gradients(module):
+        local = re.match(r"decoder\.layers\.(\d+)(.*)", name)
+        yield f"decoder.layers.{numbers[int(local[1])]}{local[2]}" if local else name, tensor

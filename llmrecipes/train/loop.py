@@ -17,6 +17,7 @@ from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.train.balance import Balance
 from llmrecipes.train.engine import Batch, MegatronEngine, StepResult
 from llmrecipes.train.finite import require_finite
 from llmrecipes.train.state import Progress, sharded_state
@@ -141,9 +142,13 @@ class Loop:
         return Outcome.FINISHED
 
     def _step(self, progress: Progress, batches: Iterator[Batch]) -> tuple[Progress, bool]:
+        counter = self.engine.balance if self._is_shown(progress.step + 1) else None
+        if counter is not None:
+            counter.start()
         started = time.perf_counter()
         result = self.engine.train_step(batches, stop=self.stop.requested)
         seconds = time.perf_counter() - started
+        balance = None if counter is None else counter.collect()
         progress = Progress(
             step=progress.step + 1,
             consumed_samples=progress.consumed_samples + self.recipe.train.global_batch_size,
@@ -152,12 +157,15 @@ class Loop:
         )
         self.losses.append(result.loss)
         require_finite(progress.step, result, self.engine, self.world)
-        self._report(progress, result, seconds)
+        self._report(progress, result, seconds, balance)
         self._require_loss_scale(progress, result)
         self.after_step()
         return progress, result.stop or progress.step == self.stop_after
 
-    def _report(self, progress: Progress, result: StepResult, seconds: float) -> None:
+    def _is_shown(self, step: int) -> bool:
+        return step % self.recipe.train.log_interval == 0 or step == self.recipe.train.train_iters
+
+    def _report(self, progress: Progress, result: StepResult, seconds: float, balance: Balance | None) -> None:
         rate = self.plan.tokens_per_step / seconds
         self.tracker.step(
             StepMetrics(
@@ -174,6 +182,8 @@ class Loop:
                 memory_bytes=self.engine.platform.peak_memory(),
                 mfu=self._utilisation(rate, self.plan.flops_per_token_full),
                 mfu_causal=self._utilisation(rate, self.plan.flops_per_token_causal),
+                moe_aux_loss=None if balance is None else balance.aux_loss,
+                experts=None if balance is None else balance.layers,
             )
         )
         if result.skipped:
@@ -218,7 +228,7 @@ class Loop:
             step=progress.step,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
-            layout={"world_size": self.world.size, "data_parallel_size": self.world.data_parallel_size},
+            layout=self.plan.layout,
             recipe_hash=self.recipe_hash,
         )
         self.saver.save(sharded_state(self.engine, progress), info)

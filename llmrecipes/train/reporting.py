@@ -14,6 +14,7 @@ from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.environment import capture
+from llmrecipes.tracking.events import Note
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.train.loop import NoTracker, Tracker
 from llmrecipes.train.spec import RunSpec
@@ -62,7 +63,9 @@ def open_tracker(spec: RunSpec, plan: Plan, built: BuiltModel, world: World, pro
         runs_dir=spec.runs_dir,
         resumed_step=progress.step,
         total_steps=spec.recipe.train.train_iters,
-        tags={"layout": f"dp{world.data_parallel_size}"},
+        tags={"layout": f"dp{world.data_parallel_size}", **spec.tags},
         console=console(),
     ) as tracker:
+        if spec.restart:
+            tracker.note(Note(step=progress.step, event="restarted", details={"restart": spec.restart, **spec.tags}))
         yield tracker

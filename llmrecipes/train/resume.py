@@ -14,6 +14,12 @@ from llmrecipes.train.state import Progress, restore, sharded_state
 from llmrecipes.train.world import World
 
 
+def random_layout(engine: MegatronEngine) -> dict[str, int]:
+    """Degrees that random states belong to."""
+    keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    return {key: getattr(engine.recipe.parallelism, key) for key in keys}
+
+
 def resume(engine: MegatronEngine, store: CheckpointStore, world: World) -> Progress:
     """Restore the newest valid checkpoint into the engine, where there is one.
 
@@ -26,7 +32,9 @@ def resume(engine: MegatronEngine, store: CheckpointStore, world: World) -> Prog
     entry: Entry | None = found[0]
     if entry is None:
         return Progress()
-    progress = restore(engine, load(entry, sharded_state(engine, Progress(), loading=True)))
+    same_place = all(entry.manifest.layout.get(key, 1) == degree for key, degree in random_layout(engine).items())
+    frame = sharded_state(engine, Progress(), loading=True, random=same_place)
+    progress = restore(engine, load(entry, frame))
     if progress.step > engine.recipe.train.train_iters:
         raise UserError(
             f"train.train_iters is {engine.recipe.train.train_iters}, but the run has done {progress.step} steps",

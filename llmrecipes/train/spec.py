@@ -29,3 +29,7 @@ class RunSpec(BaseModel):
     """Save and stop after this step, as a signal would make it."""
     sample: bool = True
     """End with a text sample."""
+    restart: Annotated[int, Field(ge=0)] = 0
+    """How often a scheduler has started this job again."""
+    tags: dict[str, str] = {}
+    """What MLflow is told about where the run is, such as the number of its job."""

@@ -69,9 +69,9 @@ def run(spec: RunSpec) -> ExitCode:
     recipe = spec.recipe
     platform = select(int(os.environ.get("LOCAL_RANK", "0")))
     platform.install()
-    cluster = detect()
+    cluster = detect().times(_nodes())
     with ExitStack() as stack:
-        world = stack.enter_context(join(platform, recipe.train.seed))
+        world = stack.enter_context(join(platform, recipe.train.seed, recipe.parallelism))
         plan = derive(recipe, world.size, cluster)
         prepared = open_prepared(recipe, spec.data_dir)
         feed = open_feed(recipe, prepared, world, pin_memory=platform.name == "cuda")
@@ -97,7 +97,8 @@ def run(spec: RunSpec) -> ExitCode:
         tracker = stack.enter_context(open_tracker(spec, plan, built, world, progress))
         after_step = stack.enter_context(profiled(spec.profile_steps, spec.run_dir / "logs", world.rank))
         if spec.anomaly:
-            stack.enter_context(anomaly_mode(built.module))
+            for module in built.modules:
+                stack.enter_context(anomaly_mode(module))
         peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
         loop = Loop(
             recipe=recipe,
@@ -124,6 +125,11 @@ def run(spec: RunSpec) -> ExitCode:
             if world.is_first and outcome is Outcome.FINISHED:
                 close(spec, prepared, loop)
     return outcome.value
+
+
+def _nodes() -> int:
+    """Nodes of this run: launchers start as many ranks on each."""
+    return max(1, int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _newest(store: object) -> str:

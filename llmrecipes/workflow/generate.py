@@ -10,6 +10,7 @@ from llmrecipes.cluster import detect
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
+from llmrecipes.recipe.schema import Parallelism
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     from llmrecipes.generate import Sampling, generate
     from llmrecipes.model.gpt import build
     from llmrecipes.platform import select
-    from llmrecipes.train.state import model_state
+    from llmrecipes.train.state import load_model, model_state
     from llmrecipes.train.world import join
 
     recipe = load_recipe(str(run_dir / "recipe.yaml")).recipe
@@ -62,13 +63,15 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     prompt = tokenizer.encode(request.prompt)
     platform = select()
     platform.install()
-    with join(platform, recipe.train.seed):
-        module = build(recipe, derive(recipe, 1, detect()), platform).module
-        module.load_state_dict(load(entry, {"model": model_state(module)})["model"])
+    # One process holds the whole model, whatever layout trained it.
+    recipe = recipe.model_copy(update={"parallelism": Parallelism()})
+    with join(platform, recipe.train.seed, recipe.parallelism):
+        built = build(recipe, derive(recipe, 1, detect()), platform)
+        load_model(built.modules, load(entry, model_state(built.modules)))
         for number in range(request.num_samples):
             sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed + number)
             ids = generate(
-                module,
+                built.module,
                 prompt,
                 max_new_tokens=request.max_new_tokens,
                 sampling=sampling,

@@ -14,7 +14,7 @@ from typing import Any
 from llmrecipes.cluster import Cluster, detect
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.plan.check import check
-from llmrecipes.plan.derive import derive
+from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunSpec
@@ -62,13 +62,13 @@ class SmokeResult:
         )
 
 
-def smoke(recipe: Recipe, places: Places, ranks: int, say: Callable[[str], None]) -> SmokeResult:
+def smoke(recipe: Recipe, places: Places, nproc: int | None, say: Callable[[str], None]) -> SmokeResult:
     """Rehearse a recipe here.
 
     Args:
         recipe: the full recipe; its proxy is what runs.
         places: where runs and data are kept.
-        ranks: processes.
+        nproc: ranks; None for `default_world_size` of the small recipe.
         say: receives one line for each thing that takes time.
 
     Raises:
@@ -76,6 +76,7 @@ def smoke(recipe: Recipe, places: Places, ranks: int, say: Callable[[str], None]
     """
     small = proxy(recipe)
     cluster = detect()
+    ranks = default_world_size(small, cluster) if nproc is None else nproc
     check(small, derive(small, ranks, cluster), cluster)
     from llmrecipes.data.prepare import prepare
 

@@ -12,12 +12,16 @@ from pathlib import Path
 from llmrecipes.cluster import Cluster, detect
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.local import run_ranks
+from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import default_world_size, derive
+from llmrecipes.recipe.fixes import multiples
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.status import read
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.overfit import one_batch_recipe
+from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
 
 RUN_ID = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-"
 
@@ -40,10 +44,15 @@ class Wishes:
     anomaly: bool = False
     profile_steps: int = 0
     sample: bool = True
+    cluster: str | None = None
+    node: Node | None = None
+    """Which of several machines this is; None: the only one."""
+    max_restarts: int = 0
+    """How often ranks that end with a fault are started again."""
 
 
 def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], None]) -> int:
-    """Run a recipe on this machine, or go on with a run.
+    """Run a recipe on this machine, or its part of one on several machines, or go on with a run.
 
     Args:
         recipe: the resolved recipe.
@@ -57,16 +66,65 @@ def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], N
     Raises:
         UserError: nothing was started.
     """
+    if wishes.node is not None and wishes.run_id is None:
+        raise UserError(
+            "several nodes without --run-id", rule="all nodes work in one directory", fix="--run-id my-run-1"
+        )
+    if wishes.node is not None and wishes.max_restarts:
+        raise UserError(
+            f"{wishes.max_restarts} on several nodes", where="--max-restarts",
+            rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
+        )  # fmt: skip
     if wishes.overfit_batch:
         recipe = one_batch_recipe(recipe)
-    cluster = detect()
-    ranks = default_world_size(recipe, cluster) if wishes.nproc is None else wishes.nproc
+    nodes = 1 if wishes.node is None else wishes.node.nodes
+    cluster = detect().times(nodes)
+    ranks = max(nodes, default_world_size(recipe, cluster)) if wishes.nproc is None else wishes.nproc
+    _require_even_nodes(ranks, nodes)
+    if wishes.cluster is not None:
+        _set_environment_of(wishes.cluster, recipe, ranks, cluster, nodes)
     check(recipe, derive(recipe, ranks, cluster), cluster)
+    spec = new_spec(recipe, places, wishes)
+    if wishes.node is not None and finished(spec.run_dir, recipe.train.train_iters):
+        say(f"{spec.run_dir} has done all its steps")  # and the other nodes, which would be waited for, are gone
+        return int(ExitCode.DONE)
+    from llmrecipes.data.prepare import prepare
+
+    prepare(recipe, places.data_dir, progress=say)
+    if wishes.max_restarts == 0:
+        return start(spec, ranks, cluster, wishes.node)
+    return _start_again(spec, ranks, cluster, wishes.max_restarts, say)
+
+
+def _start_again(spec: RunSpec, ranks: int, cluster: Cluster, max_restarts: int, say: Callable[[str], None]) -> int:
+    """Start ranks, and after a fault start all of them again; they go on from the newest checkpoint.
+
+    Raises:
+        UserError: three restarts in a row found the same checkpoint, with `ExitCode.STOP`.
+    """
+    job, record = f"process {os.getpid()}", spec.run_dir / "logs" / STARTS
+    require_progress(record, job, 0, newest_step(spec.run_dir), max_restarts)
+    for restart in range(max_restarts + 1):
+        code = start(spec.model_copy(update={"restart": restart}), ranks, cluster, apart=True)
+        if code in tuple(ExitCode) or restart == max_restarts:
+            return code
+        step = newest_step(spec.run_dir)
+        require_progress(record, job, restart + 1, step, max_restarts)
+        say(f"the ranks ended with {code}; restart {restart + 1} of {max_restarts}, from step {step}")
+    raise AssertionError("the last restart returns")
+
+
+def new_spec(recipe: Recipe, places: Places, wishes: Wishes) -> RunSpec:
+    """What the ranks are told, once the run's directory is known to be there, to be writable, and to be this recipe's.
+
+    Raises:
+        UserError: it is not.
+    """
     run_id = new_run_id() if wishes.run_id is None else checked_run_id(wishes.run_id)
     run_dir = places.runs_dir / recipe.name / run_id
     _require_same_recipe(recipe, run_dir)
     _require_writable(run_dir)
-    spec = RunSpec(
+    return RunSpec(
         recipe=recipe,
         run_dir=run_dir,
         runs_dir=places.runs_dir,
@@ -76,33 +134,44 @@ def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], N
         profile_steps=wishes.profile_steps,
         sample=wishes.sample,
     )
-    from llmrecipes.data.prepare import prepare
-
-    prepare(recipe, places.data_dir, progress=say)
-    return start(spec, ranks, cluster)
 
 
-def start(spec: RunSpec, ranks: int, cluster: Cluster) -> int:
-    """Run all ranks to their end; returns the exit code."""
-    threads = max(1, int(cluster.cpu_cores) // ranks)
-    if ranks == 1:
+def start(spec: RunSpec, ranks: int, cluster: Cluster, node: Node | None = None, *, apart: bool = False) -> int:
+    """Run all ranks of this machine to their end; returns the exit code.
+
+    Args:
+        spec: what they are told.
+        ranks: of all nodes together.
+        cluster: all nodes together.
+        node: which of several this is.
+        apart: start a process even for a single rank.
+    """
+    # What the user has set wins, and may be more or less than an even share.
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, int(cluster.cpu_cores) // ranks))
+    if ranks == 1 and node is None and not apart:
         # The variable only counts before torch is loaded, which data preparation may have done.
         import torch
 
         from llmrecipes.train.worker import guarded
 
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
+        torch.set_num_threads(threads)
         return guarded(spec)
-    path = spec.run_dir / "logs" / "spec.json"
+    path = spec.run_dir / "logs" / ("spec.json" if node is None else f"spec-node-{node.number}.json")
     path.write_text(spec.model_dump_json(indent=2) + "\n", "utf-8")
     return run_ranks(
-        "llmrecipes.train.worker", [str(path)], world_size=ranks, threads=threads, logs=spec.run_dir / "logs"
+        "llmrecipes.train.worker", [str(path)], world_size=ranks, threads=threads, logs=spec.run_dir / "logs", node=node
     )
 
 
+def finished(run_dir: Path, train_iters: int) -> bool:
+    """Whether a run has done all its steps, so that a part of it which is started again has nothing to do."""
+    status = read(run_dir)
+    return status.get("state") == "finished" and status.get("step", 0) >= train_iters
+
+
 def new_run_id() -> str:
-    """UTC time and four random characters, so that ids sort by age and do not meet."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+    """UTC time and six random characters, so that ids sort by age and do not meet."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
 def checked_run_id(run_id: str) -> str:
@@ -119,6 +188,40 @@ def checked_run_id(run_id: str) -> str:
             fix="--run-id my-run-1",
         )
     return run_id
+
+
+def _require_even_nodes(ranks: int, nodes: int) -> None:
+    if ranks % nodes:
+        raise UserError(
+            f"{ranks} ranks on {nodes} nodes",
+            where="--nproc",
+            rule="--nproc counts the ranks of all nodes, and every node has as many",
+            fix=f"--nproc {multiples(ranks, nodes)}",
+        )
+
+
+def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, nodes: int) -> None:
+    """Check the run against nodes of a cluster profile, and set its variables for all ranks.
+
+    Raises:
+        UserError: no such profile, this machine is not of its kind, or the run does not fit there.
+    """
+    from llmrecipes.clusters.load import load_profile
+    from llmrecipes.clusters.machine import machine
+    from llmrecipes.launch.environment import environment, missing
+
+    profile = load_profile(name)
+    site = machine(profile, nodes)
+    if site.device != here.device:
+        raise UserError(
+            f"cluster profile {name} has {profile.gpus_per_node} GPUs a node, this machine has {len(here.gpus)}",
+            where="--cluster",
+            rule="a run is planned for the kind of machine it runs on",
+            fix=f"without --cluster it is planned for this machine; llmrecipes show RECIPE --cluster {name} plans only",
+        )
+    plan = derive(recipe, ranks, site)
+    check(recipe, plan, site)
+    os.environ.update(missing(environment(profile, plan, ranks // nodes), os.environ))
 
 
 def _require_same_recipe(recipe: Recipe, run_dir: Path) -> None:

@@ -57,7 +57,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: int, name: str = BAD) -> None:
         calls[0] += 1
         if calls[0] == at:
             with torch.no_grad():
-                engine.module.get_parameter(name)[1, 2] = math.nan
+                engine.modules[0].get_parameter(name)[1, 2] = math.nan
         return real(engine, *arguments, **options)
 
     monkeypatch.setattr(MegatronEngine, "train_step", step)

@@ -47,9 +47,10 @@ class Runs:
     def directory(self, run_id: str) -> Path:
         return self._runs_dir / "signals" / run_id
 
-    def start(self, run_id: str, ranks: int = 1) -> subprocess.Popen[str]:
+    def start(self, run_id: str, ranks: int = 1, *options: str) -> subprocess.Popen[str]:
         places = ("--runs-dir", str(self._runs_dir), "--data-dir", str(self._data_dir))
-        return start_command("train", self._recipe, "--run-id", run_id, "--nproc", str(ranks), "--no-sample", *places)
+        words = ("--run-id", run_id, "--nproc", str(ranks), "--no-sample", *places, *options)
+        return start_command("train", self._recipe, *words)
 
     def saved_steps(self, run_id: str) -> list[int]:
         return [entry.step for entry in CheckpointStore(self.directory(run_id) / "checkpoints").entries()]
@@ -129,6 +130,16 @@ def test_when_one_rank_is_killed_the_command_ends_and_leaves_no_process(runs: Ru
     assert "rank 1" in printed
     _, alive = psutil.wait_procs(everyone, timeout=20)
     assert alive == []
+
+
+def test_a_run_goes_on_by_itself_after_a_rank_was_killed(runs: Runs) -> None:
+    process = runs.start("restarted", 2, "--max-restarts", "2")
+    wait_for_step(process, runs.directory("restarted"), 18)
+    ranks = {p.environ().get("RANK"): p for p in psutil.Process(process.pid).children()}
+    ranks["1"].kill()
+    printed = finish(process, 0)
+    assert "the ranks ended with 137; restart 1 of 2, from step " in printed
+    runs.require_same("restarted", "whole-2")
 
 
 def test_two_commands_cannot_train_one_run(runs: Runs) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
+import shutil
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from llmrecipes.checkpoint.compatibility import compatibility, differences, require_compatible
 from llmrecipes.checkpoint.loader import load
@@ -114,6 +118,40 @@ def test_bytes_outside_the_checkpoint_are_not_read(checkpoint: Path, group: dist
 
 def test_our_own_checkpoints_pass(checkpoint: Path) -> None:
     assert {key.split("/")[0] for key in audit(checkpoint).state_dict_metadata} >= {"weight", "rng"}
+
+
+class AsPython3112(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do, or a name of something else in their place."""
+
+    def __init__(self, stream: io.BytesIO, instead: tuple[object, str] | None = None) -> None:
+        super().__init__(stream)
+        self.instead = instead
+
+    def reducer_override(self, found: object) -> Any:
+        if isinstance(found, Enum):
+            return getattr, self.instead or (type(found), found.name)
+        return NotImplemented
+
+
+def test_checkpoints_of_debian_12_pass(checkpoint: Path) -> None:
+    metadata = audit(checkpoint)
+    stream = io.BytesIO()
+    AsPython3112(stream).dump(metadata)
+    (checkpoint / ".metadata").write_bytes(stream.getvalue())
+    assert b"getattr" in stream.getvalue()
+    assert audit(checkpoint) == metadata
+
+
+def test_no_other_attribute_is_read(checkpoint: Path) -> None:
+    for instead in ((Path, "home"), (_MEM_FORMAT_ENCODING, "__class__")):
+        stream = io.BytesIO()
+        AsPython3112(stream, instead).dump(dcp.FileSystemReader(checkpoint).read_metadata())
+        damaged = checkpoint.with_name("damaged")
+        shutil.copytree(checkpoint, damaged)
+        (damaged / ".metadata").write_bytes(stream.getvalue())
+        with pytest.raises(UserError, match="getattr"):
+            audit(damaged)
+        shutil.rmtree(damaged)
 
 
 def recipe(**changes: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The optimizer state made in place is megatron-core's own, for a real model and its distributed optimizer."""
+"""The optimizer state made in place is megatron-core's own, and comes back, for a real model and either optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from llmrecipes.checkpoint.loader import load
 from llmrecipes.checkpoint.manifest import CheckpointInfo
-from llmrecipes.checkpoint.optimizer_state import sharded_optimizer_state
+from llmrecipes.checkpoint.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.cluster import detect
@@ -52,21 +52,22 @@ def recipe(precision: str, distributed: bool) -> Recipe:
     )
 
 
-@pytest.fixture(params=[("fp32", True), ("bf16", True), ("bf16", False)], ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(
+    params=[("fp32", True), ("fp32", False), ("bf16", True), ("bf16", False)], ids=lambda case: f"{case[0]}-{case[1]}"
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[MegatronEngine]:
     chosen = recipe(*request.param)
     platform = select()
     platform.install()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WORLD_SIZE", raising=False)
-        with join(platform, seed=1) as world:
+        with join(platform, 1, chosen.parallelism) as world:
             plan = derive(chosen, world.size, detect())
             engine = MegatronEngine(chosen, plan, build(chosen, plan, platform), platform)
             for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
                 for state in part.optimizer.state.values():
                     for value in state.values():
-                        if isinstance(value, torch.Tensor) and value.dim():
-                            value.copy_(torch.randn_like(value))
+                        value.copy_(torch.randn_like(value) if value.dim() else torch.tensor(3.0))
             yield engine
 
 
@@ -93,24 +94,25 @@ def differing(ours: Any, theirs: Any, path: str = "") -> list[str]:
     return [] if ours == theirs else [path]
 
 
+@pytest.mark.parametrize("engine", [("fp32", True), ("bf16", True)], ids=("fp32", "bf16"), indirect=True)
 def test_it_is_what_megatron_core_makes(engine: MegatronEngine) -> None:
-    ours = sharded_optimizer_state(engine.optimizer, model_state(engine.module), metadata())
-    model = model_state(engine.module)
-    theirs = engine.optimizer.sharded_state_dict(model, is_loading=False, metadata=metadata())
+    ours = sharded_optimizer_state(engine.optimizer, model_state(engine.modules), metadata())
+    theirs = engine.optimizer.sharded_state_dict(model_state(engine.modules), is_loading=False, metadata=metadata())
     apply_factories(ours)
     apply_factories(theirs)
-    assert differing(ours, theirs) == []
+    assert differing(ours["param_state"][0], theirs["param_state"]) == []
 
 
-def test_it_loads_back_through_megatron_core(engine: MegatronEngine, tmp_path: Path) -> None:
+def test_it_loads_back(engine: MegatronEngine, tmp_path: Path) -> None:
+    inner = [part.optimizer for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])]
+
     def state() -> list[torch.Tensor]:
-        parts = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
         return [
             value
-            for part in parts
-            for group in part.optimizer.param_groups
+            for each in inner
+            for group in each.param_groups
             for parameter in group["params"]
-            for value in (parameter.detach(), *part.optimizer.state[parameter].values())
+            for value in (parameter.detach(), *each.state[parameter].values())
             if isinstance(value, torch.Tensor)
         ]
 
@@ -119,13 +121,13 @@ def test_it_loads_back_through_megatron_core(engine: MegatronEngine, tmp_path: P
     wanted = [value.clone() for value in state()]
     assert wanted
     with AsyncSaver(store, saver_group()) as saver:
-        model = model_state(engine.module)
+        model = model_state(engine.modules)
         saver.save({"optimizer": sharded_optimizer_state(engine.optimizer, model, metadata())}, info)
         for value in state():
             value.fill_(7)
         saver.wait()
     entry = store.latest_valid()
     assert entry is not None
-    frame = engine.optimizer.sharded_state_dict(model_state(engine.module), is_loading=True, metadata=metadata())
-    engine.optimizer.load_state_dict(load(entry, {"optimizer": frame})["optimizer"])
+    frame = sharded_optimizer_state(engine.optimizer, model_state(engine.modules), metadata(), loading=True)
+    load_optimizer_state(engine.optimizer, load(entry, {"optimizer": frame})["optimizer"])
     assert all(torch.equal(new, old) for new, old in zip(state(), wanted, strict=True))

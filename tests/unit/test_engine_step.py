@@ -18,7 +18,7 @@ WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
 def snapshot(engine: MegatronEngine) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in engine.modules[0].named_parameters()}
 
 
 # -- learning rate ---------------------------------------------------------------------------------------------------
@@ -99,10 +99,10 @@ def test_weight_decay_spares_norms_and_biases(shape: dict[str, Any]) -> None:
     optimizer = {"lr": 0.5, "weight_decay": 0.1, "adam_eps": 1e30}
     engine = engine_of(tiny(model=shape, optimizer=optimizer, scheduler={"lr_decay_style": "constant"}))
     with torch.no_grad():
-        for parameter in engine.module.parameters():
+        for parameter in engine.modules[0].parameters():
             parameter.fill_(1.0)
     steps(engine, 1)
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in engine.modules[0].named_parameters():
         expected = 1.0 if "layernorm" in name or name.endswith("bias") else 1 - 0.5 * 0.1
         torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, expected), msg=name)
 
@@ -147,13 +147,13 @@ def test_the_micro_batch_size_changes_no_number(precision: str, bound: float) ->
 def test_the_loss_is_the_mean_over_tokens_that_count() -> None:
     engine = engine_of(tiny())
     recipe = engine.recipe
-    engine.module.eval()
+    engine.modules[0].eval()
     total = count = 0.0
     source = random_batches(recipe)
     for _ in range(engine.plan.num_microbatches):
         batch = next(source)
         with torch.no_grad():
-            losses = engine.module(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+            losses = engine.modules[0](batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         total += (losses * batch["loss_mask"]).sum().item()
         count += batch["loss_mask"].sum().item()
     assert 0 < count < recipe.train.global_batch_size * recipe.model.seq_length
@@ -167,7 +167,7 @@ def test_evaluation_moves_nothing_and_drops_nothing() -> None:
     one, other = (engine.evaluate(random_batches(engine.recipe), 2) for _ in range(2))
     assert one == other
     assert all(torch.equal(before[name], now) for name, now in snapshot(engine).items())
-    assert engine.module.training
+    assert engine.modules[0].training
     assert abs(steps(engine, 1)[0].loss - one) > 1e-3
 
 
@@ -179,7 +179,7 @@ def test_half_precision_follows_fp32(precision: str) -> None:
     def run(kind: str) -> list[float]:
         train = {"precision": kind, "initial_loss_scale": 1024.0, "train_iters": 20}
         engine = engine_of(tiny(train=train, optimizer={"lr": 3e-3}))
-        assert next(engine.module.parameters()).dtype is {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        assert next(engine.modules[0].parameters()).dtype is {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
             kind, torch.float32
         )
         return [result.loss for result in steps(engine, 20)]

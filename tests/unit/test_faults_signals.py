@@ -98,3 +98,12 @@ def test_forked_workers_survive_the_jobs_signals() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         for descriptor in (*ready, *release):
             os.close(descriptor)
+
+
+def test_a_signal_that_was_blocked_until_now_counts() -> None:
+    """Launchers block warnings until a rank has a handler for them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    signal.raise_signal(signal.SIGUSR1)
+    with catch_signals(lambda: "none") as request:
+        assert request.requested
+        assert request.signal == signal.SIGUSR1

@@ -1,4 +1,4 @@
-"""The model against transformers, megatron-core's own attention and loss, and itself without recomputation."""
+"""The model against megatron-core's own attention and loss, and itself without recomputation."""
 
 from __future__ import annotations
 
@@ -45,107 +45,6 @@ def logits(module: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = module(ids, positions, None)
     return found
-
-
-# -- transformers ----------------------------------------------------------------------------------------------------
-
-
-def split_qkv(fused: torch.Tensor, groups: int) -> list[torch.Tensor]:
-    """Query, key and value rows of megatron-core's projection, which holds them group by group."""
-    width, each = HIDDEN // HEADS, HEADS // groups
-    rows = fused.reshape(groups, each + 2, width, *fused.shape[1:])
-    parts = (rows[:, :each], rows[:, each : each + 1], rows[:, each + 1 :])
-    return [part.reshape(-1, *fused.shape[1:]) for part in parts]
-
-
-def as_gpt2(module: torch.nn.Module) -> torch.nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=512, n_positions=LENGTH, n_embd=HIDDEN, n_layer=2, n_head=HEADS, activation_function="gelu"
-    )
-    ours = module.state_dict()
-    state = {
-        "transformer.wte.weight": ours["embedding.word_embeddings.weight"],
-        "lm_head.weight": ours["embedding.word_embeddings.weight"],
-        "transformer.wpe.weight": ours["embedding.position_embeddings.weight"],
-        "transformer.ln_f.weight": ours["decoder.final_layernorm.weight"],
-        "transformer.ln_f.bias": ours["decoder.final_layernorm.bias"],
-    }
-    names = {
-        "ln_1": "input_layernorm", "attn.c_proj": "self_attention.linear_proj", "ln_2": "pre_mlp_layernorm",
-        "mlp.c_fc": "mlp.linear_fc1", "mlp.c_proj": "mlp.linear_fc2",
-    }  # fmt: skip
-    for layer in range(2):
-        theirs, here = f"transformer.h.{layer}.", f"decoder.layers.{layer}."
-        for kind in ("weight", "bias"):
-            for name, mine in names.items():
-                value = ours[f"{here}{mine}.{kind}"]
-                # transformers' Conv1D holds its matrices transposed.
-                state[f"{theirs}{name}.{kind}"] = value.t() if value.dim() == 2 else value
-            fused = torch.cat(split_qkv(ours[f"{here}self_attention.linear_qkv.{kind}"], HEADS))
-            state[f"{theirs}attn.c_attn.{kind}"] = fused.t() if fused.dim() == 2 else fused
-    return loaded(GPT2LMHeadModel(config), state)
-
-
-def as_llama(module: torch.nn.Module, rope: dict[str, Any]) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=HIDDEN, intermediate_size=176, num_hidden_layers=2, num_attention_heads=HEADS,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, rms_norm_eps=1e-5, tie_word_embeddings=False,
-        rope_parameters=rope,
-    )  # fmt: skip
-    ours = module.state_dict()
-    state = {
-        "model.embed_tokens.weight": ours["embedding.word_embeddings.weight"],
-        "lm_head.weight": ours["output_layer.weight"],
-        "model.norm.weight": ours["decoder.final_layernorm.weight"],
-    }
-    for layer in range(2):
-        theirs, here = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        state[f"{theirs}input_layernorm.weight"] = ours[f"{here}input_layernorm.weight"]
-        state[f"{theirs}post_attention_layernorm.weight"] = ours[f"{here}pre_mlp_layernorm.weight"]
-        state[f"{theirs}self_attn.o_proj.weight"] = ours[f"{here}self_attention.linear_proj.weight"]
-        for name, part in zip("qkv", split_qkv(ours[f"{here}self_attention.linear_qkv.weight"], 2), strict=True):
-            state[f"{theirs}self_attn.{name}_proj.weight"] = part
-        gate, up = ours[f"{here}mlp.linear_fc1.weight"].chunk(2)
-        state |= {f"{theirs}mlp.gate_proj.weight": gate, f"{theirs}mlp.up_proj.weight": up}
-        state[f"{theirs}mlp.down_proj.weight"] = ours[f"{here}mlp.linear_fc2.weight"]
-    return loaded(LlamaForCausalLM(config), state)
-
-
-def loaded(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> torch.nn.Module:
-    result = model.load_state_dict(state, strict=False)
-    assert not result.unexpected_keys
-    assert not [name for name in result.missing_keys if "weight" in name or "proj" in name]
-    return model.eval()
-
-
-def test_gpts_logits_are_those_of_transformers_gpt2() -> None:
-    module = randomised()
-    with torch.no_grad():
-        theirs = as_gpt2(module)(inputs()[0]).logits
-    torch.testing.assert_close(logits(module), theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("model", "rope"),
-    [
-        ({"rotary_base": 10000.0}, {"rope_type": "default", "rope_theta": 10000.0}),
-        (
-            {"rotary_base": 500000.0, "rope_scaling": True, "rope_scaling_factor": 8.0},
-            {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-        ),
-    ],
-    ids=["rope", "scaled rope"],
-)  # fmt: skip
-def test_llamas_logits_are_those_of_transformers_llama(model: dict[str, Any], rope: dict[str, Any]) -> None:
-    module = randomised(**LLAMA, **model)
-    with torch.no_grad():
-        theirs = as_llama(module, rope)(inputs()[0]).logits
-    torch.testing.assert_close(logits(module), theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_no_token_sees_a_later_one() -> None:
@@ -275,7 +174,7 @@ def test_recomputation_changes_no_number(changes: dict[str, Any]) -> None:
 )
 def test_other_shapes_learn_without_a_compiler(model: dict[str, Any]) -> None:
     engine = engine_of(tiny(model={**MODEL, **model}, optimizer={"lr": 3e-3}))
-    assert all(parameter.requires_grad for parameter in engine.module.parameters())
+    assert all(parameter.requires_grad for parameter in engine.modules[0].parameters())
     with torch.compiler.set_stance("fail_on_recompile"):
         results = steps(engine, 12)
     assert results[-1].loss < results[0].loss - 0.5

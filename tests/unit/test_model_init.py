@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from llmrecipes.model.init import initialise
+from llmrecipes.model.init import global_values
 from llmrecipes.recipe.schema import Model
 from tests.helpers import LLAMA, MODEL, built, tiny
 
@@ -23,10 +23,8 @@ SHAPES = {
 
 
 def values(init_method: str, seed: int = 1, names: list[str] | None = None, **model: int) -> dict[str, torch.Tensor]:
-    parameters = {name: torch.nn.Parameter(torch.full(SHAPES[name], math.nan)) for name in names or list(SHAPES)}
     section = Model.model_validate({**MODEL, "init_method": init_method, "init_method_std": 0.02, **model})
-    initialise(parameters.items(), section, seed)
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+    return {name: global_values(name, torch.Size(SHAPES[name]), section, seed) for name in names or list(SHAPES)}
 
 
 def test_values_follow_from_seed_and_name_alone() -> None:

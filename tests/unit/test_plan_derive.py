@@ -13,8 +13,10 @@ from llmrecipes.errors import UserError
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.plan.flops import flops_per_token
-from llmrecipes.plan.memory import GIB, estimate
+from llmrecipes.plan.layout import layout
+from llmrecipes.plan.memory import GIB, Memory, estimate
 from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Model, Recipe
 
@@ -25,6 +27,15 @@ NODE = replace(LAPTOP, gpus=(GPU,) * 8)
 
 def recipe(name: str, *overrides: str) -> Recipe:
     return load(name, overrides).recipe
+
+
+def gpus(number: int) -> Cluster:
+    return replace(LAPTOP, gpus=(GPU,) * number)
+
+
+def memory_of(changed: Recipe, ranks: int = 1, device: str = "cuda") -> Memory:
+    """Memory of a rank where every rank does one micro-batch after another."""
+    return estimate(changed, layout(changed, ranks, gpus(ranks)), num_microbatches=64, device=device)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +91,8 @@ def test_flops_agree_with_the_published_formula() -> None:
 @pytest.mark.parametrize("name", names())
 def test_plans_of_shipped_recipes(name: str, golden: Callable[[str, Any], None]) -> None:
     shipped = recipe(name)
-    golden(f"plan-{name}.json", derive(shipped, default_world_size(shipped, NODE), NODE).as_dict())
+    cluster = gpus(max(8, smallest_world(shipped.parallelism)))
+    golden(f"plan-{name}.json", derive(shipped, default_world_size(shipped, cluster), cluster).as_dict())
 
 
 def test_batch_arithmetic() -> None:
@@ -119,17 +131,16 @@ def test_bytes_of_a_parameter(precision: str, fp32_reduce: bool, weights: int, g
         "gpt-125m", f"train.precision={precision}", f"parallelism.grad_reduce_in_fp32={fp32_reduce}".lower()
     )
     n = count(changed.model)
-    memory = estimate(changed, n, 1, "cuda")
+    memory = memory_of(changed)
     assert (memory.weights, memory.gradients, memory.optimizer) == (
         weights * n.total, gradients * n.total, optimizer * n.total,
     )  # fmt: skip
-    assert estimate(changed, n, 4, "cuda").optimizer == optimizer * n.total // 4
+    assert memory_of(changed, ranks=4).optimizer == optimizer * n.total // 4
 
 
 def test_without_the_distributed_optimizer_every_rank_keeps_all_of_its_state() -> None:
     changed = recipe("gpt-125m", "parallelism.use_distributed_optimizer=false")
-    n = count(changed.model)
-    assert estimate(changed, n, 8, "cuda").optimizer == 12 * n.total
+    assert memory_of(changed, ranks=8).optimizer == 12 * count(changed.model).total
 
 
 def test_activations_agree_with_the_published_formula() -> None:
@@ -138,7 +149,7 @@ def test_activations_agree_with_the_published_formula() -> None:
         changed = recipe(
             "gpt-125m", f"model.num_layers={number}", "model.hidden_dropout=0.1", "train.micro_batch_size=2"
         )
-        layers[number] = estimate(changed, count(changed.model), 1, "cuda").activations
+        layers[number] = memory_of(changed).activations
     s, b, h, heads = 1024, 2, 768, 12
     # Korthikanti et al. 2022, section 4.1: 34 s b h a layer besides the attention matrix; then the kernel's
     # log-sum-exp of each row.
@@ -148,7 +159,7 @@ def test_activations_agree_with_the_published_formula() -> None:
 def test_recomputation_and_smaller_batches_need_less() -> None:
     def activations(*overrides: str) -> int:
         changed = recipe("gpt-1b", *overrides)
-        return estimate(changed, count(changed.model), 1, "cuda").activations
+        return memory_of(changed).activations
 
     full = ("train.recompute_granularity=full", "train.recompute_num_layers=1")
     nothing = activations()
@@ -188,3 +199,18 @@ def test_ranks_share_the_memory_of_a_machine_without_gpus() -> None:
     assert derive(changed, 4, LAPTOP).memory_capacity_bytes == 3 * GIB
     busy = replace(GPU, memory_free_bytes=GIB)
     assert derive(recipe("gpt-125m"), 2, replace(NODE, gpus=(GPU, busy))).memory_capacity_bytes == GIB
+
+
+def test_experts_split_otherwise_than_dense_layers_need_expert_parallelism() -> None:
+    # With EP 1 megatron-core 0.16 and 0.19 leave the tensor-parallel ranks out of the experts' reduction.
+    layers = ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true")
+    split = recipe(
+        "moe-tiny", *layers, "parallelism.expert_model_parallel_size=1", "parallelism.expert_tensor_parallel_size=1"
+    )
+    with pytest.raises(UserError, match="expert_model_parallel_size 1") as refused:
+        derive(split, 2, gpus(2))
+    assert "expert_model_parallel_size 2 or more" in refused.value.fix
+    together = recipe(
+        "moe-tiny", *layers, "parallelism.expert_model_parallel_size=2", "parallelism.expert_tensor_parallel_size=1"
+    )
+    assert derive(together, 2, gpus(2)).layout["expert_model_parallel_size"] == 2

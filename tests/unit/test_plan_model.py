@@ -17,6 +17,12 @@ LLAMA = {
     "gated_linear_unit": True, "add_bias_linear": False, "num_query_groups": 2, "ffn_hidden_size": 352,
     "share_embeddings_and_output_weights": False,
 }  # fmt: skip
+EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 160, "add_bias_linear": False}
+LATENT = {
+    **{key: value for key, value in LLAMA.items() if key != "num_query_groups"}, "multi_latent_attention": True,
+    "qk_layernorm": True, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_head_dim": 24, "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "deep": {"num_layers": 5},
@@ -29,7 +35,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama bf16": {**LLAMA, "precision": "bf16"},
     "selective": {"recompute_granularity": "selective"},
-}
+    "experts": {**EXPERTS, "num_layers": 3, "moe_layer_freq": 2},
+    "gated experts": {**LLAMA, **EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1]},
+    "experts in bf16": {**LLAMA, **EXPERTS, "precision": "bf16"},
+    "shared experts": {**LLAMA, **EXPERTS, "moe_shared_expert_intermediate_size": 96},
+    "latent attention": LATENT,
+    "latent attention, whole queries": {**LATENT, "q_lora_rank": None, "qk_layernorm": False},
+    "multi-token prediction": {**LLAMA, "mtp_num_layers": 2},
+    "deepseek": {
+        **LATENT, **EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 96,
+        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "mtp_num_layers": 1,
+    },
+}  # fmt: skip
 
 
 def measure() -> None:
@@ -40,14 +57,14 @@ def measure() -> None:
     from llmrecipes.model.gpt import build
     from llmrecipes.plan.derive import derive
     from llmrecipes.platform import select
-    from llmrecipes.recipe.schema import Recipe
+    from llmrecipes.recipe.schema import Parallelism, Recipe
     from llmrecipes.train.world import join
 
     platform = select()
     platform.install()
     cpu = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 40, memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)
     found = {}
-    with join(platform, 1):
+    with join(platform, 1, Parallelism()):
         for name, changes in MODELS.items():
             of_model = {
                 key: value for key, value in changes.items() if key not in ("precision", "recompute_granularity")
@@ -57,7 +74,8 @@ def measure() -> None:
             sections = {"model": {**BASE, **of_model}, "train": train, "optimizer": {"lr": 1e-3}}
             recipe = Recipe.model_validate({"name": "t", **sections})
             plan = derive(recipe, 1, cpu)
-            module = build(recipe, plan, platform).module.train()
+            built = build(recipe, plan, platform)
+            module = built.module.to(dtype=built.config.params_dtype).train()
             own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
             kept: dict[int, torch.UntypedStorage] = {}
 
@@ -69,7 +87,7 @@ def measure() -> None:
             ids = torch.zeros(2, recipe.model.seq_length, dtype=torch.int64)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 module(ids, ids, None, labels=ids)
-            log_softmax = 4 * ids.numel() * plan.padded_vocab_size
+            log_softmax = 4 * ids.numel() * plan.padded_vocab_size * (1 + (recipe.model.mtp_num_layers or 0))
             found[name] = {
                 "parameters": sum(parameter.numel() for parameter in module.parameters()),
                 "planned_parameters": plan.num_parameters.total,

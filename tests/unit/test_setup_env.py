@@ -228,7 +228,9 @@ def test_make_hands_recipe_over_as_data(tmp_path: Path) -> None:
     makefile = tmp_path / "Makefile"
     lines = (ROOT / "Makefile").read_text().splitlines(keepends=True)
     kept = [line for line in lines if line.startswith(("SHELL", ".SHELLFLAGS", "override", "export"))]
-    assert len(kept) == 7
+    exported = next(line.split()[1:] for line in kept if line.startswith("export"))
+    assert {f"override {name} := $(value {name})\n" for name in exported} == {line for line in kept if "value" in line}
+    assert {"RECIPE", "RUN", "ARGS"} <= set(exported)
     makefile.write_text("".join([*kept, "show:\n", "\t@printf '%s' \"$$RECIPE\"\n"]))
     done = subprocess.run(
         ["make", "-s", "-f", str(makefile), f"RECIPE={text}"], capture_output=True, text=True, check=True, cwd=tmp_path

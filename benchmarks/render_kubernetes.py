@@ -1,0 +1,71 @@
+"""How long it takes to plan a run for a large cluster and to render its Kubernetes objects: 2,000 nodes of 8 GPUs.
+
+    python -m benchmarks.render_kubernetes --json render_kubernetes.json
+
+`in the process` is loading recipe and profile, plan, check, rendering and YAML; `the command` is `llmrecipes submit
+--dry-run` from its start to its end.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+
+from benchmarks.common import ROOT, close, machine, parser, show
+from llmrecipes.launch.kubernetes.options import FLAVORS, Options
+from llmrecipes.workflow.submit import plan_for, submit_kubernetes
+
+NODES, CLUSTER, RECIPE = 2000, "h100-ib", ["gpt-7b", "train.global_batch_size=16000"]
+IMAGE = f"registry.example.com/llmrecipes@sha256:{'0' * 64}"
+TIMES = 10
+
+
+def in_process(flavor: str) -> float:
+    """Seconds of one rendering."""
+    started = time.perf_counter()
+    planned = plan_for(RECIPE[0], RECIPE[1:], CLUSTER, NODES)
+    text = submit_kubernetes(planned, Options(image=IMAGE, flavor=flavor), "run-1", dry_run=True).as_yaml()
+    seconds = time.perf_counter() - started
+    assert planned.plan.world_size == 16000
+    assert "2000" in text
+    return seconds
+
+
+def whole_command() -> float:
+    """Seconds of one `llmrecipes submit --dry-run`."""
+    words = [
+        "submit",
+        *RECIPE,
+        "--to",
+        "k8s",
+        "--image",
+        IMAGE,
+        "--cluster",
+        CLUSTER,
+        "--nodes",
+        str(NODES),
+        "--dry-run",
+    ]
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "llmrecipes.cli", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Print one table."""
+    chosen = parser(__doc__).parse_args()
+    started_on = machine()
+    figures = {f"{flavor}, in the process": [in_process(flavor) for _ in range(TIMES)] for flavor in FLAVORS}
+    figures["job, the command"] = [whole_command() for _ in range(TIMES)]
+    rows = [
+        [name, f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f}-{max(seconds):.3f}", len(seconds)]
+        for name, seconds in figures.items()
+    ]
+    show("seconds for 2,000 nodes × 8 GPUs", ("", "median", "range", "times"), rows)
+    close(figures, started_on, chosen.json)
+
+
+if __name__ == "__main__":
+    main()

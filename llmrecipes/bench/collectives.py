@@ -1,0 +1,126 @@
+"""Time and bus bandwidth of the collectives that training makes, over the groups it makes them in."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from llmrecipes.clusters.profile import Group, Measured, Operation
+from llmrecipes.platform import Platform
+
+WARMUP = 2
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Bytes that cross the slowest link for each byte of the buffer (nccl-tests, doc/PERFORMANCE.md).
+
+    Args:
+        operation: of `OPERATIONS`.
+        ranks: of the group.
+    """
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return 1.0 if operation == "send_recv" else (ranks - 1) / ranks
+
+
+def groups() -> dict[Group, Any]:
+    """Process groups of the layout with more than one rank, by name, and all ranks."""
+    named: dict[Group, Any] = {
+        "tensor": parallel_state.get_tensor_model_parallel_group(),
+        "context": parallel_state.get_context_parallel_group(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+        "data": parallel_state.get_data_parallel_group(),
+        "expert": parallel_state.get_expert_model_parallel_group(),
+        "world": dist.group.WORLD,
+    }
+    return {name: group for name, group in named.items() if group.size() > 1}
+
+
+def measure(platform: Platform, sizes: Sequence[int], repeats: int) -> Iterator[Measured]:
+    """Every operation in every group; all groups of a kind at the same time, as in training. All ranks take part.
+
+    Args:
+        platform: where the buffers are.
+        sizes: bytes of the buffers, as nccl-tests counts them: of the whole result for all-gather, of the whole input
+            for reduce-scatter.
+        repeats: measured rounds; the median of the slowest rank's times counts.
+    """
+    for name, group in groups().items():
+        ranks = group.size()
+        for operation, prepare in OPERATIONS.items():
+            for size in sizes:
+                elements = max(size // 4 // ranks, 1) * ranks
+                call = prepare(torch.ones(elements, device=platform.device), group)
+                seconds = _seconds(call, platform, repeats)
+                speed = elements * 4 / seconds / 1e9
+                yield Measured(
+                    operation=operation,
+                    group=name,
+                    ranks=ranks,
+                    bytes=elements * 4,
+                    seconds=seconds,
+                    bus_gb_per_s=speed * bus_factor(operation, ranks),
+                )
+
+
+def _seconds(call: Callable[[], object], platform: Platform, repeats: int) -> float:
+    times = []
+    for number in range(WARMUP + repeats):
+        dist.barrier()
+        started = time.perf_counter()
+        call()
+        if platform.name == "cuda":
+            torch.cuda.synchronize()
+        if number >= WARMUP:
+            times.append(time.perf_counter() - started)
+    slowest = torch.tensor(times, dtype=torch.float64, device=platform.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(statistics.median(slowest.tolist()))
+
+
+def _all_reduce(buffer: torch.Tensor, group: Any) -> Callable[[], object]:
+    return lambda: dist.all_reduce(buffer, group=group)
+
+
+def _all_gather(buffer: torch.Tensor, group: Any) -> Callable[[], object]:
+    part = buffer.chunk(group.size())[group.rank()].clone()
+    return lambda: dist.all_gather_into_tensor(buffer, part, group=group)
+
+
+def _reduce_scatter(buffer: torch.Tensor, group: Any) -> Callable[[], object]:
+    part = torch.empty_like(buffer.chunk(group.size())[0])
+    return lambda: dist.reduce_scatter_tensor(part, buffer, group=group)
+
+
+def _all_to_all(buffer: torch.Tensor, group: Any) -> Callable[[], object]:
+    result = torch.empty_like(buffer)
+    return lambda: dist.all_to_all_single(result, buffer, group=group)
+
+
+def _send_recv(buffer: torch.Tensor, group: Any) -> Callable[[], object]:
+    """Each rank sends to the next one of the group and receives from the one before, as pipeline stages do."""
+    ranks, own = dist.get_process_group_ranks(group), group.rank()
+    after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
+    result = torch.empty_like(buffer)
+
+    def call() -> None:
+        pair = [dist.P2POp(dist.isend, buffer, after, group), dist.P2POp(dist.irecv, result, before, group)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+
+    return call
+
+
+OPERATIONS: dict[Operation, Callable[[torch.Tensor, Any], Callable[[], object]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "send_recv": _send_recv,
+}

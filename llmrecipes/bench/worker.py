@@ -1,0 +1,57 @@
+"""One rank of a measurement."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from llmrecipes.bench.spec import ANSWER, BenchSpec, Collectives
+from llmrecipes.console import setup_logging
+from llmrecipes.errors import UserError
+
+
+def main() -> None:
+    """Entry point of a rank: `python -m llmrecipes.bench.worker <spec.json>`."""
+    setup_logging(rank=int(os.environ.get("RANK", "0")))
+    spec = BenchSpec.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))
+    try:
+        run(spec)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(int(error.code))
+
+
+def run(spec: BenchSpec) -> None:
+    """Join the ranks a launcher started, and measure; the first rank writes the answer.
+
+    Raises:
+        UserError: what the user can mend.
+    """
+    # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
+    from llmrecipes.bench import collectives, training
+    from llmrecipes.cluster import detect
+    from llmrecipes.platform import select
+    from llmrecipes.train.world import join
+
+    platform = select(int(os.environ.get("LOCAL_RANK", "0")))
+    platform.install()
+    nodes = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cluster = detect().times(nodes)
+    with join(platform, spec.recipe.train.seed, spec.recipe.parallelism) as world:
+        answer: BaseModel
+        if spec.what == "collectives":
+            rows = tuple(collectives.measure(platform, spec.sizes, spec.repeats))
+            answer = Collectives(backend=platform.backend, world_size=world.size, rows=rows)
+        elif spec.what == "step":
+            answer = training.steps(spec, world, platform, cluster)
+        else:
+            answer = training.reading(spec, world, platform, cluster)
+        if world.is_first:
+            (spec.out / ANSWER).write_text(answer.model_dump_json() + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What sites have: machines, links and schedulers, one YAML file each."""

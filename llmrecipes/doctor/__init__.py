@@ -1,0 +1,1 @@
+"""What goes wrong most on clusters, found before a run does."""

@@ -1,0 +1,75 @@
+"""All checks of one node, in order."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmrecipes.clusters.profile import Profile
+from llmrecipes.doctor import data, fabric, gpus, limits, network, storage, versions
+from llmrecipes.doctor.finding import Finding, fail
+from llmrecipes.recipe.schema import Recipe
+
+ROOT = Path(__file__).parents[2]
+BYTES_A_PARAMETER = 14
+"""Of a checkpoint: bf16 weights, fp32 weights and two fp32 moments."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is examined.
+
+    Args:
+        profile: what nodes should have; None: whatever there is.
+        recipe: whose data and checkpoints are looked at; None: neither.
+        parameters: of its model; 0 without a recipe.
+        runs_dir: where runs are kept.
+        data_dir: where prepared data is kept.
+        port: where the first rank will listen.
+        several: whether the run spans nodes.
+    """
+
+    profile: Profile | None
+    recipe: Recipe | None
+    parameters: int
+    runs_dir: Path
+    data_dir: Path
+    port: int
+    several: bool
+
+
+def examine(subject: Subject) -> list[Finding]:
+    """Look at this node; nothing stays behind, and nothing heavy is imported."""
+    return [replace(finding, node=socket.gethostname()) for finding in _findings(subject)]
+
+
+def _findings(subject: Subject) -> Iterator[Finding]:
+    driver: str | None = None
+    states: list[gpus.GpuState] = []
+    try:
+        report = gpus.query()
+    except (OSError, subprocess.SubprocessError) as error:
+        yield gpus.unanswered(error)
+    else:
+        if report is not None:
+            driver, states = gpus.parse(report)
+        yield from gpus.check(states, subject.profile)
+    pins = versions.locked(versions.lock_file(ROOT, len(states)))
+    yield from versions.check(versions.installed(), sys.version_info[:2], driver, len(states), pins)
+    yield from fabric.check(fabric.ports(), subject.profile)
+    ranks = len(states) or (subject.profile.gpus_per_node if subject.profile else 0)
+    yield from limits.check(limits.read(), subject.profile, ranks)
+    chosen = {name: str(value) for name, value in (subject.profile.environment if subject.profile else {}).items()}
+    yield from network.check(subject.port, subject.several, {**chosen, **os.environ})
+    yield from storage.check(subject.runs_dir, "runs", BYTES_A_PARAMETER * subject.parameters)
+    yield from storage.check(subject.data_dir, "data")
+    if subject.several and (kind := storage.temporary(subject.runs_dir)):
+        fix = "--runs-dir on a file system that all nodes mount"
+        yield fail("runs", f"{subject.runs_dir} is on {kind}, which other nodes cannot see", fix)
+    if subject.recipe is not None:
+        yield from data.check(subject.recipe, subject.data_dir)

@@ -1,0 +1,134 @@
+"""GPUs that are missing, taken, throttled, or have errors, by `nvidia-smi -q -x`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from llmrecipes.clusters.profile import Profile
+from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
+
+TAKEN_MIB = 1024
+"""A GPU that nobody uses holds some hundred MiB at most."""
+THROTTLES = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One GPU as nvidia-smi shows it; None where it does not say."""
+
+    name: str
+    used_mib: int | None
+    processes: tuple[int, ...]
+    uncorrectable: int
+    remap_pending: bool
+    remap_failed: bool
+    throttled: tuple[str, ...]
+    temperature: int | None
+    link_width: tuple[int, int] | None
+    """PCIe lanes now and at most."""
+    fabric: str | None
+    """State of the NVLink fabric, on machines with an NVSwitch."""
+
+
+def query(timeout: float = 60) -> str | None:
+    """nvidia-smi's report; None where there is no nvidia-smi.
+
+    Raises:
+        OSError: the program failed.
+        subprocess.SubprocessError: it failed, or did not answer in time.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    return subprocess.run([program, "-q", "-x"], capture_output=True, text=True, timeout=timeout, check=True).stdout
+
+
+def parse(report: str) -> tuple[str, list[GpuState]]:
+    """(driver version, GPUs) of a report."""
+    root = ElementTree.fromstring(report)  # noqa: S314 - written by the machine's own nvidia-smi
+    return root.findtext("driver_version", ""), [_state(gpu) for gpu in root.iter("gpu")]
+
+
+def check(gpus: list[GpuState], profile: Profile | None) -> Iterator[Finding]:
+    """What is wrong with GPUs.
+
+    Args:
+        gpus: those of this node.
+        profile: what there should be; None: whatever there is.
+    """
+    wanted = profile.gpus_per_node if profile else len(gpus)
+    if len(gpus) < wanted:
+        fix = "on a login node this is expected; else drain the node: dmesg | grep -i xid says what fell off the bus"
+        yield fail("GPUs", f"{len(gpus)} of {wanted}", fix)
+    elif not gpus:
+        yield ok("GPUs", "none, none expected") if profile else skip("GPUs", "none here")
+    else:
+        yield ok("GPUs", f"{len(gpus)} × {gpus[0].name}")
+    if profile and profile.gpu:
+        others = sorted({gpu.name for gpu in gpus if gpu.name != profile.gpu.name})
+        if others:
+            yield warn("GPUs", f"{', '.join(others)}, where {profile.name} has {profile.gpu.name}", "another --cluster")
+    for number, gpu in enumerate(gpus):
+        yield from _check_one(f"gpu {number}", gpu)
+
+
+def unanswered(error: Exception) -> Finding:
+    """The driver does not answer."""
+    return fail("GPUs", f"nvidia-smi does not answer ({type(error).__name__})", "drain and restart the node")
+
+
+def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
+    if gpu.processes or (gpu.used_mib or 0) > TAKEN_MIB:
+        who = f" by process {', '.join(map(str, gpu.processes))}" if gpu.processes else ""
+        yield fail(name, f"taken: {gpu.used_mib} MiB in use{who}", "end what an earlier job left, or take another node")
+    if gpu.uncorrectable:
+        yield fail(name, f"{gpu.uncorrectable} uncorrectable memory errors", "reset the GPU; replace it if they return")
+    if gpu.remap_failed:
+        yield fail(name, "memory rows could not be remapped", "replace the GPU")
+    elif gpu.remap_pending:
+        yield fail(name, "memory rows wait to be remapped", "reset the GPU")
+    if gpu.throttled:
+        hot = f" at {gpu.temperature} °C" if gpu.temperature is not None else ""
+        yield fail(
+            name,
+            f"throttled{hot}: {', '.join(gpu.throttled)}",
+            "look at cooling and power; the slowest GPU sets the pace",
+        )
+    if gpu.link_width and gpu.link_width[0] < gpu.link_width[1]:
+        yield warn(name, f"PCIe with {gpu.link_width[0]} of {gpu.link_width[1]} lanes", "reseat the GPU")
+    if gpu.fabric not in (None, "Completed", "N/A"):
+        yield fail(name, f"NVLink fabric: {gpu.fabric}", "restart nvidia-fabricmanager")
+
+
+def _state(gpu: ElementTree.Element) -> GpuState:
+    ecc = gpu.find("ecc_errors/volatile")
+    errors = (
+        [] if ecc is None else [each.text for each in ecc if "uncorrectable" in each.tag or each.tag == "double_bit"]
+    )
+    reasons = [each for tag in ("clocks_event_reasons", "clocks_throttle_reasons") for each in gpu.findall(f"{tag}/*")]
+    throttled = (each.tag.partition("_reason_")[2] for each in reasons if each.text == "Active")
+    widths = (
+        _number(gpu.findtext("pci/pci_gpu_link_info/link_widths/current_link_width", "").rstrip("x")),
+        _number(gpu.findtext("pci/pci_gpu_link_info/link_widths/max_link_width", "").rstrip("x")),
+    )
+    return GpuState(
+        name=gpu.findtext("product_name", "unknown"),
+        used_mib=_number(gpu.findtext("fb_memory_usage/used", "")),
+        processes=tuple(int(each.text) for each in gpu.iterfind("processes/process_info/pid") if each.text),
+        uncorrectable=sum(_number(text or "") or 0 for text in errors),
+        remap_pending=gpu.findtext("remapped_rows/remapped_row_pending") == "Yes",
+        remap_failed=gpu.findtext("remapped_rows/remapped_row_failure") == "Yes",
+        throttled=tuple(reason for reason in throttled if reason in THROTTLES),
+        temperature=_number(gpu.findtext("temperature/gpu_temp", "")),
+        link_width=(widths[0], widths[1]) if widths[0] and widths[1] else None,
+        fabric=gpu.findtext("fabric/state"),
+    )
+
+
+def _number(text: str) -> int | None:
+    first = text.split(" ")[0]
+    return int(first) if first.isdecimal() else None

@@ -1,0 +1,67 @@
+"""Limits of this process that are too low: locked memory, shared memory, open files."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmrecipes.clusters.profile import Profile
+from llmrecipes.doctor.fabric import RDMA
+from llmrecipes.doctor.finding import Finding, fail, ok, warn
+
+GIB = 1 << 30
+SHARED_PER_RANK = GIB
+"""Shared memory a rank may need: NCCL's transport between processes of a node, and batches of DataLoader workers.
+Docker gives a container 64 MiB."""
+FILES = 4096
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the kernel allows this process; None: no limit."""
+
+    memlock_bytes: int | None
+    shared_bytes: int
+    open_files: int | None
+
+
+def read() -> Limits:
+    """The limits here."""
+    shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None  # noqa: S108 - looked at, not written
+    return Limits(
+        memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        shared_bytes=shared.f_frsize * shared.f_bavail if shared else 0,
+        open_files=_limit(resource.RLIMIT_NOFILE),
+    )
+
+
+def check(limits: Limits, profile: Profile | None, ranks: int) -> Iterator[Finding]:
+    """Which are too low.
+
+    Args:
+        limits: see `read`.
+        profile: RDMA adapters need locked memory.
+        ranks: that share this node.
+    """
+    if profile is not None and profile.inter_node.kind in RDMA and limits.memlock_bytes is not None:
+        fix = "ulimit -l unlimited: LimitMEMLOCK=infinity for slurmd, --ulimit memlock=-1 or IPC_LOCK for a container"
+        yield fail("locked memory", f"{limits.memlock_bytes >> 10} KiB; RDMA pins its buffers", fix)
+    else:
+        amount = "no limit" if limits.memlock_bytes is None else f"{limits.memlock_bytes >> 10} KiB"
+        yield ok("locked memory", amount)
+    needed = SHARED_PER_RANK * max(ranks, 1)
+    if limits.shared_bytes < needed:
+        what = f"{limits.shared_bytes / GIB:.1f} GiB in /dev/shm for {ranks} ranks"
+        yield warn("shared memory", what, "--ipc=host, --shm-size, or an emptyDir of medium Memory at /dev/shm")
+    else:
+        yield ok("shared memory", f"{limits.shared_bytes / GIB:.1f} GiB free in /dev/shm")
+    if limits.open_files is not None and limits.open_files < FILES:
+        yield warn("open files", f"at most {limits.open_files}", f"ulimit -n {FILES} or more")
+
+
+def _limit(kind: int) -> int | None:
+    soft = resource.getrlimit(kind)[0]
+    return None if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,126 @@
+"""Versions that do not go together, by what package metadata says: nothing heavy is imported."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "deepspeed", "numpy", "datasets", "mlflow", "optuna")
+MEGATRON = {(3, 11): ("0.16",), (3, 12): ("0.19",)}
+"""megatron-core releases that the test suite runs on, by Python; newer Pythons take those of the newest entry."""
+DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+"""Oldest Linux driver by CUDA major version (CUDA compatibility guide, minor version compatibility)."""
+
+
+def installed() -> dict[str, str]:
+    """Versions of the packages that matter, by name; those that are not installed are left out."""
+    found = {}
+    for distribution in metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if name in PACKAGES or name.startswith(("nvidia-nccl", "nvidia-cuda-runtime", "transformer-engine")):
+            found[name] = distribution.version
+    return found
+
+
+def check(
+    versions: Mapping[str, str], python: tuple[int, int], driver: str | None, gpus: int, locked: Mapping[str, str]
+) -> Iterator[Finding]:
+    """What does not go together.
+
+    Args:
+        versions: see `installed`.
+        python: major and minor version.
+        driver: of the GPUs, as nvidia-smi says; None without one.
+        gpus: how many this machine has.
+        locked: see `locked`; empty where there is no lock file.
+    """
+    for name in ("torch", "megatron-core"):
+        if name not in versions:
+            yield fail(f"version of {name}", "not installed", "make setup")
+    if "megatron-core" in versions:
+        yield _megatron(versions["megatron-core"], python)
+    if "torch" in versions:
+        yield from _torch(versions, driver, gpus)
+    yield from _transformer_engine(versions)
+    nccl = {name: version for name, version in versions.items() if name.startswith("nvidia-nccl")}
+    if len(nccl) > 1:
+        both = ", ".join(f"{name} {version}" for name, version in sorted(nccl.items()))
+        yield fail("version of NCCL", f"two packages bring one: {both}", "keep the one that torch asks for")
+    other = [f"{name} {versions[name]} (lock {wanted})" for name, wanted in sorted(locked.items())
+             if name in versions and _public(versions[name]) != _public(wanted)]  # fmt: skip
+    if other:
+        fix = "make setup; in a container that brings its own torch this is expected"
+        yield warn("lock file", f"other versions than tested: {', '.join(other)}", fix)
+
+
+def locked(requirements: Path) -> dict[str, str]:
+    """Versions that a lock file pins for the packages that matter."""
+    if not requirements.is_file():
+        return {}
+    pins = re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", requirements.read_text("utf-8"), re.MULTILINE)
+    return {name.lower(): version for name, version in pins if name.lower() in PACKAGES}
+
+
+def lock_file(root: Path, gpus: int) -> Path:
+    """The lock file that `make setup` takes on a machine like this."""
+    python = f"py3{sys.version_info.minor}" if sys.version_info < (3, 12) else "py312"
+    return (
+        root / "requirements" / (f"{python}-{'cuda' if gpus else 'cpu'}.txt" if python == "py311" else f"{python}.txt")
+    )
+
+
+def _megatron(version: str, python: tuple[int, int]) -> Finding:
+    tested = MEGATRON[max(key for key in MEGATRON if key <= max(python, min(MEGATRON)))]
+    if version.startswith(tuple(f"{release}." for release in tested)):
+        return ok("version of megatron-core", f"{version} on Python {python[0]}.{python[1]}")
+    what = f"{version} on Python {python[0]}.{python[1]}, tested with {', '.join(tested)}"
+    return warn("version of megatron-core", what, f"pip install 'megatron-core~={tested[-1]}.0', or make setup")
+
+
+def _torch(versions: Mapping[str, str], driver: str | None, gpus: int) -> Iterator[Finding]:
+    version = versions["torch"]
+    cuda = _cuda(versions)
+    if gpus and cuda is None:
+        yield fail(
+            "version of torch", f"{version} is built for CPUs, and there are {gpus} GPUs", "make setup LOCK=py311-cuda"
+        )
+        return
+    if not gpus or cuda is None:
+        yield ok("version of torch", version)
+        return
+    oldest = DRIVER.get(cuda)
+    if driver is None or oldest is None:
+        yield skip("CUDA driver", f"driver {driver or 'unknown'}, torch {version} for CUDA {cuda}")
+        return
+    if tuple(int(part) for part in driver.split(".")[:2]) < oldest:
+        what = f"driver {driver} is older than CUDA {cuda} of torch {version} takes ({oldest[0]}.{oldest[1]})"
+        yield fail("CUDA driver", what, f"a driver from {oldest[0]}.{oldest[1]} on, or a torch for an older CUDA")
+    else:
+        yield ok("CUDA driver", f"{driver}, torch {version} for CUDA {cuda}")
+
+
+def _cuda(versions: Mapping[str, str]) -> int | None:
+    """CUDA major version that torch was built for; None for a build without."""
+    local = versions["torch"].partition("+")[2]
+    if local == "cpu":
+        return None
+    if found := re.match(r"cu(\d\d)\d", local):
+        return int(found[1])
+    runtimes = [version for name, version in versions.items() if name.startswith("nvidia-cuda-runtime")]
+    return int(runtimes[0].partition(".")[0]) if runtimes else None
+
+
+def _transformer_engine(versions: Mapping[str, str]) -> Iterator[Finding]:
+    parts = {name: version for name, version in versions.items() if name.startswith("transformer-engine")}
+    if len(set(parts.values())) > 1:
+        what = ", ".join(f"{name} {version}" for name, version in sorted(parts.items()))
+        yield fail("version of TransformerEngine", f"its parts differ: {what}", "install all parts in one version")
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]

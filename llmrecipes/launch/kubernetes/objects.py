@@ -1,0 +1,305 @@
+"""The objects of a run: as an Indexed Job, a JobSet or a TrainJob, with what each needs beside it.
+
+How a run is restarted. A pod that has saved and wants to go on ends with 75, one that was evicted or whose node failed
+is marked `DisruptionTarget`: both are started again without being counted. 2 and 93 mean that the same thing would
+happen again: the run fails at once. Anything else counts against `max_restarts`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch.kubernetes import pod
+from llmrecipes.launch.kubernetes.options import RUNTIME, Options, check
+from llmrecipes.launch.kubernetes.pod import Object, Run
+
+MOST_CONFIG_BYTES = 1 << 20
+KEEP_SECONDS = 7 * 24 * 3600
+"""How long a finished run's objects stay, for their logs."""
+FAILING = [int(ExitCode.BAD_INPUT), int(ExitCode.STOP)]
+SAVED = [int(ExitCode.REQUEUE)]
+AMBIGUOUS = re.compile(r"[-+]?\.?\d|[-+]?\.(inf|nan)|[yYnN]$", re.IGNORECASE)
+"""Words that one reader of YAML or another takes for something else."""
+GROUP = "node"
+"""Name of the only group of pods in a JobSet or a TrainJob."""
+
+
+def render(run: Run, options: Options) -> list[Object]:
+    """All objects of a run, in the order in which they are made.
+
+    Raises:
+        UserError: a value that Kubernetes would refuse.
+    """
+    check(options)
+    if len(run.recipe_yaml.encode()) > MOST_CONFIG_BYTES:
+        raise UserError("the recipe is larger than 1 MiB", rule="it travels as a ConfigMap")
+    objects = [_recipe(run, options)]
+    if not options.host_network:
+        objects.append(_network_policy(run, options))
+    match options.flavor:
+        case "job":
+            objects += [*([_service(run, options)] if run.nodes > 1 else []), _job(run, options)]
+        case "jobset":
+            objects.append(_jobset(run, options))
+        case "trainjob":
+            objects.append(_trainjob(run, options))
+    return objects
+
+
+def to_yaml(objects: list[Object]) -> str:
+    """The objects as one stream of YAML documents."""
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1_000)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes every object out, where PyYAML would point to an earlier one; lists indented; long texts as blocks."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, indentless=False)
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    # Kubernetes reads `1e3` as a number and `y` as true, which PyYAML takes for words.
+    style = "'" if AMBIGUOUS.match(value) else None
+    if "\n" in value and not any(line != line.rstrip() for line in value.split("\n")):
+        style = "|"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _metadata(run: Run, options: Options, name: str | None = None) -> Object:
+    return {"name": name or run.name, "namespace": options.namespace, "labels": pod.labels(run)}
+
+
+def _workload(run: Run, options: Options) -> Object:
+    """Metadata of the object that Kueue looks at."""
+    metadata = _metadata(run, options)
+    if options.queue:
+        metadata["labels"] = {**metadata["labels"], "kueue.x-k8s.io/queue-name": options.queue}
+    return {**metadata, "annotations": pod.notes(run, options)}
+
+
+def _suspended(options: Options) -> Object:
+    """Kueue starts what is suspended when there is room for all of it."""
+    return {"suspend": True} if options.queue else {}
+
+
+def _recipe(run: Run, options: Options) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(run, options, pod.recipe_map(run)),
+        "immutable": True,
+        "data": {pod.RECIPE.name: run.recipe_yaml},
+    }
+
+
+def _network_policy(run: Run, options: Options) -> Object:
+    """Ranks trust whoever talks to them: only the run's own pods may."""
+    ours = {"matchLabels": pod.labels(run)}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(run, options),
+        "spec": {"podSelector": ours, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": ours}]}]},
+    }
+
+
+def _service(run: Run, options: Options) -> Object:
+    """Gives every pod a name, from before it is ready: ranks look for the first one while it starts."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(run, options),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": pod.labels(run),
+            "ports": [{"name": "rendezvous", "port": pod.PORT}],
+        },
+    }
+
+
+def _job(run: Run, options: Options) -> Object:
+    template = pod.template(run, options, master=f"{run.name}-0.{run.name}")
+    template["spec"]["subdomain"] = run.name
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _workload(run, options),
+        "spec": {
+            **_suspended(options),
+            **_indexed(run.nodes),
+            # Where one pod fails, those that wait for it fail too.
+            "backoffLimit": options.max_restarts * run.nodes,
+            "podReplacementPolicy": "Failed",
+            "ttlSecondsAfterFinished": KEEP_SECONDS,
+            "podFailurePolicy": {
+                "rules": [_on_exit("FailJob", FAILING), _on_exit("Ignore", SAVED), _on_disruption("Ignore")]
+            },
+            "template": template,
+        },
+    }
+
+
+def _jobset(run: Run, options: Options) -> Object:
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _workload(run, options),
+        "spec": {
+            **_suspended(options),
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": options.max_restarts, "rules": jobset_rules()},
+            "ttlSecondsAfterFinished": KEEP_SECONDS,
+            "replicatedJobs": [
+                {
+                    "name": GROUP,
+                    "replicas": 1,
+                    "template": {
+                        "spec": {
+                            **_indexed(run.nodes),
+                            **all_or_nothing(),
+                            "template": pod.template(run, options, master=f"{run.name}-{GROUP}-0-0.{run.name}"),
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+def _trainjob(run: Run, options: Options) -> Object:
+    """What is the run's own; restarts, rights and the rest are the runtime's, which k8s/trainjob installs."""
+    container: Object = {"name": pod.CONTAINER, "volumeMounts": pod.mounts()}
+    if pod.needs_rdma(run):
+        container["securityContext"] = pod.container_security(rdma=True)
+    spec = {
+        **{key: value for key, value in pod.placement(run.profile, options).items() if key in PATCHABLE},
+        "terminationGracePeriodSeconds": options.grace_seconds,
+        "containers": [container],
+        "volumes": pod.volumes(run, options),
+    }
+    template = {"metadata": {"labels": pod.labels(run), "annotations": pod.notes(run, options)}, "spec": spec}
+    if options.host_network:
+        raise UserError(
+            "--host-network with --flavor trainjob", rule="that is the runtime's choice", fix="--flavor jobset"
+        )
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _workload(run, options),
+        "spec": {
+            **_suspended(options),
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": RUNTIME},
+            "trainer": {
+                "image": options.image,
+                "command": pod.command(),
+                "args": pod.arguments(run),
+                "env": pod.variables(run, options, master=""),
+                "numNodes": run.nodes,
+                "numProcPerNode": run.ranks_per_node,
+                "resourcesPerNode": pod.resources(run),
+            },
+            "runtimePatches": [
+                {
+                    "manager": "llmrecipes",
+                    "trainingRuntimeSpec": {
+                        "template": {
+                            "spec": {"replicatedJobs": [{"name": GROUP, "template": {"spec": {"template": template}}}]}
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+PATCHABLE = {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"}
+"""Keys of a pod that a TrainJob may add to its runtime."""
+
+
+def runtime(max_restarts: int) -> Object:
+    """The ClusterTrainingRuntime that k8s/trainjob installs, once for all runs."""
+    spec = {
+        **pod.frame(Options(image="").grace_seconds),
+        "containers": [
+            {
+                "name": pod.CONTAINER,
+                "securityContext": pod.container_security(rdma=False),
+                "terminationMessagePolicy": "FallbackToLogsOnError",
+                "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108 - the pod's own
+            }
+        ],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+    }
+    job = {
+        "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+        "spec": {**all_or_nothing(), "template": {"spec": spec}},
+    }
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "ClusterTrainingRuntime",
+        "metadata": {"name": RUNTIME, "labels": {"app.kubernetes.io/name": "llmrecipes"}},
+        "spec": {
+            "mlPolicy": {"numNodes": 1, "torch": {}},
+            "template": {
+                "spec": {
+                    "network": {"publishNotReadyAddresses": True},
+                    "failurePolicy": {"maxRestarts": max_restarts, "rules": jobset_rules()},
+                    "replicatedJobs": [{"name": GROUP, "replicas": 1, "template": job}],
+                }
+            },
+        },
+    }
+
+
+def jobset_rules() -> list[Object]:
+    """What a JobSet does when its Job has failed. Reason and message are those of Kubernetes' Job controller."""
+    codes = "|".join(map(str, FAILING))
+    saved = "|".join(map(str, SAVED))
+    failed_by_policy = ["PodFailurePolicy"]
+    return [
+        {
+            "name": "sameWouldHappen",
+            "action": "FailJobSet",
+            "onJobFailureReasons": failed_by_policy,
+            "onJobFailureMessagePatterns": [f"failed with exit code ({codes}) matching"],
+        },
+        {
+            "name": "savedOrDisrupted",
+            "action": "RestartJobSetAndIgnoreMaxRestarts",
+            "onJobFailureReasons": failed_by_policy,
+            "onJobFailureMessagePatterns": [
+                f"failed with exit code ({saved}) matching",
+                "has condition DisruptionTarget matching",
+            ],
+        },
+    ]
+
+
+def all_or_nothing() -> Object:
+    """One pod that fails ends its Job, and the JobSet starts all of them again; the policy is there to say why."""
+    rules = [_on_exit("FailJob", FAILING), _on_exit("FailJob", SAVED), _on_disruption("FailJob")]
+    return {"backoffLimit": 0, "podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": rules}}
+
+
+def _indexed(nodes: int) -> Object:
+    return {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes}
+
+
+def _on_exit(action: str, codes: list[int]) -> Object:
+    return {"action": action, "onExitCodes": {"containerName": pod.CONTAINER, "operator": "In", "values": codes}}
+
+
+def _on_disruption(action: str) -> Object:
+    return {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}

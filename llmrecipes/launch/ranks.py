@@ -1,0 +1,135 @@
+"""Which rank this process is, and what torch.distributed reads about it: set here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmrecipes.errors import UserError
+
+FIRST_PORT, PORTS = 12000, 16000
+"""Rendezvous ports lie below those that Linux gives out by itself (32768 and up)."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process among all: numbers from 0, and where the first rank listens."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+    def variables(self) -> dict[str, str]:
+        """What torch.distributed reads."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of a run: its number from 0 among all, and where the first rank listens."""
+
+    number: int
+    nodes: int
+    master_addr: str
+    master_port: int
+
+    def ranks(self, here: int) -> list[Rank]:
+        """The ranks of this node.
+
+        Args:
+            here: how many each node has.
+        """
+        first, all_of_them = self.number * here, self.nodes * here
+        return [
+            Rank(first + local, all_of_them, local, here, self.master_addr, self.master_port) for local in range(here)
+        ]
+
+
+def node(nodes: int, number: int | None, rendezvous: str | None, environment: Mapping[str, str]) -> Node:
+    """Which node this is.
+
+    Args:
+        nodes: how many there are.
+        number: from 0; None: what a pod knows about itself (`PET_NODE_RANK` of Kubeflow's Trainer, or
+            `JOB_COMPLETION_INDEX` of an Indexed Job or a JobSet).
+        rendezvous: `HOST:PORT` of the first node; None: `PET_MASTER_ADDR` and `PET_MASTER_PORT`, or `MASTER_ADDR` and
+            `MASTER_PORT`.
+        environment: where those variables are.
+
+    Raises:
+        UserError: it cannot be told, or is not possible.
+    """
+    if number is None:
+        told = environment.get("PET_NODE_RANK") or environment.get("JOB_COMPLETION_INDEX") or ""
+        if not told.isdecimal():
+            raise UserError(
+                f"which of {nodes} nodes is this?", where="--node-rank", fix="--node-rank 0 on the first, 1 on the next"
+            )
+        number = int(told)
+    if not 0 <= number < nodes:
+        raise UserError(f"node {number} of {nodes}", where="--node-rank", rule="nodes count from 0, each has its own")
+    if rendezvous is None:
+        for prefix in ("PET_MASTER", "MASTER"):
+            host, port = environment.get(f"{prefix}_ADDR"), environment.get(f"{prefix}_PORT")
+            if host and port:
+                rendezvous = f"{host}:{port}"
+                break
+        else:
+            raise UserError("where is the first node?", where="--rdzv", fix="--rdzv HOST:29500, the same on all nodes")
+    host, _, port = rendezvous.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(
+            f"{rendezvous!r} is no address",
+            where="--rdzv",
+            rule="HOST:PORT of the first node",
+            fix="--rdzv node-0:29500",
+        )
+    return Node(number, nodes, host.strip("[]"), int(port))
+
+
+def from_slurm(environment: Mapping[str, str]) -> Rank:
+    """The rank of a task that srun started, one task a rank.
+
+    Args:
+        environment: with Slurm's variables and `MASTER_ADDR`, which the batch script sets to the first host.
+
+    Raises:
+        UserError: it is not a task of srun.
+    """
+    try:
+        job, world_size = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_NTASKS"])
+        return Rank(
+            rank=int(environment["SLURM_PROCID"]),
+            world_size=world_size,
+            local_rank=int(environment["SLURM_LOCALID"]),
+            # `2(x3)` is Slurm's way to say that each of three nodes has two tasks.
+            local_world_size=int(environment["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]),
+            master_addr=environment["MASTER_ADDR"],
+            master_port=port_of(f"{job}"),
+        )
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"not a task of srun: {error} is missing or no number",
+            rule="ranks of a Slurm job are started by slurm/train.sbatch",
+            fix="llmrecipes submit, or sbatch slurm/train.sbatch RECIPE",
+        ) from error
+
+
+def port_of(job: str) -> int:
+    """A port that the ranks of a job agree on without talking, and that other jobs on the node probably do not use.
+
+    Args:
+        job: any name of the job, its number for Slurm.
+    """
+    number = int(job) if job.isdecimal() else sum(job.encode())
+    return FIRST_PORT + number % PORTS

@@ -1,0 +1,164 @@
+"""Which ranks share what: degrees, data-parallel sizes and the layers of every pipeline stage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llmrecipes.cluster import Cluster
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
+from llmrecipes.recipe.fixes import divisors, multiples
+from llmrecipes.recipe.layout_rules import shared_sizes
+from llmrecipes.recipe.schema import Parallelism, Recipe
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parallel degrees of a run, all derived.
+
+    Dense layers see world_size = tensor × context × data × pipeline, experts the same ranks as expert_tensor × expert ×
+    expert_data × pipeline (arXiv 2504.14960). `layers_per_stage` has a list for each stage: the layers of each of its
+    chunks, of which there is one without virtual stages. Chunk c of stage s comes after all stages' chunks c - 1.
+    """
+
+    world_size: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int
+    context_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    sequence_parallel: bool
+    data_parallel_size: int
+    expert_data_parallel_size: int
+    layers_per_stage: tuple[tuple[int, ...], ...]
+
+    def first_layer(self, stage: int, chunk: int) -> int:
+        """Number, from 0, of the first layer of a chunk."""
+        earlier = sum(layers[number] for number in range(chunk) for layers in self.layers_per_stage)
+        return earlier + sum(layers[chunk] for layers in self.layers_per_stage[:stage])
+
+
+def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
+    """Lay a recipe out on a number of ranks.
+
+    Raises:
+        UserError: the degrees do not make up that number of ranks, or the machine cannot run them.
+    """
+    parallel = recipe.parallelism
+    _check_machine(parallel, world_size, cluster)
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    dense = model_parallel_size(parallel)
+    if world_size % dense:
+        raise UserError(
+            f"{world_size} ranks are not a multiple of {_product(parallel, dense)}",
+            where="parallelism",
+            rule="the number of ranks is tensor × pipeline × context × data-parallel size",
+            fix=_ranks(recipe, world_size, dense),
+        )
+    experts = parallel.expert_model_parallel_size
+    expert_tensor = parallel.expert_tensor_parallel_size or tensor
+    if not recipe.model.num_moe_experts:
+        expert_tensor = tensor
+    of_experts = experts * expert_tensor * stages
+    if recipe.model.num_moe_experts and world_size % of_experts:
+        raise UserError(
+            f"{world_size} ranks are not a multiple of expert_model_parallel_size {experts} × "
+            f"expert_tensor_parallel_size {expert_tensor} × pipeline_model_parallel_size {stages} = {of_experts}",
+            where="parallelism.expert_model_parallel_size",
+            rule="the number of ranks is expert × expert-tensor × pipeline × expert-data-parallel size too",
+            fix=_ranks(recipe, world_size, math.lcm(dense, of_experts)),
+        )
+    if recipe.model.num_moe_experts and experts == 1 and expert_tensor != tensor:
+        # megatron-core reduces expert gradients over other ranks than dense ones only where expert parallelism is on.
+        raise UserError(
+            f"tensor_model_parallel_size {tensor} with expert_tensor_parallel_size {expert_tensor} and "
+            "expert_model_parallel_size 1",
+            where="parallelism.expert_model_parallel_size",
+            rule="without expert parallelism megatron-core sums the experts' gradients over too few ranks, in silence, "
+            "unless they are split as the dense layers are",
+            fix=f"expert_model_parallel_size 2 or more, or expert_tensor_parallel_size {tensor}",
+        )
+    if recipe.model.num_moe_experts and expert_tensor > 1 and cluster.device == "cpu":
+        unset = ", as tensor_model_parallel_size where it is unset," if not parallel.expert_tensor_parallel_size else ""
+        raise UserError(
+            f"expert_tensor_parallel_size {expert_tensor}{unset} on a CPU",
+            where="parallelism.expert_tensor_parallel_size",
+            rule="gloo, which joins CPU ranks, cannot gather the uneven numbers of tokens for experts that ranks share",
+            fix="expert_tensor_parallel_size 1; expert, tensor, pipeline and context parallelism run here",
+        )
+    return Layout(
+        world_size=world_size,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size or 1,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=expert_tensor,
+        sequence_parallel=parallel.sequence_parallel,
+        data_parallel_size=world_size // dense,
+        expert_data_parallel_size=world_size // of_experts,
+        layers_per_stage=layers_per_stage(recipe),
+    )
+
+
+def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
+    """Layers of each chunk of each pipeline stage, as megatron-core's `get_num_layers_to_build` cuts them."""
+    parallel, layers = recipe.parallelism, recipe.model.num_layers
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    embedding = int(parallel.account_for_embedding_in_pipeline_split)
+    loss = int(parallel.account_for_loss_in_pipeline_split)
+    middle = stages - (first is not None) - (last is not None)
+    rest = layers + embedding + loss - (first or 0) - (last or 0)
+    each = [rest // middle if middle else 0] * stages
+    each[0] = first or each[0]
+    each[-1] = last or each[-1]
+    cut = [[number // chunks] * chunks for number in each]
+    cut[0][0] -= embedding
+    cut[-1][-1] -= loss
+    return tuple(tuple(stage) for stage in cut)
+
+
+def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> None:
+    if world_size < 1:
+        raise UserError(f"{world_size} ranks", rule="a run has at least one rank")
+    if not cluster.gpus:
+        return
+    here, tensor, near = len(cluster.gpus), parallel.tensor_model_parallel_size, cluster.gpus_per_domain
+    if tensor > near or (world_size > tensor and near % tensor):
+        one, many = ("an NVLink domain", "NVLink domains") if cluster.nvlink_domain else ("a node", "nodes")
+        raise UserError(
+            f"{tensor} on {many} of {near} GPUs",
+            where="parallelism.tensor_model_parallel_size",
+            rule=f"tensor-parallel ranks talk within every layer: they stay inside {one}, and share it evenly",
+            fix=f"tensor_model_parallel_size {divisors(near, tensor)}",
+        )
+    if world_size > here:
+        least = smallest_world(parallel)
+        raise UserError(
+            f"{world_size} ranks on {here} GPUs",
+            rule="one rank a GPU",
+            fix=f"at most {here} ranks here"
+            if least <= here
+            else f"smaller parallel degrees: these need a multiple of {least} ranks",
+        )
+
+
+def _product(parallel: Parallelism, dense: int) -> str:
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    parts = [f"{name} {getattr(parallel, name)}" for name in names if getattr(parallel, name) > 1]
+    return f"{' × '.join(parts)} = {dense}" if len(parts) > 1 else parts[0]
+
+
+def _ranks(recipe: Recipe, world_size: int, least: int) -> str:
+    """Ranks that the degrees fit, and tensor-parallel sizes that the ranks and the model fit."""
+    fix, parallel = f"{multiples(world_size, least)} ranks", recipe.parallelism
+    others = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    if world_size % others == 0 and not recipe.model.num_moe_experts:
+        near = divisors(
+            math.gcd(world_size // others, *shared_sizes(recipe).values()), parallel.tensor_model_parallel_size
+        )
+        fix += f", or tensor_model_parallel_size {near}" if near != "1" else ""
+    return fix

@@ -1,0 +1,172 @@
+"""Which rank holds what: stage, layers, heads, vocabulary rows, tokens, experts and sequences of the batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmrecipes.cluster import Cluster, Gpu
+from llmrecipes.plan.derive import num_microbatches
+from llmrecipes.plan.layout import Layout, layout
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import shape
+
+Range = tuple[int, int]
+"""First number and the one after the last."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one rank holds; all numbers count from 0, a `Range` ends before its second number.
+
+    `layers` has one range for each chunk of virtual stages. `vocabulary` are the rows of the padded embedding, on the
+    ranks that have it (`has_embedding`) and on those of the output layer (`has_output`); empty on the others. `tokens`
+    are the parts of every sequence that attention's queries come from, `residual_tokens` those whose residual stream
+    lies here: fewer under sequence parallelism. `experts` are those of each layer that has experts; a dense model has
+    none. `sequences` are those of the first global batch, one range for each micro-batch.
+    """
+
+    rank: int
+    tensor: int
+    context: int
+    data: int
+    stage: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+    layers: tuple[Range, ...]
+    query_heads: Range
+    query_groups: Range
+    has_embedding: bool
+    has_output: bool
+    vocabulary: Range
+    tokens: tuple[Range, ...]
+    residual_tokens: tuple[Range, ...]
+    experts: Range
+    sequences: tuple[Range, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def place(recipe: Recipe, world_size: int, cluster: Cluster | None = None) -> tuple[Layout, tuple[Placement, ...]]:
+    """The layout on some number of GPUs, of a cluster or whatever this machine has, and every rank's share.
+
+    Ranks count in Megatron's order `tp-cp-ep-dp-pp`: tensor-parallel ranks are neighbours, stages are farthest apart.
+    Experts divide the ranks of a stage anew, in the same order (arXiv 2504.14960).
+
+    Raises:
+        UserError: the degrees do not make up that number of ranks, or the batch does not divide over them.
+    """
+    tensor = recipe.parallelism.tensor_model_parallel_size
+    gpus = (Gpu("any", 0, 0, None),) * (-(-world_size // tensor) * tensor)  # a node that tensor-parallel ranks fill
+    somewhere = Cluster(gpus, cpu_cores=0, memory_bytes=0, memory_available_bytes=0, disk_free_bytes=0)
+    laid_out = layout(recipe, world_size, cluster or somewhere)
+    micro_batches = num_microbatches(recipe, laid_out)
+    return laid_out, tuple(_share_of(recipe, laid_out, micro_batches, rank) for rank in range(world_size))
+
+
+def groups(laid_out: Layout) -> dict[str, list[tuple[int, ...]]]:
+    """The ranks that talk to each other, by Megatron's name of the group.
+
+    Gradients of dense parameters are reduced over `dp-cp`, those of experts over `expert_dp`.
+    """
+    ranks = [_coordinates(laid_out, rank) for rank in range(laid_out.world_size)]
+    free = {
+        "tp": ("tensor",),
+        "cp": ("context",),
+        "dp": ("data",),
+        "dp-cp": ("data", "context"),
+        "pp": ("stage",),
+    }
+    free_of_experts = {"ep": ("expert",), "expert_tp": ("expert_tensor",), "expert_dp": ("expert_data",)}
+    dense, experts = ("tensor", "context", "data", "stage"), ("expert_tensor", "expert", "expert_data", "stage")
+    found = {name: _same(ranks, [axis for axis in dense if axis not in axes]) for name, axes in free.items()}
+    for name, axes in free_of_experts.items():
+        found[name] = _same(ranks, [axis for axis in experts if axis not in axes])
+    return found
+
+
+def _same(ranks: list[dict[str, int]], axes: list[str]) -> list[tuple[int, ...]]:
+    """Ranks that agree in these coordinates."""
+    together = defaultdict(list)
+    for rank, at in enumerate(ranks):
+        together[tuple(at[axis] for axis in axes)].append(rank)
+    return sorted(tuple(group) for group in together.values())
+
+
+def _coordinates(laid_out: Layout, rank: int) -> dict[str, int]:
+    dense = {
+        "tensor": laid_out.tensor_model_parallel_size,
+        "context": laid_out.context_parallel_size,
+        "data": laid_out.data_parallel_size,
+        "stage": laid_out.pipeline_model_parallel_size,
+    }
+    experts = {
+        "expert_tensor": laid_out.expert_tensor_parallel_size,
+        "expert": laid_out.expert_model_parallel_size,
+        "expert_data": laid_out.expert_data_parallel_size,
+    }
+    return {**_digits(rank, dense), **_digits(rank, experts)}
+
+
+def _digits(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    """A rank's coordinates, of which the first runs fastest."""
+    digits = {}
+    for name, size in sizes.items():
+        rank, digits[name] = divmod(rank, size)
+    return digits
+
+
+def _share_of(recipe: Recipe, laid_out: Layout, micro_batches: int, rank: int) -> Placement:
+    s, at = shape(recipe.model), _coordinates(laid_out, rank)
+    tensor, stage, micro = laid_out.tensor_model_parallel_size, at["stage"], recipe.train.micro_batch_size
+    starts = [laid_out.first_layer(stage, chunk) for chunk in range(laid_out.virtual_pipeline_model_parallel_size)]
+    last = stage == laid_out.pipeline_model_parallel_size - 1
+    embedding, output = stage == 0 or (last and s.mtp_num_layers > 0), last
+    tokens = _tokens(s.seq_length, laid_out.context_parallel_size, at["context"])
+    return Placement(
+        rank=rank,
+        **at,
+        layers=tuple(
+            (start, start + number) for start, number in zip(starts, laid_out.layers_per_stage[stage], strict=True)
+        ),
+        query_heads=_share(s.num_attention_heads, tensor, at["tensor"]),
+        query_groups=_share(s.num_query_groups, tensor, at["tensor"]),
+        has_embedding=embedding,
+        has_output=output,
+        vocabulary=_share(s.vocab_size, tensor, at["tensor"]) if embedding or output else (0, 0),
+        tokens=tokens,
+        residual_tokens=_slice(tokens, tensor, at["tensor"]) if laid_out.sequence_parallel else tokens,
+        experts=_share(s.num_moe_experts, laid_out.expert_model_parallel_size, at["expert"]),
+        sequences=tuple(
+            (number * micro, (number + 1) * micro)
+            for number in range(at["data"], micro_batches * laid_out.data_parallel_size, laid_out.data_parallel_size)
+        ),
+    )
+
+
+def _share(size: int, ranks: int, rank: int) -> Range:
+    """A rank's even share of `size` things in a row."""
+    return size * rank // ranks, size * (rank + 1) // ranks
+
+
+def _tokens(length: int, ranks: int, rank: int) -> tuple[Range, ...]:
+    """Positions of a context-parallel rank: chunks `rank` and 2·`ranks` − 1 − `rank` (arXiv 2407.21783, 3.3.2)."""
+    if ranks == 1:
+        return ((0, length),)
+    return _share(length, 2 * ranks, rank), _share(length, 2 * ranks, 2 * ranks - 1 - rank)
+
+
+def _slice(parts: tuple[Range, ...], ranks: int, rank: int) -> tuple[Range, ...]:
+    """A rank's even share of some parts put one behind the other."""
+    first, last = _share(sum(end - start for start, end in parts), ranks, rank)
+    cut, passed = [], 0
+    for start, end in parts:
+        low, high = max(first - passed, 0), min(last - passed, end - start)
+        if low < high:
+            cut.append((start + low, start + high))
+        passed += end - start
+    return tuple(cut)

@@ -1,0 +1,115 @@
+"""Documents by name or path, and their problems as one message: what recipes and cluster profiles have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from llmrecipes.errors import UserError
+from llmrecipes.recipe import document
+from llmrecipes.recipe.document import Document, Problem
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What messages call a document (`recipe`), its argument (`RECIPE`) and folder, and which keys it must have."""
+
+    name: str
+    argument: str
+    folder: str
+    least: str
+
+    @property
+    def rule(self) -> str:
+        return f"{self.argument} is a name in {self.folder} or the path of a YAML file"
+
+
+def names(directory: Path) -> list[str]:
+    """Names of the documents in a folder, sorted."""
+    return sorted(path.stem for path in directory.glob("*.yaml"))
+
+
+def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
+    """The file of a document; UserError with the nearest names if there is none."""
+    if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
+        path = Path(name_or_path)
+        if not path.is_file():
+            what = "is a directory" if path.is_dir() else "no such file"
+            raise UserError(what, where=str(path), rule=kind.rule)
+        return path
+    known = names(directory)
+    if name_or_path in known:
+        return directory / f"{name_or_path}.yaml"
+    close = get_close_matches(name_or_path, known, n=3, cutoff=0.4)
+    raise UserError(
+        f"no {kind.name} named {name_or_path!r} in {directory}",
+        rule=kind.rule,
+        fix=f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known) or 'none'}",
+    )
+
+
+def read(path: Path, kind: Kind) -> str:
+    """The text of a document; UserError if it cannot be read, is no text, or is larger than a person writes."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(document.MAX_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    if len(raw) > document.MAX_BYTES:
+        raise UserError("larger than 1 MiB", where=str(path), rule=f"a {kind.name} is a short text file")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UserError(f"byte 0x{raw[error.start]:02x} is not UTF-8", where=f"{path}:{line}",
+                        rule=f"{kind.name}s are UTF-8 text") from error  # fmt: skip
+
+
+def shown(path: Path) -> Path:
+    """The path as messages show it: relative to the working directory where it lies below."""
+    here = Path.cwd()
+    absolute = path.absolute()
+    return absolute.relative_to(here) if absolute.is_relative_to(here) else path
+
+
+def require_mapping(parsed: Document, kind: Kind) -> list[Problem]:
+    """The problem of a document that is empty or has no keys at its top; none where it has, or is broken anyway."""
+    if isinstance(parsed.data, dict) or (parsed.data is None and parsed.problems):
+        return []
+    if parsed.data is None:
+        return [Problem("", "the file is empty", f"a {kind.name} has at least {kind.least}")]
+    what = "a list" if isinstance(parsed.data, list) else "a single value"
+    return [Problem("", f"{what} at the top", f"a {kind.name} is a mapping of keys", line=1)]
+
+
+def where(key: str, path: Path, lines: Mapping[str, int], overridden: Mapping[str, str]) -> str:
+    """Place of a key or of the nearest section around it: file and line, or the override that set it."""
+    name = key
+    while name:
+        if name in overridden:
+            return f"override {overridden[name]!r}"
+        if name in lines:
+            return f"{path}:{lines[name]}"
+        name = name.rpartition(".")[0]
+    return str(path)
+
+
+def error_of(
+    problems: Sequence[Problem],
+    misspelt: Sequence[UserError],
+    path: Path,
+    lines: Mapping[str, int],
+    overridden: Mapping[str, str],
+) -> UserError:
+    """One error for everything: problems of the file in its order, then overrides that could not be read."""
+    errors = []
+    for problem in sorted(problems, key=lambda each: each.line or lines.get(each.key, 0)):
+        place = f"{path}:{problem.line}" if problem.line else where(problem.key, path, lines, overridden)
+        at = f"{place}: {problem.key}" if problem.key else place
+        errors.append(UserError(problem.what, where=at, rule=problem.rule, fix=problem.fix))
+    errors += misspelt
+    if len(errors) == 1:
+        return errors[0]
+    return UserError("\n".join([f"{path}: {len(errors)} problems", *(str(error) for error in errors)]))

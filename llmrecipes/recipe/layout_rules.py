@@ -1,0 +1,209 @@
+"""Rules that tie the parallel degrees to the model. What depends on the number of ranks is checked by the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.fixes import divisors, multiples
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import shape
+
+
+def tensor(recipe: Recipe) -> Iterator[Problem]:
+    """Everything that tensor-parallel ranks share divides by their number."""
+    degree, sizes = recipe.parallelism.tensor_model_parallel_size, shared_sizes(recipe)
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % degree]
+    if wrong:
+        yield Problem(
+            "parallelism.tensor_model_parallel_size",
+            f"{degree} does not divide {', '.join(wrong)}",
+            "tensor-parallel ranks share heads, query groups, MLP and vocabulary evenly",
+            f"tensor_model_parallel_size {divisors(math.gcd(*sizes.values()), degree)}",
+        )
+
+
+def shared_sizes(recipe: Recipe) -> dict[str, int]:
+    """What tensor-parallel ranks share, by name."""
+    s, model = shape(recipe.model), recipe.model
+    sizes = {"num_attention_heads": s.num_attention_heads, "padded vocab_size": s.vocab_size}
+    if s.moe_layers(0, s.num_layers) < s.num_layers:
+        sizes["ffn_hidden_size"] = s.ffn_hidden_size
+    if s.moe_shared_ffn_hidden_size:
+        sizes["moe_shared_expert_intermediate_size"] = s.moe_shared_ffn_hidden_size
+    if model.multi_latent_attention:
+        sizes["kv_lora_rank + qk_pos_emb_head_dim"] = model.kv_lora_rank + model.qk_pos_emb_head_dim
+        if model.q_lora_rank:
+            sizes["q_lora_rank"] = model.q_lora_rank
+    else:
+        sizes["num_query_groups"] = s.num_query_groups
+    if s.mtp_num_layers:
+        sizes["hidden_size"] = s.hidden_size
+    return sizes
+
+
+def sequence(recipe: Recipe) -> Iterator[Problem]:
+    """Sequence parallelism has ranks to share with, and context and sequence parallelism have tokens to share."""
+    parallel, model = recipe.parallelism, recipe.model
+    tensor_size, context_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if parallel.sequence_parallel and tensor_size == 1:
+        yield Problem(
+            "parallelism.sequence_parallel",
+            "true with tensor_model_parallel_size 1",
+            "sequence parallelism shares tokens among tensor-parallel ranks",
+            "tensor_model_parallel_size 2, or sequence_parallel false",
+        )
+    if model.num_moe_experts and tensor_size > 1 and not parallel.sequence_parallel:
+        yield Problem(
+            "parallelism.sequence_parallel",
+            f"false with num_moe_experts and tensor_model_parallel_size {tensor_size}",
+            "experts with tensor parallelism need sequence parallelism, or every rank would route the same tokens",
+            "sequence_parallel true, or tensor_model_parallel_size 1",
+        )
+    chunks = 2 * context_size if context_size > 1 else 1
+    ranks = tensor_size if parallel.sequence_parallel else 1
+    step = math.lcm(chunks, context_size * ranks)
+    if model.seq_length % step:
+        parts = [f"2 × context_parallel_size {context_size}"] if chunks > 1 else []
+        if ranks > 1:
+            context = f"context_parallel_size {context_size} × " if context_size > 1 else ""
+            parts.append(f"{context}tensor_model_parallel_size {ranks}")
+        yield Problem(
+            "model.seq_length",
+            f"{model.seq_length} is not a multiple of {' and of '.join(parts)}",
+            "every rank has the same number of tokens, and under context parallelism two chunks of the same length",
+            f"seq_length {multiples(model.seq_length, step)}",
+        )
+
+
+def pipeline(recipe: Recipe) -> Iterator[Problem]:
+    """Layers, with what counts as one, divide over stages and their chunks."""
+    parallel, layers = recipe.parallelism, recipe.model.num_layers
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    ends = {
+        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
+    }
+    counted = {
+        "account_for_embedding_in_pipeline_split": parallel.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": parallel.account_for_loss_in_pipeline_split,
+    }
+    used = [name for name, value in {**ends, **counted}.items() if value]
+    if stages == 1:
+        if chunks:
+            used.insert(0, "virtual_pipeline_model_parallel_size")
+        for name in used:
+            yield Problem(
+                f"parallelism.{name}",
+                f"{getattr(parallel, name)} with pipeline_model_parallel_size 1".replace("True", "true"),
+                f"{name} says how pipeline stages share the layers",
+                f"pipeline_model_parallel_size 2, or leave {name} out",
+            )
+        return
+    if any(ends.values()) and any(counted.values()):
+        yield Problem(
+            f"parallelism.{used[0]}",
+            f"set with {used[-1]}",
+            "a stage's layers are either given or follow from what counts as a layer",
+            f"leave {used[0]} or {used[-1]} out",
+        )
+        return
+    yield from _uneven(recipe, ends) if any(ends.values()) else _even(recipe, sum(counted.values()), layers)
+
+
+def _even(recipe: Recipe, extra: int, layers: int) -> Iterator[Problem]:
+    """All stages have the same number of layers, embedding and loss counted where asked for."""
+    parallel = recipe.parallelism
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    together = layers + extra
+    if together % (stages * chunks) == 0:
+        return
+    counted = f" and {extra} for embedding and loss" if extra else ""
+    degree = f"pipeline_model_parallel_size {stages}"
+    degree += f" × virtual_pipeline_model_parallel_size {chunks}" if chunks > 1 else ""
+    room = together // chunks if together % chunks == 0 else 1
+    fits = f"pipeline_model_parallel_size {divisors(room, stages)}, or " if room > 1 else ""
+    step = stages * chunks
+    around = (together // step * step - extra, -(-together // step) * step - extra)
+    near = " or ".join(str(number) for number in around if number > 0)
+    yield Problem(
+        "parallelism.pipeline_model_parallel_size",
+        f"{layers} layers{counted} do not divide over {degree}",
+        "every pipeline stage, and every chunk of it, has the same number of layers",
+        f"{fits}num_layers {near}",
+    )
+
+
+def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
+    """First and last stage have the layers they are given, the others share the rest."""
+    parallel, layers = recipe.parallelism, recipe.model.num_layers
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    given = {name: value for name, value in ends.items() if value}
+    for name, value in given.items():
+        if value % chunks:
+            yield Problem(
+                f"parallelism.{name}",
+                f"{value} is not a multiple of virtual_pipeline_model_parallel_size {chunks}",
+                "the chunks of a stage have the same number of layers",
+                f"{name} {multiples(value, chunks)}",
+            )
+            return
+    middle, rest = stages - len(given), layers - sum(given.values())
+    if rest < middle or (rest and not middle) or (middle and rest % (middle * chunks)):
+        first = next(iter(given))
+        words = " and ".join(f"{value} in {name}" for name, value in given.items())
+        others = sum(given.values()) - given[first]
+        fitting = [
+            value for value in range(chunks, min(layers, 10_000), chunks)
+            if (left := layers - others - value) >= middle and (left % (middle * chunks) == 0 if middle else left == 0)
+        ]  # fmt: skip
+        near = sorted(fitting, key=lambda value: abs(value - given[first]))[:2]
+        yield Problem(
+            f"parallelism.{first}",
+            f"{words} leave {rest} of {layers} layers to {middle} stages",
+            "the stages without a number of their own share the other layers evenly",
+            f"{first} {' or '.join(str(value) for value in sorted(near))}" if near else "fewer pipeline stages",
+        )
+
+
+def expert(recipe: Recipe) -> Iterator[Problem]:
+    """Experts divide over expert-parallel ranks, and one expert over expert-tensor-parallel ranks."""
+    parallel, model, s = recipe.parallelism, recipe.model, shape(recipe.model)
+    degree, inner = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if not model.num_moe_experts:
+        for name, value, nothing in (
+            ("expert_model_parallel_size", degree, 1),
+            ("expert_tensor_parallel_size", inner, None),
+        ):
+            if value != nothing:
+                yield Problem(
+                    f"parallelism.{name}",
+                    f"{value} without model.num_moe_experts",
+                    f"{name} shares experts among ranks",
+                    f"model.num_moe_experts, or leave {name} out",
+                )
+        return
+    if model.num_moe_experts % degree:
+        yield Problem(
+            "parallelism.expert_model_parallel_size",
+            f"{degree} does not divide num_moe_experts {model.num_moe_experts}",
+            "expert-parallel ranks have the same number of experts",
+            f"expert_model_parallel_size {divisors(model.num_moe_experts, degree)}",
+        )
+    if degree > 1 and recipe.train.precision == "fp16":
+        yield Problem(
+            "train.precision",
+            f"fp16 with expert_model_parallel_size {degree}",
+            "megatron-core has an optimizer of its own for these experts, with a loss scale of its own; the two scales "
+            "come apart at the first overflow",
+            "precision bf16, or expert_model_parallel_size 1",
+        )
+    inner = inner or parallel.tensor_model_parallel_size
+    if s.moe_ffn_hidden_size % inner:
+        yield Problem(
+            "parallelism.expert_tensor_parallel_size",
+            f"{inner} does not divide moe_ffn_hidden_size {s.moe_ffn_hidden_size}",
+            "the ranks of one expert share its MLP evenly",
+            f"expert_tensor_parallel_size {divisors(s.moe_ffn_hidden_size, inner)}",
+        )

@@ -1,0 +1,188 @@
+"""Rules of mixture of experts, latent attention and multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.fixes import divisors
+from llmrecipes.recipe.schema import Model, Recipe
+
+_LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+# What megatron-core's latent attention does not read, with the value that says nothing.
+_NOT_LATENT = {"num_query_groups": None, "kv_channels": None, "add_qkv_bias": False, "rotary_percent": 1.0,
+               "rope_scaling": False}  # fmt: skip
+
+
+def experts(recipe: Recipe) -> Iterator[Problem]:
+    """Keys of experts fit together."""
+    model = recipe.model
+    if model.num_moe_experts is None:
+        yield from _belongs(model, _moe_keys(), "a mixture of experts", "num_moe_experts")
+        return
+    if model.moe_router_topk > model.num_moe_experts:
+        yield Problem(
+            "model.moe_router_topk",
+            f"{model.moe_router_topk} of {model.num_moe_experts} experts",
+            "moe_router_topk is at most num_moe_experts",
+            f"moe_router_topk {model.num_moe_experts}",
+        )
+    pattern = model.moe_layer_freq
+    if isinstance(pattern, list) and len(pattern) != model.num_layers:
+        yield Problem(
+            "model.moe_layer_freq",
+            f"a list of {len(pattern)} for {model.num_layers} layers",
+            "a list in moe_layer_freq has one entry for each layer",
+            f"{model.num_layers} entries, or num_layers {len(pattern)}",
+        )
+    if model.add_bias_linear:
+        yield Problem(
+            "model.add_bias_linear",
+            "true with num_moe_experts",
+            "megatron-core cannot train biases in its experts, and its shared experts have none",
+            "add_bias_linear false",
+        )
+    if model.moe_pad_expert_input_to_capacity and model.moe_expert_capacity_factor is None:
+        yield Problem(
+            "model.moe_pad_expert_input_to_capacity",
+            "true without moe_expert_capacity_factor",
+            "there is a capacity to fill only with moe_expert_capacity_factor",
+            "moe_expert_capacity_factor 1.25, or moe_pad_expert_input_to_capacity false",
+        )
+    yield from _router(model)
+
+
+def _router(model: Model) -> Iterator[Problem]:
+    if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none":
+        yield Problem(
+            "model.moe_aux_loss_coeff",
+            f"{model.moe_aux_loss_coeff:g} with moe_router_load_balancing_type none",
+            "a coefficient needs a loss",
+            "moe_router_load_balancing_type aux_loss, or moe_aux_loss_coeff 0",
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield Problem(
+            "model.moe_router_enable_expert_bias",
+            f"true with moe_router_score_function {model.moe_router_score_function}",
+            "the expert bias is made for sigmoid scores",
+            "moe_router_score_function sigmoid",
+        )
+    if model.moe_router_topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+        yield Problem(
+            "model.moe_router_topk",
+            "1 with moe_router_pre_softmax false",
+            "a softmax over one expert is always 1, and the router would learn nothing",
+            "moe_router_pre_softmax true",
+        )
+    yield from _groups(model)
+
+
+def _groups(model: Model) -> Iterator[Problem]:
+    groups, chosen, number = model.moe_router_num_groups, model.moe_router_group_topk, model.num_moe_experts or 0
+    if groups is None and chosen is None:
+        return
+    if groups is None or chosen is None:
+        missing, present = ("num_groups", "group_topk") if groups is None else ("group_topk", "num_groups")
+        yield Problem(
+            f"model.moe_router_{present}",
+            f"set without moe_router_{missing}",
+            "group-limited routing needs moe_router_num_groups and moe_router_group_topk",
+            f"model.moe_router_{missing}, or leave moe_router_{present} out",
+        )
+    elif number % groups:
+        yield Problem(
+            "model.moe_router_num_groups",
+            f"{groups} groups do not divide {number} experts",
+            "moe_router_num_groups divides num_moe_experts",
+            f"moe_router_num_groups {divisors(number, groups)}",
+        )
+    elif chosen > groups:
+        yield Problem(
+            "model.moe_router_group_topk",
+            f"{chosen} of {groups} groups",
+            "moe_router_group_topk is at most moe_router_num_groups",
+            f"moe_router_group_topk {groups}",
+        )
+    elif model.moe_router_topk % chosen or model.moe_router_topk // chosen > number // groups:
+        yield Problem(
+            "model.moe_router_group_topk",
+            f"{chosen} groups of {number // groups} experts for moe_router_topk {model.moe_router_topk}",
+            "moe_router_group_topk divides moe_router_topk, and each group has that many experts",
+            f"moe_router_group_topk {divisors(model.moe_router_topk, chosen)}",
+        )
+
+
+def latent_attention(recipe: Recipe) -> Iterator[Problem]:
+    """Keys of latent attention belong to it, and those of other attention do not."""
+    model = recipe.model
+    if not model.multi_latent_attention:
+        yield from _belongs(model, _LATENT_KEYS, "latent attention", "multi_latent_attention")
+        return
+    for name, nothing in _NOT_LATENT.items():
+        if getattr(model, name) != nothing:
+            yield Problem(
+                f"model.{name}",
+                "set with multi_latent_attention",
+                f"latent attention has its own head sizes and rotation, and no {name}",
+                f"leave {name} out",
+            )
+    if model.position_embedding_type != "rope":
+        yield Problem(
+            "model.position_embedding_type",
+            f"{model.position_embedding_type} with multi_latent_attention",
+            "latent attention rotates a part of its queries and keys",
+            "position_embedding_type rope",
+        )
+    if model.qk_pos_emb_head_dim % 2:
+        yield Problem(
+            "model.qk_pos_emb_head_dim",
+            f"{model.qk_pos_emb_head_dim} channels",
+            "the rotary embedding turns pairs of channels",
+            f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim + 1}",
+        )
+
+
+def multi_token_prediction(recipe: Recipe) -> Iterator[Problem]:
+    """Multi-token prediction with what megatron-core builds it for."""
+    model, train = recipe.model, recipe.train
+    if model.mtp_num_layers is None:
+        yield from _belongs(model, ("mtp_loss_scaling_factor",), "multi-token prediction", "mtp_num_layers")
+        return
+    if model.position_embedding_type != "rope":
+        yield Problem(
+            "model.mtp_num_layers",
+            f"{model.mtp_num_layers} with position_embedding_type {model.position_embedding_type}",
+            "the last pipeline stage would need the table of positions too: multi-token prediction goes with rope",
+            "position_embedding_type rope, or leave mtp_num_layers out",
+        )
+    if model.share_embeddings_and_output_weights and recipe.parallelism.pipeline_model_parallel_size > 1:
+        yield Problem(
+            "model.share_embeddings_and_output_weights",
+            "true with mtp_num_layers and pipeline stages",
+            "megatron-core cannot save a tied embedding from the stage of multi-token prediction",
+            "share_embeddings_and_output_weights false, or pipeline_model_parallel_size 1",
+        )
+    if train.recompute_granularity == "full" and (train.recompute_method, train.recompute_num_layers) != ("uniform", 1):
+        yield Problem(
+            "train.recompute_num_layers",
+            f"{train.recompute_method} {train.recompute_num_layers} with mtp_num_layers",
+            "megatron-core recomputes multi-token prediction layers one by one",
+            "recompute_method uniform and recompute_num_layers 1",
+        )
+
+
+def _moe_keys() -> tuple[str, ...]:
+    return tuple(name for name in Model.model_fields if name.startswith("moe_"))
+
+
+def _belongs(model: Model, names: tuple[str, ...], what: str, switch: str) -> Iterator[Problem]:
+    for name in names:
+        default: Any = Model.model_fields[name].default
+        if getattr(model, name) != default:
+            yield Problem(
+                f"model.{name}",
+                f"set without {switch}",
+                f"{name} belongs to {what}",
+                f"model.{switch}, or leave {name} out",
+            )

@@ -1,0 +1,144 @@
+"""Which mixtures of experts a dense model can become without changing what it computes.
+
+Every expert starts as a copy of the dense MLP (sparse upcycling, arXiv 2212.05055). Whatever experts a token visits, it
+then gets the dense MLP's output, if all its choices are served and their probabilities sum to one (arXiv 2410.07524,
+section 3, on the order of softmax and top-k).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.load import Loaded, load
+from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.recipe.shape import shape
+
+SUFFIX = "-moe"
+MAX_NAME = 63
+
+
+def load_upcycled(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Recipe]:
+    """The recipe of a dense run, and with overrides the mixture of experts it shall become.
+
+    Args:
+        path: the dense run's resolved recipe.
+        overrides: `key.path=value`; without a `name` the new recipe is called as the dense one with `-moe`.
+
+    Raises:
+        UserError: the overrides are no recipe, or none that continues the dense model exactly; all problems at once.
+    """
+    dense = load(str(path)).recipe
+    name = f"name={dense.name[: MAX_NAME - len(SUFFIX)]}{SUFFIX}"
+    loaded = load(str(path), [name, *overrides])
+    if found := list(check(dense, loaded.recipe)):
+        raise _error(found, loaded)
+    return dense, loaded.recipe
+
+
+def check(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
+    """What keeps the new model from computing what the dense one does."""
+    if dense.model.num_moe_experts is not None:
+        yield Problem(
+            "model.num_moe_experts",
+            f"the run has {dense.model.num_moe_experts} experts already",
+            "upcycling starts from a dense model",
+        )
+        return
+    if moe.model.num_moe_experts is None:
+        yield Problem(
+            "model.num_moe_experts",
+            "not set",
+            "upcycling makes a mixture of experts",
+            "model.num_moe_experts=8 model.moe_router_topk=2",
+        )
+        return
+    if moe.name == dense.name:
+        yield Problem("name", f"{moe.name!r} is the dense run's", "another model has another name", "leave name out")
+    yield from _router(moe.model)
+    yield from _experts(moe.model)
+    yield from _unchanged(dense, moe)
+
+
+def _router(model: Model) -> Iterator[Problem]:
+    every = model.moe_router_topk == model.num_moe_experts
+    sums = "the probabilities of a token's experts sum to one"
+    if model.moe_router_score_function == "softmax" and model.moe_router_pre_softmax and not every:
+        yield Problem(
+            "model.moe_router_pre_softmax",
+            f"true with {model.moe_router_topk} of {model.num_moe_experts} experts",
+            sums,
+            "model.moe_router_pre_softmax=false",
+        )
+    if model.moe_router_score_function == "sigmoid" and model.moe_router_topk == 1:
+        yield Problem("model.moe_router_topk", "1 with sigmoid scores", sums, "model.moe_router_topk=2")
+    if model.moe_router_topk_scaling_factor not in (None, 1.0):
+        yield Problem(
+            "model.moe_router_topk_scaling_factor",
+            f"{model.moe_router_topk_scaling_factor:g}",
+            sums,
+            "model.moe_router_topk_scaling_factor=null",
+        )
+
+
+def _experts(model: Model) -> Iterator[Problem]:
+    sizes = shape(model)
+    if sizes.moe_ffn_hidden_size != sizes.ffn_hidden_size:
+        yield Problem(
+            "model.moe_ffn_hidden_size",
+            f"{sizes.moe_ffn_hidden_size} for a dense MLP of {sizes.ffn_hidden_size}",
+            "every expert is a copy of the whole dense MLP",
+            f"model.moe_ffn_hidden_size={sizes.ffn_hidden_size}",
+        )
+    if sizes.moe_shared_ffn_hidden_size:
+        yield Problem(
+            "model.moe_shared_expert_intermediate_size",
+            f"{sizes.moe_shared_ffn_hidden_size}",
+            "shared experts would add to what the copies of the dense MLP give already",
+            "model.moe_shared_expert_intermediate_size=null",
+        )
+    if model.moe_expert_capacity_factor is not None:
+        yield Problem(
+            "model.moe_expert_capacity_factor",
+            f"{model.moe_expert_capacity_factor:g}",
+            "a token that a full expert drops loses a part of its MLP output",
+            "model.moe_expert_capacity_factor=null",
+        )
+
+
+def _unchanged(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
+    """Upcycling changes MLPs, not the rest of the model nor the meaning of token ids."""
+    for name in Model.model_fields:
+        before, after = getattr(dense.model, name), getattr(moe.model, name)
+        if before == after or name.startswith("moe_") or name in ("num_moe_experts", "transformer_impl"):
+            continue
+        yield Problem(
+            f"model.{name}",
+            f"{after} in the new recipe, {before} in the dense run",
+            "everything but the experts stays as the dense model has it",
+            f"leave it out, or train the dense model with model.{name}={str(after).lower()}",
+        )
+    same = ["tokenizer"]
+    if moe.data.tokenizer.type == "bpe":
+        same += ["sources", "split"]  # it is trained on them
+    for name in same:
+        if getattr(dense.data, name) != getattr(moe.data, name):
+            yield Problem(
+                f"data.{name}",
+                "another one than the dense run's",
+                "token ids keep their meaning, so the tokenizer and what it was trained on stay",
+                "leave it out, or upcycle a run with a tokenizer from Hugging Face",
+            )
+
+
+def _error(problems: list[Problem], loaded: Loaded) -> UserError:
+    errors = [
+        UserError(each.what, where=f"{loaded.where(each.key)}: {each.key}", rule=each.rule, fix=each.fix)
+        for each in problems
+    ]
+    if len(errors) == 1:
+        return errors[0]
+    head = f"{loaded.path}: {len(errors)} reasons against upcycling"
+    return UserError("\n".join([head, *(str(error) for error in errors)]))

@@ -1,0 +1,85 @@
+"""A few steps of training, with their losses, gradient norms, weights and gradients written down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmrecipes.model.gpt import BuiltModel
+from llmrecipes.plan.derive import Plan
+from llmrecipes.train.engine import Batch, MegatronEngine
+from llmrecipes.verify import shards
+from llmrecipes.verify.spec import Record, Step
+
+FINAL, BEFORE, GRADIENTS = "final", "before", "gradients"
+"""Weights after the last step, weights that the kept step started from, and its gradients."""
+
+Keep = Callable[[int, Step], bool]
+"""(step from 1, what it came to) -> whether to keep its weights and gradients."""
+
+
+class _Snapshot:
+    """Weights and reduced gradients of the last step, taken between backward pass and update.
+
+    There, and not before the step: with `overlap_param_gather` the weights are complete only once the forward pass has
+    used them.
+    """
+
+    def __init__(self, engine: MegatronEngine, built: BuiltModel) -> None:
+        self.before: list[shards.Shard] = []
+        self.gradients: list[shards.Shard] = []
+        finalize = built.config.finalize_model_grads_func
+
+        def finalize_and_look(*args: Any, **kwargs: Any) -> None:
+            finalize(*args, **kwargs)
+            self.before = shards.weights(engine.modules)
+            self.gradients = shards.gradients(engine.modules, engine.chunks)
+
+        built.config.finalize_model_grads_func = finalize_and_look
+
+
+def observe(
+    engine: MegatronEngine,
+    built: BuiltModel,
+    plan: Plan,
+    batches: Iterator[Batch],
+    iters: int,
+    folder: Path,
+    keep: Keep,
+) -> Record:
+    """Train, and write down this rank's part of the weights; all ranks take part.
+
+    Args:
+        engine: of the model, not yet trained.
+        built: the model.
+        plan: its plan on this world.
+        batches: micro-batches of this data-parallel rank.
+        iters: steps.
+        folder: receives `<FINAL, BEFORE or GRADIENTS>/<rank>.pt`.
+        keep: asked after every step until one is kept; the first rank's answer counts.
+    """
+    snapshot = _Snapshot(engine, built)
+    file = f"{dist.get_rank()}.pt"
+    steps: list[Step] = []
+    kept = None
+    for number in range(1, iters + 1):
+        result = engine.train_step(batches)
+        steps.append(Step(loss=result.loss, grad_norm=math.nan if result.grad_norm is None else result.grad_norm))
+        if kept is None and _agreed(keep(number, steps[-1]), engine.platform.device):
+            kept = number
+            shards.write(folder / BEFORE / file, snapshot.before)
+            shards.write(folder / GRADIENTS / file, snapshot.gradients)
+    with engine.settled():
+        shards.write(folder / FINAL / file, shards.weights(engine.modules))
+    return Record(layout=plan.layout, steps=tuple(steps), kept_step=kept)
+
+
+def _agreed(answer: bool, device: torch.device) -> bool:
+    flag = torch.tensor([float(answer)], device=device)
+    dist.broadcast(flag, 0)
+    return bool(flag.item())

@@ -1,0 +1,76 @@
+"""One rank of a verification."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmrecipes.console import setup_logging
+from llmrecipes.errors import UserError
+from llmrecipes.verify.scale import first_beyond
+from llmrecipes.verify.spec import Record, Step, VerifySpec
+
+if TYPE_CHECKING:
+    from llmrecipes.platform import Platform
+    from llmrecipes.train.world import World
+
+
+def main() -> None:
+    """Entry point of a rank: `python -m llmrecipes.verify.worker <spec.json>`."""
+    setup_logging(rank=int(os.environ.get("RANK", "0")))
+    spec = VerifySpec.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))
+    try:
+        run(spec)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(int(error.code))
+
+
+def run(spec: VerifySpec) -> None:
+    """Join the ranks a launcher started, or be a world of one, and `train`.
+
+    Raises:
+        UserError: what the user can mend.
+    """
+    # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
+    from llmrecipes.platform import select
+    from llmrecipes.train.world import join
+
+    platform = select(int(os.environ.get("LOCAL_RANK", "0")))
+    platform.install()
+    with join(platform, spec.recipe.train.seed, spec.recipe.parallelism) as world:
+        train(spec, world, platform)
+
+
+def train(spec: VerifySpec, world: World, platform: Platform) -> None:
+    """Train as the spec says, and write this rank's part of the record."""
+    from llmrecipes.cluster import detect
+    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.model.gpt import build
+    from llmrecipes.plan.derive import derive
+    from llmrecipes.train.engine import MegatronEngine
+    from llmrecipes.train.feed import open_feed
+    from llmrecipes.verify.observe import observe
+
+    recipe = spec.recipe
+    plan = derive(recipe, world.size, detect())
+    feed = open_feed(recipe, open_prepared(recipe, spec.data_dir), world, pin_memory=False)
+    built = build(recipe, plan, platform)
+    engine = MegatronEngine(recipe, plan, built, platform)
+    record = observe(engine, built, plan, feed.train(0), spec.iters, spec.folder, _keep(spec))
+    if world.is_first:
+        record.write(spec.folder)
+
+
+def _keep(spec: VerifySpec) -> Callable[[int, Step], bool]:
+    if spec.reference is None:
+        return lambda number, _step: number == spec.keep_step
+    reference = Record.read(spec.reference).steps
+    return lambda number, step: first_beyond(step, reference[number - 1], spec.tolerance) is not None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""`llmrecipes bench`: ranks started, measured, and put together."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from llmrecipes.bench.spec import ANSWER, BenchSpec
+from llmrecipes.cluster import detect
+from llmrecipes.clusters.load import clusters_dir, load_profile
+from llmrecipes.clusters.profile import Measured
+from llmrecipes.errors import UserError
+from llmrecipes.launch.local import run_ranks
+from llmrecipes.launch.ranks import from_slurm
+from llmrecipes.plan.derive import default_world_size, derive
+
+
+def is_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several ranks."""
+    return int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment
+
+
+def measure(spec: BenchSpec, nproc: int | None) -> str | None:
+    """Run a measurement on this machine, or as one rank of a Slurm step.
+
+    Args:
+        spec: what to measure; `out` is replaced.
+        nproc: ranks; None: as a run that names no number.
+
+    Returns:
+        The answer as JSON; None on ranks other than the first.
+
+    Raises:
+        UserError: the layout cannot run here, or a rank ended with an error, which it has printed.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        own = spec.model_copy(update={"out": Path(name)})
+        if is_task(os.environ):
+            rank = from_slurm(os.environ)
+            os.environ.update(rank.variables())
+            from llmrecipes.bench.worker import run
+
+            run(own)
+            return (own.out / ANSWER).read_text("utf-8") if rank.rank == 0 else None
+        cluster = detect()
+        ranks = default_world_size(spec.recipe, cluster) if nproc is None else nproc
+        derive(spec.recipe, ranks, cluster)  # says what does not fit together before a process starts
+        path = own.out / "spec.json"
+        path.write_text(own.model_dump_json(), "utf-8")
+        threads = max(1, int(cluster.cpu_cores) // ranks)
+        code = run_ranks("llmrecipes.bench.worker", [str(path)], world_size=ranks, threads=threads, logs=own.out)
+        if code:
+            raise UserError(f"the ranks ended with {code}", where="bench", fix="read what is printed above")
+        return (own.out / ANSWER).read_text("utf-8")
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Sizes such as `4KiB,1MiB` in bytes.
+
+    Raises:
+        UserError: one of them is no size.
+    """
+    units = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+    found = []
+    for word in text.split(","):
+        number = word.strip().rstrip("BKMGibkmgI")
+        unit = word.strip()[len(number) :].lower()
+        if not number.isdecimal() or int(number) == 0 or unit not in units:
+            rule = "sizes with commas between them"
+            raise UserError(f"{word!r}", where="--sizes", rule=rule, fix="--sizes 4KiB,1MiB")
+        found.append(int(number) * units[unit])
+    return tuple(found)
+
+
+def write_profile(cluster: str, rows: Sequence[Measured], target: Path) -> None:
+    """Copy a cluster profile with what was measured.
+
+    Args:
+        cluster: name or path of the profile.
+        rows: the measurements; they replace older ones.
+        target: YAML file to write, which `--cluster` takes; the profile gets its name.
+
+    Raises:
+        UserError: the target is the shipped profile itself, or cannot be written.
+    """
+    profile = load_profile(cluster)
+    if target.suffix != ".yaml" or (clusters_dir() / target.name).resolve() == target.resolve():
+        raise UserError(str(target), where="--write", rule="a YAML file of its own", fix="--write my-cluster.yaml")
+    data = profile.model_dump(mode="json", exclude_defaults=True)
+    data["name"] = target.stem
+    data["measured"] = [row.model_dump(mode="json") for row in rows]
+    try:
+        target.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), "utf-8")
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", where=str(target), fix="another --write") from error
+    load_profile(str(target))

@@ -1,0 +1,63 @@
+"""Starts of a run, so that one which is started again and again for nothing comes to an end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llmrecipes.errors import ExitCode, UserError
+
+STARTS = "starts.json"
+STARTS_WITHOUT_PROGRESS = 3
+"""Restarts in a row that may find the same newest checkpoint."""
+
+
+def newest_step(run_dir: Path) -> int:
+    """Step of the newest checkpoint that is complete by names and sizes; 0 without one."""
+    from llmrecipes.checkpoint.store import CheckpointStore
+
+    entries = CheckpointStore(run_dir / "checkpoints").entries()
+    return entries[-1].step if entries else 0
+
+
+def require_progress(record: Path, job: str, restart: int, step: int, max_restarts: int) -> None:
+    """Note this start, and stop a job that is started again and again.
+
+    Args:
+        record: file with the starts of this run.
+        job: number of the job, or of the process that starts ranks; starts of another one do not count.
+        restart: how often it has been restarted.
+        step: step of the newest checkpoint.
+        max_restarts: how many there may be.
+
+    Raises:
+        UserError: too many restarts, or too many at the same step; `ExitCode.STOP`.
+    """
+    try:
+        starts: list[dict[str, Any]] = json.loads(record.read_text("utf-8"))
+    except (OSError, ValueError):
+        starts = []
+    starts.append({"job": job, "restart": restart, "step": step})
+    record.write_text(json.dumps(starts) + "\n", "utf-8")
+    if restart > max_restarts:
+        raise UserError(
+            f"restart {restart} of job {job}, {max_restarts} are allowed",
+            where=str(record.parents[1]),
+            fix="start it again with the same --run-id, or with a larger --max-restarts",
+            code=ExitCode.STOP,
+        )
+    same = 0
+    for start in reversed([start for start in starts if start["job"] == job]):
+        if start["step"] != step:
+            break
+        same += 1
+    if restart and same > STARTS_WITHOUT_PROGRESS:
+        raise UserError(
+            f"{same - 1} restarts without progress: the newest checkpoint is that of step {step} each time",
+            where=str(record.parents[1]),
+            rule="a run that saves nothing between restarts would go on like that for ever",
+            fix="read the log for what ends it; a smaller checkpoint.save_interval loses less; then start it again "
+            "with the same --run-id",
+            code=ExitCode.STOP,
+        )

@@ -1,0 +1,147 @@
+"""What runs inside a Slurm job, started by slurm/train.sbatch: `begin` once, then `rank` in every task.
+
+    python -m llmrecipes.workflow.slurm begin … -- RECIPE [KEY=VALUE]...
+    python -m llmrecipes.workflow.slurm rank JOB.json
+
+`begin` prints the path of the file that ranks read, or nothing where the run has finished. Both end with this program's
+exit codes, but for ranks that have saved: they end with 0, because a task that fails takes the others with it, and
+the first rank leaves its code in `logs/outcome`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from llmrecipes.clusters.load import load_profile
+from llmrecipes.clusters.machine import machine
+from llmrecipes.console import setup_logging
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch.environment import environment, missing
+from llmrecipes.launch.ranks import from_slurm
+from llmrecipes.recipe.load import load
+from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
+from llmrecipes.workflow.train import Places, Wishes, finished, new_spec
+
+JOB, OUTCOME = "job.json", "outcome"
+MAX_RESTARTS = 100
+
+
+class Job(BaseModel):
+    """What the ranks of a job read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: RunSpec
+    environment: dict[str, str]
+    """Variables of every rank that it does not have yet."""
+
+
+def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | None:
+    """Check the run against the nodes, prepare its data, and write what the ranks read.
+
+    Args:
+        arguments: of `begin`.
+        there: the environment, with Slurm's variables.
+
+    Returns:
+        The file, or None where the run has finished.
+
+    Raises:
+        UserError: the run cannot go on, with `ExitCode.STOP` where it is restarted for nothing.
+    """
+    from llmrecipes.cluster import detect
+    from llmrecipes.data.prepare import prepare
+    from llmrecipes.plan.check import check
+    from llmrecipes.plan.derive import derive
+
+    recipe = load(arguments.recipe, arguments.overrides).recipe
+    ranks = arguments.nodes * arguments.ranks_per_node
+    profile = None if arguments.cluster is None else load_profile(arguments.cluster)
+    cluster = detect().times(arguments.nodes) if profile is None else machine(profile, arguments.nodes)
+    plan = derive(recipe, ranks, cluster)
+    check(recipe, plan, cluster)
+    places = Places(arguments.runs_dir, arguments.data_dir)
+    spec = new_spec(recipe, places, Wishes(run_id=arguments.run_id, sample=False))
+    if finished(spec.run_dir, recipe.train.train_iters):
+        return None
+    restart = int(there.get("SLURM_RESTART_COUNT") or 0)
+    logs = spec.run_dir / "logs"
+    job_id = there.get("SLURM_JOB_ID", "")
+    require_progress(logs / STARTS, job_id, restart, newest_step(spec.run_dir), arguments.max_restarts)
+    prepare(recipe, places.data_dir, progress=lambda line: print(line, file=sys.stderr))
+    tags = {
+        "slurm.job_id": job_id,
+        "slurm.restart_count": str(restart),
+        "slurm.nodes": there.get("SLURM_JOB_NODELIST", ""),
+    }
+    variables = {} if profile is None else environment(profile, plan, arguments.ranks_per_node, logs)
+    if "OMP_NUM_THREADS" not in variables:
+        cores = int(there.get("SLURM_CPUS_ON_NODE") or 1)
+        variables["OMP_NUM_THREADS"] = str(max(1, cores // arguments.ranks_per_node))
+    job = Job(run=spec.model_copy(update={"restart": restart, "tags": tags}), environment=variables)
+    (logs / OUTCOME).unlink(missing_ok=True)
+    path = (logs / JOB).resolve()
+    path.write_text(job.model_dump_json(indent=2) + "\n", "utf-8")
+    return path
+
+
+def rank(path: Path) -> int:
+    """Be one rank of a job; returns the exit code of the task."""
+    job = Job.model_validate_json(path.read_text("utf-8"))
+    here = from_slurm(os.environ)
+    # All of this counts only before torch is loaded.
+    os.environ.update(missing(job.environment, os.environ))
+    os.environ.update(here.variables())
+    setup_logging(rank=here.rank)
+    from llmrecipes.train.worker import guarded
+
+    code = int(guarded(job.run))
+    if here.rank == 0:
+        (path.parent / OUTCOME).write_text(f"{code}\n", "utf-8")
+    return ExitCode.DONE if code == ExitCode.REQUEUE else code
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one of the two; what users can mend becomes one message."""
+    parser = argparse.ArgumentParser(prog="python -m llmrecipes.workflow.slurm", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    first = commands.add_parser("begin", allow_abbrev=False)
+    first.add_argument("--nodes", type=int, required=True)
+    first.add_argument("--ranks-per-node", type=int, required=True)
+    first.add_argument("--runs-dir", type=Path, required=True)
+    first.add_argument("--data-dir", type=Path, required=True)
+    first.add_argument("--run-id", required=True)
+    first.add_argument("--cluster")
+    first.add_argument("--max-restarts", type=int, default=MAX_RESTARTS)
+    first.add_argument("recipe")
+    first.add_argument("overrides", nargs="*")
+    commands.add_parser("rank", allow_abbrev=False).add_argument("job", type=Path)
+    given = parser.parse_args(arguments)
+    try:
+        if given.command == "rank":
+            return rank(given.job)
+        setup_logging()
+        with redirect_stdout(sys.stderr):
+            path = begin(given, os.environ)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.code)
+    if path is None:
+        print("the run has finished; nothing is left to do", file=sys.stderr)
+        return ExitCode.DONE
+    print(path)
+    # A warning that came meanwhile was blocked: there is no time left to start the ranks.
+    return ExitCode.REQUEUE if signal.SIGUSR1 in signal.sigpending() else ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

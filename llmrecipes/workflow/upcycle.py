@@ -1,0 +1,162 @@
+"""`llmrecipes upcycle`: a dense run's newest checkpoint becomes the start of a mixture-of-experts run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmrecipes.cluster import Cluster, detect
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.plan.check import gib
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.load import recipe_hash, to_yaml
+from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.upcycling import load_upcycled
+from llmrecipes.tracking.files import write_atomic
+from llmrecipes.tracking.status import StatusSink
+
+if TYPE_CHECKING:
+    from llmrecipes.checkpoint.store import CheckpointStore, Entry
+    from llmrecipes.train.engine import MegatronEngine
+
+ORIGIN = "upcycled.json"
+
+
+@dataclass(frozen=True)
+class Upcycled:
+    """A mixture-of-experts run that has not made a step yet.
+
+    Attributes:
+        run_dir: its directory, with recipe.yaml and the checkpoint of step 0.
+        dense_run: directory of the run it was made from.
+        dense_step: step of the checkpoint it was made from.
+        dense_parameters: parameters of that model.
+        parameters: parameters of the new one.
+        active_parameters: those of them that one token uses.
+    """
+
+    run_dir: str
+    dense_run: str
+    dense_step: int
+    dense_parameters: int
+    parameters: int
+    active_parameters: int
+
+
+def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: str) -> Upcycled:
+    """Make a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` goes on from.
+
+    One process holds both models. The optimizer starts from nothing, and data from its beginning.
+
+    Args:
+        dense_run: directory of the dense run.
+        overrides: what makes its recipe one of a mixture of experts.
+        runs_dir: where runs are kept.
+        run_id: of the new run.
+
+    Raises:
+        UserError: see `load_upcycled`; no valid checkpoint, a run id in use, too little memory, or a full disk. Nothing
+            that looks like a run is left behind.
+    """
+    dense, moe = load_upcycled(dense_run / "recipe.yaml", overrides)
+    run_dir = runs_dir / moe.name / run_id
+    if (run_dir / "recipe.yaml").exists():
+        raise UserError(f"run {run_id} is there already", where=str(run_dir), fix="another --run-id, or none")
+    cluster = detect()
+    whole_dense, whole_moe = _on_one_rank(dense), _on_one_rank(moe)
+    plans = derive(whole_dense, 1, cluster), derive(whole_moe, 1, cluster)
+    _require_memory(*plans, cluster)
+    from llmrecipes.checkpoint.store import CheckpointStore
+
+    entry = CheckpointStore(dense_run / "checkpoints").latest_valid()
+    if entry is None:
+        raise UserError(
+            "no valid checkpoint",
+            where=str(dense_run / "checkpoints"),
+            fix=f"train it first: llmrecipes train {dense.name} --run-id {dense_run.name}",
+        )
+    result = Upcycled(
+        run_dir=str(run_dir),
+        dense_run=str(dense_run),
+        dense_step=entry.step,
+        dense_parameters=plans[0].num_parameters.total,
+        parameters=plans[1].num_parameters.total,
+        active_parameters=plans[1].num_parameters.active,
+    )
+    _convert(entry, whole_dense, whole_moe, plans, CheckpointStore(run_dir / "checkpoints"), recipe_hash(moe))
+    # The recipe makes a directory a run, so it comes last.
+    StatusSink(run_dir, resumed_step=0, total_steps=moe.train.train_iters).close("KILLED")
+    write_atomic(run_dir / ORIGIN, json.dumps(asdict(result), indent=2) + "\n")
+    write_atomic(run_dir / "recipe.yaml", to_yaml(moe))
+    return result
+
+
+def _on_one_rank(recipe: Recipe) -> Recipe:
+    """The recipe for one process: checkpoints are the same in every layout and layer implementation."""
+    alone = Parallelism(use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer)
+    return recipe.model_copy(
+        update={
+            "parallelism": alone,
+            "model": recipe.model.model_copy(update={"transformer_impl": "local"}),
+            "train": recipe.train.model_copy(update={"torch_compile": False}),
+        }
+    )
+
+
+def _require_memory(dense: Plan, moe: Plan, cluster: Cluster) -> None:
+    memory = moe.memory
+    needed = dense.memory.weights + memory.total - memory.activations - memory.logits
+    if needed > moe.memory_capacity_bytes:
+        raise UserError(
+            f"needs {gib(needed)}, and there are {gib(moe.memory_capacity_bytes)} here",
+            where=f"recipe {moe.recipe}",
+            rule="one process holds the dense model, the mixture of experts and its optimizer state",
+            fix="upcycle on a machine with more memory"
+            + (", or without its GPU: CUDA_VISIBLE_DEVICES=" if cluster.gpus else ""),
+        )
+
+
+def _convert(
+    entry: Entry, dense: Recipe, moe: Recipe, plans: tuple[Plan, Plan], store: CheckpointStore, new_hash: str
+) -> None:
+    from llmrecipes.checkpoint.loader import load
+    from llmrecipes.model.gpt import build
+    from llmrecipes.model.upcycle import copy_into_experts
+    from llmrecipes.platform import select
+    from llmrecipes.train.engine import MegatronEngine
+    from llmrecipes.train.state import load_model, model_state
+    from llmrecipes.train.world import join
+
+    platform = select()
+    platform.install()
+    with join(platform, moe.train.seed, moe.parallelism):
+        given = build(dense, plans[0], platform)
+        load_model(given.modules, load(entry, model_state(given.modules)))
+        built = build(moe, plans[1], platform)
+        copy_into_experts(given.module, built.module)
+        del given
+        # The optimizer copies its master weights here, so the experts must be in place.
+        _save(MegatronEngine(moe, plans[1], built, platform), store, new_hash)
+
+
+def _save(engine: MegatronEngine, store: CheckpointStore, new_hash: str) -> None:
+    from llmrecipes.checkpoint.manifest import CheckpointInfo
+    from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+    from llmrecipes.train.state import Progress, sharded_state
+
+    info = CheckpointInfo(
+        step=0, consumed_samples=0, consumed_tokens=0, layout=engine.plan.layout, recipe_hash=new_hash
+    )
+    with AsyncSaver(store, saver_group()) as saver:
+        saver.save(sharded_state(engine, Progress()), info)
+        (report,) = saver.wait()
+    if report.path is None:
+        raise UserError(
+            f"the checkpoint could not be written: {report.error}",
+            where=str(store.directory),
+            fix="make room, and upcycle again",
+            code=ExitCode.STOP,
+        )

@@ -1,0 +1,176 @@
+"""`llmrecipes verify`: the recipe's small version in one process and in its layout, compared step by step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmrecipes.cluster import Cluster, detect
+from llmrecipes.errors import UserError
+from llmrecipes.launch.local import run_ranks
+from llmrecipes.plan.check import check
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.verify.result import PARAMETERS, FirstDifference, FirstTensor, Result, first_differing_step
+from llmrecipes.verify.spec import Record, VerifySpec
+from llmrecipes.verify.subject import reference, subject
+from llmrecipes.workflow.train import Places, new_run_id
+
+MOST_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the command line asks."""
+
+    iters: int = 5
+    tolerance: float = 1e-5
+    nproc: int | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The answer, and the directory it is kept in."""
+
+    result: Result
+    folder: Path
+
+
+def start_ranks(spec: VerifySpec, ranks: int, cluster: Cluster) -> None:
+    """Train in the layout, one process a rank.
+
+    Raises:
+        UserError: a rank ended with an error, which it has printed.
+    """
+    logs = spec.folder.with_name("logs")
+    path = logs / "spec.json"
+    path.write_text(spec.model_dump_json(indent=2) + "\n", "utf-8")
+    threads = max(1, int(cluster.cpu_cores) // ranks)
+    code = run_ranks("llmrecipes.verify.worker", [str(path)], world_size=ranks, threads=threads, logs=logs)
+    if code:
+        raise UserError(f"the layout ended with exit code {code}", where=str(logs), fix="read what is printed above")
+
+
+def verify(
+    recipe: Recipe,
+    places: Places,
+    question: Question,
+    say: Callable[[str], None],
+    train_layout: Callable[[VerifySpec, int, Cluster], None] = start_ranks,
+) -> Verification:
+    """Train a recipe's small version in one process and in its layout, and compare.
+
+    Args:
+        recipe: the full recipe.
+        places: where runs and data are kept; `<runs>/<recipe>-verify/<id>/` receives verify.json and verify.svg.
+        question: steps, tolerance and ranks.
+        say: receives one line for each thing that takes time.
+        train_layout: trains as the spec says, on a number of ranks.
+
+    Raises:
+        UserError: the layout cannot run here, the reference's numbers are not finite, or a rank ended with an error.
+    """
+    if not 0 < question.tolerance < math.inf:
+        raise UserError(
+            f"{question.tolerance:g}", where="--tolerance", rule="a relative difference above 0", fix="1e-5"
+        )
+    small = subject(recipe, question.iters)
+    cluster = detect()
+    plan = _plan(small, question.nproc, cluster)
+    one = reference(small, plan.data_parallel_size)
+    for what, of in ((small, plan), (one, derive(one, 1, cluster))):
+        check(what, of, cluster)
+    from llmrecipes.data.prepare import prepare
+
+    prepare(small, places.data_dir, progress=say)
+    folder = places.runs_dir / f"{recipe.name}-verify" / new_run_id()
+    (folder / "logs").mkdir(parents=True)
+    common = {"data_dir": places.data_dir, "iters": question.iters, "tolerance": question.tolerance}
+    alone = VerifySpec(recipe=one, folder=folder / "one", **common)  # type: ignore[arg-type]
+    spread = VerifySpec(recipe=small, folder=folder / "layout", reference=alone.folder, **common)  # type: ignore[arg-type]
+    say(f"verify {recipe.name}: {question.iters} steps in one process")
+    _alone(alone, cluster)
+    say(f"verify {recipe.name}: the same on {plan.world_size} ranks")
+    spread.folder.mkdir()
+    train_layout(spread, plan.world_size, cluster)
+    result = _compare(recipe.name, alone, spread, cluster)
+    (folder / "verify.json").write_text(json.dumps(result.as_record(), indent=2) + "\n", "utf-8")
+    from llmrecipes.verify.drawing import svg
+
+    (folder / "verify.svg").write_text(svg(result, f"{recipe.name} on {plan.world_size} ranks"), "utf-8")
+    for records in (alone.folder, spread.folder):
+        shutil.rmtree(records)
+    return Verification(result, folder)
+
+
+def _plan(small: Recipe, nproc: int | None, cluster: Cluster) -> Plan:
+    """The plan on `nproc` ranks, else on two replicas of the smallest layout where batch and machine have them."""
+    least = smallest_world(small.parallelism)
+    twice = 2 * least
+    if nproc is None and twice <= (len(cluster.gpus) or MOST_RANKS):
+        try:
+            return derive(small, twice, cluster)
+        except UserError:  # the batch does not divide over two replicas
+            if least == 1:
+                raise  # and one replica on one rank is the reference itself
+    return derive(small, least if nproc is None else nproc, cluster)
+
+
+def _alone(spec: VerifySpec, cluster: Cluster) -> None:
+    """Train the reference, here.
+
+    Raises:
+        UserError: its numbers are not finite, so that nothing can be compared with them.
+    """
+    import torch
+
+    from llmrecipes.verify.worker import run
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, int(cluster.cpu_cores)))))
+    spec.folder.mkdir(exist_ok=True)
+    run(spec)
+    for number, step in enumerate(Record.read(spec.folder).steps, start=1):
+        if not (math.isfinite(step.loss) and math.isfinite(step.grad_norm)):
+            raise UserError(
+                f"step {number} of the one-process training has loss {step.loss:g}, gradient norm {step.grad_norm:g}",
+                where=f"recipe {spec.recipe.name}",
+                rule="a layout is compared with numbers, so they have to be finite",
+                fix="a lower optimizer.lr",
+            )
+
+
+def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster) -> Result:
+    from llmrecipes.verify.observe import BEFORE, FINAL, GRADIENTS
+    from llmrecipes.verify.tensors import TensorDifference, differences
+
+    one, layout = Record.read(alone.folder), Record.read(spread.folder)
+    final = differences(alone.folder / FINAL, spread.folder / FINAL)
+
+    def first(kind: str, compared: list[TensorDifference]) -> FirstTensor | None:
+        beyond = [tensor for tensor in compared if tensor.relative > spread.tolerance]
+        if not beyond:
+            return None
+        return FirstTensor(beyond[0].name, beyond[0].layer, kind, beyond[0].relative, len(beyond), len(compared))
+
+    where = first_differing_step(one, layout, spread.tolerance)
+    difference = None
+    if where is not None:
+        step, quantity = where
+        # Weights and gradients are large; the reference, which is cheap, is trained again to have those of one step.
+        _alone(alone.model_copy(update={"keep_step": step}), cluster)
+        tensor = None
+        # Gradients of other weights are other gradients: those that the step started from come first.
+        for kind, part in (("weights before the step", BEFORE), ("gradients", GRADIENTS)):
+            tensor = tensor or first(kind, differences(alone.folder / part, spread.folder / part))
+        expected, got = (getattr(record.steps[step - 1], quantity) for record in (one, layout))
+        difference = FirstDifference(step, quantity, expected, got, tensor)
+    elif tensor := first("weights after the last step", final):
+        worst = next(found for found in final if found.name == tensor.name)
+        difference = FirstDifference(len(one.steps), PARAMETERS, worst.reference_norm, worst.norm, tensor)
+    return Result(name, spread.tolerance, one, layout, max(found.relative for found in final), difference)

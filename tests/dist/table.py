@@ -1,0 +1,328 @@
+"""The table of parallel layouts: each row is trained and compared with one process that trains the same model.
+
+pytest runs it on gloo (`test_layouts.py`), `under_torchrun.py` on GPUs with NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmrecipes.recipe.schema import Recipe
+
+Sections = dict[str, dict[str, Any]]
+
+BOUND = 1e-5
+"""Largest relative difference of a loss, a gradient norm or a parameter tensor, in fp32."""
+
+BF16_BOUND = 2e-2
+"""As `BOUND`, in bf16; `_BF16` says why."""
+
+STEPS = 4
+SAVED_AT = 2
+"""Step after which checkpoints for other layouts are written."""
+
+BASE: Sections = {
+    "model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 320},
+    "train": {"train_iters": STEPS, "micro_batch_size": 1, "global_batch_size": 8, "precision": "fp32"},
+    # Adam turns a gradient that is nothing but rounding noise (that of a key's bias is zero in exact arithmetic) into a
+    # full step, and does not see a gradient that is too large by a factor; with a large epsilon it does neither.
+    "optimizer": {"lr": 1e-2, "adam_eps": 1e-2},
+}
+
+_ROPE: dict[str, Any] = {"position_embedding_type": "rope"}
+_LLAMA: dict[str, Any] = {
+    **_ROPE, "normalization": "RMSNorm", "activation_func": "silu", "gated_linear_unit": True, "ffn_hidden_size": 96,
+    "add_bias_linear": False, "num_query_groups": 2, "share_embeddings_and_output_weights": False,
+}  # fmt: skip
+_MOE: dict[str, Any] = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "add_bias_linear": False,
+}  # fmt: skip
+_BIAS: dict[str, Any] = {
+    "moe_router_load_balancing_type": "none", "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+}  # fmt: skip
+_MLA: dict[str, Any] = {
+    **_ROPE, "multi_latent_attention": True, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8, "v_head_dim": 16, "normalization": "RMSNorm", "add_bias_linear": False,
+    "qk_layernorm": True,
+}  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    **_LLAMA, **_MOE, **_MLA, **_BIAS, "num_query_groups": None, "moe_layer_freq": [0, 1, 1, 1],
+    "moe_shared_expert_intermediate_size": 64, "moe_router_num_groups": 2, "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5, "mtp_num_layers": 1,
+}  # fmt: skip
+
+VARIANTS: dict[str, Sections] = {
+    "gpt": {},
+    "gpt of 5 layers": {"model": {"num_layers": 5}},
+    "gpt of 6 layers": {"model": {"num_layers": 6}},
+    "gpt without weight tying": {"model": {"share_embeddings_and_output_weights": False}},
+    "gpt with label smoothing": {"train": {"label_smoothing": 0.1}},
+    "gpt with qk norm": {"model": {"qk_layernorm": True}},
+    "gpt in bf16": {"train": {"precision": "bf16"}},
+    "llama": {"model": _LLAMA},
+    "llama in bf16": {"model": _LLAMA, "train": {"precision": "bf16"}},
+    "moe": {"model": _MOE},
+    "moe with allgather": {"model": {**_MOE, "moe_token_dispatcher_type": "allgather"}},
+    "moe with aux_loss": {"model": {**_MOE, "moe_aux_loss_coeff": 0.1}},
+    "moe with seq_aux_loss": {
+        "model": {**_MOE, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
+    },
+    "moe with global_aux_loss": {
+        "model": {**_MOE, "moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
+    },
+    "moe with expert bias": {"model": {**_MOE, **_BIAS}},
+    "moe with z-loss": {"model": {**_MOE, "moe_z_loss_coeff": 0.1}},
+    "moe with shared experts": {"model": {**_MOE, "moe_shared_expert_intermediate_size": 64}},
+    "moe in every second layer": {"model": {**_MOE, "moe_layer_freq": 2}},
+    "moe in the last layer": {"model": {**_MOE, "moe_layer_freq": [0, 0, 0, 1]}},
+    "moe with room for all": {"model": {**_MOE, "moe_expert_capacity_factor": 2.0}},
+    "moe with capacity": {"model": {**_MOE, "moe_expert_capacity_factor": 1.0}},
+    "moe with padded capacity": {
+        "model": {**_MOE, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    },
+    "mixtral": {"model": {**_LLAMA, **_MOE, "moe_aux_loss_coeff": 0.1}},
+    "mla": {"model": _MLA},
+    "mtp": {"model": {**_ROPE, "mtp_num_layers": 1}},
+    "mtp without weight tying": {"model": {**_ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}},
+    "deepseek": {"model": _DEEPSEEK},
+}
+
+_DEGREES = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}  # fmt: skip
+_OVERLAP = {"overlap_grad_reduce": True}
+_OVERLAP_BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+_WHOLE = {"use_distributed_optimizer": False}
+_SELECTIVE = {"recompute_granularity": "selective"}
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout of one model.
+
+    Args:
+        variant: the model, of `VARIANTS`.
+        layout: degrees, such as `tp2 sp dp2`; data-parallel ranks are named too.
+        changes: what else the layout sets; the reference does not have it.
+        reference: what the reference alone sets.
+        bound: largest relative difference; anything but `BOUND` has a reason.
+        why: reason of another bound or reference.
+        nccl: whether only NCCL can run it.
+    """
+
+    variant: str
+    layout: str
+    changes: Sections = field(default_factory=dict)
+    reference: Sections = field(default_factory=dict)
+    bound: float = BOUND
+    why: str = ""
+    nccl: bool = False
+
+    @property
+    def name(self) -> str:
+        size = self.reference.get("train", {}).get("micro_batch_size")
+        extra = [f"one process takes {size} at a time"] if size else []
+        extra += [
+            f"{key}={value}".replace("use_distributed_optimizer=False", "whole optimizer").removesuffix("=True")
+            for section in self.changes.values()
+            for key, value in section.items()
+        ]
+        return ", ".join([f"{self.variant}: {self.layout}", *extra])
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Degrees by their short name; `sp` is 1."""
+        return {word.rstrip("0123456789"): int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 1)
+                for word in self.layout.split()}  # fmt: skip
+
+    @property
+    def ranks(self) -> int:
+        size = 1
+        for name in ("tp", "pp", "cp", "dp"):
+            size *= self.degrees.get(name, 1)
+        return size
+
+    @property
+    def recipe(self) -> Recipe:
+        parallelism: dict[str, Any] = {_DEGREES[name]: size for name, size in self.degrees.items() if name in _DEGREES}
+        if "sp" in self.degrees:
+            parallelism["sequence_parallel"] = True
+        return make(VARIANTS[self.variant], {"parallelism": parallelism}, self.changes)
+
+    @property
+    def reference_recipe(self) -> Recipe:
+        return make(VARIANTS[self.variant], self.reference)
+
+
+def make(*changes: Sections) -> Recipe:
+    """The base recipe with changes, the later ones on top."""
+    sections: Sections = {}
+    for each in (BASE, *changes):
+        sections = {key: {**sections.get(key, {}), **each.get(key, {})} for key in sections.keys() | each.keys()}
+    return Recipe.model_validate({"name": "parity", **sections})
+
+
+_BF16 = (
+    "bf16 keeps 8 bits of a number: where a sum over ranks or micro-batches is cut elsewhere, the last of them differs "
+    "(2^-9 = 2e-3 of each value; losses average it away, gradient norms and single tensors less)"
+)
+_TOGETHER = (
+    "the balance counts over the micro-batches that run at the same time on data-parallel ranks and over those before: "
+    "one process does the same with them in one micro-batch"
+)
+_ONE_BY_ONE = "a balance of each sequence by itself does not depend on how many are in a micro-batch"
+
+
+def _rows() -> Iterator[Row]:
+    # -- data parallel and the optimizer --
+    for layout in ("dp2", "dp4"):
+        yield Row("gpt", layout)
+    for changes in (_WHOLE, _OVERLAP, _OVERLAP_BOTH):
+        yield Row("gpt", "dp2", {"parallelism": changes})
+    yield Row("gpt", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("gpt", "pp2 dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("gpt", "pp2 vpp2 dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("gpt", "tp2 pp2", {"parallelism": _WHOLE})
+    # -- each degree, all pairs and products of a dense model --
+    for layout in (
+        "tp2", "tp4", "tp2 sp", "tp4 sp", "pp2", "pp4", "pp2 vpp2", "cp2", "cp4", "tp2 dp2", "tp2 pp2", "tp2 sp pp2",
+        "tp2 cp2", "tp2 sp cp2", "pp2 dp2", "pp2 cp2", "cp2 dp2", "tp2 sp pp2 dp2", "tp2 sp pp2 cp2",
+        "tp2 sp pp2 vpp2 dp2", "pp2 vpp2 cp2 dp2",
+    ):  # fmt: skip
+        yield Row("gpt", layout)
+    for layout in ("tp2 sp", "cp2", "pp2", "tp2 sp cp2", "tp2 sp pp2"):
+        yield Row("llama", layout)
+    yield Row("gpt without weight tying", "pp2")
+    yield Row("gpt without weight tying", "tp2 sp pp2")
+    yield Row("gpt with qk norm", "tp2 sp")
+    for layout in ("tp2", "tp4 sp", "pp2"):
+        yield Row("gpt with label smoothing", layout)
+    # -- uneven stages --
+    yield Row("gpt", "pp2", {"parallelism": {"num_layers_in_first_pipeline_stage": 1}})
+    yield Row("gpt", "pp2", {"parallelism": {"num_layers_in_last_pipeline_stage": 1}})
+    yield Row("gpt of 5 layers", "pp2", {"parallelism": {"account_for_embedding_in_pipeline_split": True}})
+    yield Row("gpt of 5 layers", "pp2", {"parallelism": {"account_for_loss_in_pipeline_split": True}})
+    both: dict[str, Any] = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    yield Row("gpt of 6 layers", "pp4", {"parallelism": both})
+    yield Row("gpt of 6 layers", "pp2 vpp2", {"parallelism": both})
+    # -- recomputation --
+    for recompute in (_SELECTIVE, _FULL):
+        yield Row("gpt", "tp2 sp", {"train": recompute})
+        yield Row("gpt", "pp2", {"train": recompute})
+    yield Row("gpt", "pp2 vpp2", {"train": _BLOCK})
+    yield Row("moe", "tp2 sp ep2 etp1", {"train": _FULL})
+    # -- bf16 --
+    for variant, layout in (("gpt", "dp2"), ("gpt", "tp2 sp"), ("gpt", "pp2"), ("llama", "tp2 sp cp2")):
+        yield Row(f"{variant} in bf16", layout, bound=BF16_BOUND, why=_BF16)
+    # -- experts --
+    for layout in (
+        "dp2 ep2", "tp2 sp ep2 etp1", "cp2 ep2", "pp2", "dp4 ep4", "dp4 ep2", "tp2 sp dp2 ep4 etp1",
+        "tp2 sp dp2 ep2 etp1", "pp2 dp2 ep2", "cp2 dp2 ep2", "cp2 dp2 ep4", "tp2 sp cp2 ep2 etp1",
+        "tp2 sp pp2 ep2 etp1", "tp2 sp pp2 dp2 ep2 etp1", "tp2 sp pp2 dp2 ep4 etp1", "pp2 vpp2 dp2 ep2",
+    ):  # fmt: skip
+        yield Row("moe", layout)
+    for layout in ("dp2 ep2", "tp2 sp ep2 etp1"):
+        yield Row("moe with allgather", layout)
+    yield Row("moe", "dp2 ep2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("moe", "dp2 ep2", {"parallelism": _WHOLE})
+    for balance in ("aux_loss", "seq_aux_loss", "expert bias", "z-loss"):
+        for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "cp2 ep2"):
+            yield Row(f"moe with {balance}", layout)
+    yield Row("moe with seq_aux_loss", "dp2 ep2", reference={"train": {"micro_batch_size": 4}}, why=_ONE_BY_ONE)
+    yield Row("moe with expert bias", "tp2 sp pp2 dp2 ep2 etp1")
+    for layout in ("tp2 sp ep2 etp1", "cp2 ep2", "pp2"):
+        yield Row("moe with global_aux_loss", layout)
+    for layout in ("dp2 ep2", "pp2 dp2 ep2"):
+        yield Row("moe with global_aux_loss", layout, reference={"train": {"micro_batch_size": 2}}, why=_TOGETHER)
+    for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "pp2 dp2 ep2"):
+        yield Row("moe with shared experts", layout)
+    for layout in ("dp2 ep2", "pp2"):
+        yield Row("moe in every second layer", layout)
+        yield Row("moe with capacity", layout)
+        yield Row("moe with padded capacity", layout)
+    # Where a sequence is split, each rank drops among its own tokens; only without drops is that the same training.
+    for layout in ("tp2 sp ep2 etp1", "cp2 ep2"):
+        yield Row("moe with room for all", layout)
+    for layout in ("pp2 dp2 ep2", "pp2 vpp2 dp2 ep2"):
+        yield Row("moe in the last layer", layout)
+    yield Row("mixtral", "tp2 sp pp2 dp2 ep2 etp1")
+    for layout in ("tp2 sp ep2 etp2", "tp2 sp dp2 ep2 etp2"):
+        yield Row("moe", layout, nccl=True, why="gloo cannot gather the uneven numbers of tokens of shared experts")
+    # -- latent attention and multi-token prediction --
+    for layout in ("tp2", "tp2 sp", "cp2", "pp2", "tp2 sp cp2"):
+        yield Row("mla", layout)
+    for layout in ("tp2", "tp2 sp", "cp2"):
+        yield Row("mtp", layout)
+    for layout in ("cp2", "pp2", "pp2 dp2", "pp2 vpp2", "tp2 sp pp2"):
+        yield Row("mtp without weight tying", layout)
+    for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "tp2 sp pp2 dp2 ep2 etp1"):
+        yield Row("deepseek", layout)
+
+
+ROWS = tuple(_rows())
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint of one layout that goes on in another.
+
+    Args:
+        variant: the model, of `VARIANTS`.
+        saved, resumed: degrees, as in `Row`.
+        saved_changes, resumed_changes: what else each layout sets.
+    """
+
+    variant: str
+    saved: str
+    resumed: str
+    saved_changes: Sections = field(default_factory=dict)
+    resumed_changes: Sections = field(default_factory=dict)
+
+    @property
+    def saved_row(self) -> Row:
+        return Row(self.variant, self.saved, self.saved_changes)
+
+    @property
+    def resumed_row(self) -> Row:
+        return Row(self.variant, self.resumed, self.resumed_changes)
+
+    @property
+    def bound(self) -> float:
+        return BF16_BOUND if "bf16" in self.variant else BOUND
+
+    @property
+    def name(self) -> str:
+        return f"{self.saved_row.name} to {self.resumed_row.name.removeprefix(f'{self.variant}: ')}"
+
+
+RESUMES = (
+    Resume("gpt", "dp1", "tp2 sp"),
+    Resume("gpt", "tp2 sp", "pp2"),
+    Resume("gpt", "pp2", "pp2 vpp2"),
+    Resume("gpt", "pp2 vpp2", "cp2 dp2"),
+    Resume("gpt", "cp2 dp2", "dp1"),
+    Resume("gpt", "tp2 sp pp2 dp2", "dp2"),
+    Resume("gpt", "dp4", "tp2 pp2"),
+    Resume("gpt of 5 layers", "dp2", "pp2", {}, {"parallelism": {"account_for_embedding_in_pipeline_split": True}}),
+    Resume("gpt", "tp2", "pp2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),
+    Resume("gpt", "tp2", "dp2", {"parallelism": _WHOLE}),
+    Resume("gpt", "dp2", "tp2 sp", {}, {"parallelism": _WHOLE}),
+    Resume("gpt in bf16", "tp2 sp", "pp2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),
+    Resume("gpt in bf16", "dp2", "pp2", {}, {"parallelism": _WHOLE}),
+    Resume("moe", "dp1", "dp2 ep2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),
+    Resume("moe in the last layer", "dp2 ep2", "pp2 dp2 ep2"),
+    Resume("llama", "tp2 sp", "dp2"),
+    Resume("moe", "dp2 ep2", "dp1"),
+    Resume("moe", "dp1", "tp2 sp ep2 etp1"),
+    Resume("moe", "dp4 ep4", "pp2 dp2 ep2"),
+    Resume("moe", "tp2 sp pp2 dp2 ep2 etp1", "dp2 ep2"),
+    Resume("mixtral", "tp2 sp ep2 etp1", "cp2 dp2 ep2"),
+    Resume("deepseek", "dp2 ep2", "tp2 sp pp2 ep2 etp1"),
+)

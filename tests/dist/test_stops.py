@@ -1,0 +1,62 @@
+"""All ranks of any layout hear alike of a stop that one was asked for, and of a number that is not finite."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmrecipes.faults.numerics import NonFinite
+from llmrecipes.train.finite import require_finite
+from tests.dist.table import Row
+from tests.dist.training import feed, training
+from tests.dist.worlds import GlooWorld
+
+pytestmark = pytest.mark.dist
+
+POISONED = "decoder.layers.3.mlp.linear_fc1.weight"
+LAYOUTS = ("dp2", "dp4", "tp2 sp", "pp2", "pp2 vpp2", "cp2", "tp2 pp2")
+
+
+def poisoned(row: Row) -> list[str]:
+    """What each rank says when one weight in the last layer of the last rank is NaN."""
+    with training(row.recipe) as (engine, world):
+        if world.rank == world.size - 1:
+            with torch.no_grad():
+                engine.modules[-1].decoder.layers[-1].mlp.linear_fc1.weight[2, 3] = math.nan
+        said = "nothing"
+        try:
+            require_finite(7, engine.train_step(feed(row.recipe, world)), engine, world)
+        except NonFinite as error:
+            said = f"{error.code} {error}"
+        everyones: list[str] = [""] * world.size
+        dist.all_gather_object(everyones, said)
+        return everyones
+
+
+def stopping(row: Row) -> list[bool]:
+    """Whether each rank hears of a stop that the last one was asked for, before and after."""
+    with training(row.recipe) as (engine, world):
+        batches, last = feed(row.recipe, world), world.rank == world.size - 1
+        heard = [engine.train_step(batches, stop=asked and last).stop for asked in (False, True)]
+        everyones: list[list[bool]] = [[]] * world.size
+        dist.all_gather_object(everyones, heard)
+        return [answer for answers in everyones for answer in answers]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_stop_at_a_nan_and_name_where_it_began(layout: str, worlds: dict[int, GlooWorld]) -> None:
+    row = Row("gpt", layout)
+    said = worlds[row.ranks].run(poisoned, row)
+    assert len(said) == row.ranks
+    assert len(set(said)) == 1
+    for part in ("93 ", "loss is nan", "step 7", f"{POISONED} (nan among 1 of"):
+        assert part in said[0]
+
+
+@pytest.mark.parametrize("layout", ["dp1", *LAYOUTS])
+def test_all_ranks_hear_of_a_stop_that_one_was_asked_for(layout: str, worlds: dict[int, GlooWorld]) -> None:
+    row = Row("gpt", layout)
+    assert worlds[row.ranks].run(stopping, row) == [False, True] * row.ranks

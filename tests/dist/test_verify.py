@@ -1,0 +1,232 @@
+"""`llmrecipes verify` passes right layouts, and names what is wrong with others."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from llmrecipes.cli import run
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.load import to_yaml
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.verify.result import Result
+from llmrecipes.verify.scale import relative
+from llmrecipes.workflow.train import Places
+from llmrecipes.workflow.verify import Question, verify
+from tests.dist.faulty import FAULTS, train_with
+from tests.dist.worlds import GlooWorld
+
+pytestmark = pytest.mark.dist
+
+Verify = Callable[..., Result]
+ITERS = 2
+
+GATED = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "add_bias_linear": False,
+}
+EXPERTS = {**GATED, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+TP2_EP2 = {**TP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def make(corpus: Path, model: dict[str, Any], parallelism: dict[str, Any]) -> Recipe:
+    """A small recipe that dropout, bf16 and recomputation are part of."""
+    shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512}
+    return Recipe.model_validate(
+        {
+            "name": "checked",
+            "model": {**shape, "hidden_dropout": 0.1, **model},
+            "parallelism": parallelism,
+            "train": {
+                "train_iters": 100,
+                "micro_batch_size": 1,
+                "global_batch_size": 8,
+                "precision": "bf16",
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+            "optimizer": {"lr": 1e-3},
+            "data": {"sources": [{"type": "text", "path": str(corpus)}]},
+        }
+    )
+
+
+@pytest.fixture
+def checked(worlds: dict[int, GlooWorld], corpus: Path, data_dir: Path, tmp_path: Path) -> Verify:
+    """Verify a layout on ranks that are already there, with a fault or without."""
+
+    def check(
+        model: dict[str, Any], parallelism: dict[str, Any], ranks: int, fault: str | None = None, iters: int = ITERS
+    ) -> Result:
+        return verify(
+            make(corpus, model, parallelism),
+            Places(tmp_path / "runs", data_dir),
+            Question(iters=iters, nproc=ranks),
+            lambda _line: None,
+            lambda spec, size, _cluster: worlds[size].run(train_with, fault, spec),
+        ).result
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("model", "parallelism", "ranks"),
+    [
+        pytest.param({}, {**TP2, **PP2}, 4, id="tp2 pp2, tied embeddings, biases"),
+        pytest.param(GATED, {**CP2, **OVERLAP}, 4, id="cp2 dp2, gated, overlapped"),
+        pytest.param(EXPERTS, TP2_EP2, 4, id="tp2 ep2 dp2"),
+    ],
+)
+def test_a_right_layout_passes(
+    checked: Verify, model: dict[str, Any], parallelism: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
+    result = checked(model, parallelism, ranks)
+    assert result.ok, result.first_difference
+    assert len(result.steps) == ITERS
+    assert 0 < result.max_rel_param < 1e-5  # one process and several ranks add in another order
+    assert result.steps[0][0].loss > result.steps[-1][0].loss > 0
+    folder = next((tmp_path / "runs" / "checked-verify").iterdir())
+    assert json.loads((folder / "verify.json").read_text("utf-8"))["ok"] is True
+    lines = ElementTree.parse(folder / "verify.svg").getroot().iter("{http://www.w3.org/2000/svg}polyline")  # noqa: S314
+    assert all(len(line.attrib["points"].split()) == ITERS for line in lines)
+    assert {path.name for path in folder.iterdir()} == {"logs", "verify.json", "verify.svg"}
+
+
+@dataclass(frozen=True)
+class Caught:
+    """A fault, the layout it is in, and what has to be said about it."""
+
+    fault: str
+    model: dict[str, Any]
+    parallelism: dict[str, Any]
+    step: int
+    quantity: str
+    tensor: str
+    layer: int | None = None
+    kind: str = "gradients"
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+ROUTER = "decoder.layers.0.mlp.router.weight"
+BEFORE = "weights before the step"
+FOUND = (
+    Caught("norm gradients not reduced over sequence-parallel ranks", {}, TP2, 1, "grad_norm", NORM, 0),
+    Caught("loss divided by the number of micro-batches", {}, {}, 1, "grad_norm", EMBEDDING),
+    Caught("one micro-batch dropped on one rank", {}, {}, 1, "loss", EMBEDDING),
+    Caught("gradients averaged, not summed, over replicas", {}, {}, 1, "grad_norm", EMBEDDING),
+    Caught("chunks of context in another order", GATED, CP2, 1, "loss", EMBEDDING),
+    Caught("routers start from other weights", EXPERTS, TP2_EP2, 1, "loss", ROUTER, 0, BEFORE),
+    # A router's gradient is too small to be seen in the norm of all; what it does to the next loss is not.
+    Caught("router gradients not reduced", EXPERTS, TP2_EP2, 2, "loss", ROUTER, 0, BEFORE),
+    Caught("another learning rate", {}, {}, 2, "loss", EMBEDDING, None, BEFORE),
+)
+
+
+@pytest.mark.parametrize("case", FOUND, ids=lambda case: case.fault)
+def test_a_fault_is_caught_and_named(case: Caught, checked: Verify) -> None:
+    result = checked(case.model, case.parallelism, 2, case.fault)
+    found = result.first_difference
+    assert found is not None, "not caught"
+    assert (found.step, found.quantity) == (case.step, case.quantity)
+    assert found.tensor is not None
+    assert (found.tensor.name, found.tensor.layer, found.tensor.kind) == (case.tensor, case.layer, case.kind)
+    if case.fault == "gradients averaged, not summed, over replicas":
+        assert found.layout == pytest.approx(found.reference / 2, rel=1e-5)
+    answer = result.as_dict()
+    assert answer["ok"] is False
+    assert answer["first_difference"] == {
+        "step": case.step,
+        "quantity": case.quantity,
+        "reference": found.reference,
+        "layout": found.layout,
+        "first_tensor": case.tensor,
+        "layer": case.layer,
+    }
+
+
+def test_a_wrong_last_update_is_seen_in_the_weights(checked: Verify) -> None:
+    result = checked({}, {}, 2, "another learning rate", iters=1)
+    found = result.first_difference
+    assert found is not None, "not caught"
+    assert (found.step, found.quantity) == (1, "parameters")
+    assert found.tensor is not None
+    assert found.tensor.name == EMBEDDING
+    assert result.max_relative("loss") < 1e-5 < result.max_rel_param
+
+
+def test_every_fault_is_tried() -> None:
+    assert {case.fault for case in FOUND} == set(FAULTS)
+
+
+def test_the_command_says_so_by_its_exit_code(
+    corpus: Path, data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "checked.yaml"
+    path.write_text(to_yaml(make(corpus, {}, TP2)), "utf-8")
+    places = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
+    common = ["verify", str(path), "train.train_iters=50", "--nproc", "2", "--iters", "2", *places]
+    assert run([*common, "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert list(answer) == [
+        *("recipe", "layout", "iters", "max_rel_loss", "max_rel_grad_norm", "max_rel_param", "ok", "first_difference")
+    ]
+    assert (answer["ok"], answer["first_difference"], answer["iters"]) == (True, None, 2)
+    assert answer["layout"]["tensor_model_parallel_size"] == answer["layout"]["world_size"] == 2
+    assert max(answer[f"max_rel_{name}"] for name in ("loss", "grad_norm", "param")) <= 1e-5
+
+    # Nothing agrees to the last digit.
+    assert run([*common, "--tolerance", "1e-15"]) == 1
+    printed = capfd.readouterr().out
+    assert "ANOTHER training" in printed
+    assert "first difference" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--tolerance", "0"], "--tolerance"),
+        (["--tolerance", "nan"], "--tolerance"),
+        (["--iters", "0"], "--iters"),
+        (["--nproc", "3"], "3 ranks"),
+        (["parallelism.context_parallel_size=3"], "seq_length"),
+    ],
+)
+def test_bad_input_is_one_message(
+    arguments: list[str], named: str, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "checked.yaml"
+    path.write_text(to_yaml(make(corpus, {}, TP2)), "utf-8")
+    assert run(["verify", str(path), *arguments, "--runs-dir", str(tmp_path / "runs")]) == 2
+    printed = capfd.readouterr().err
+    assert named in printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_differs_on_purpose_is_refused(corpus: Path, tmp_path: Path) -> None:
+    dropping = make(corpus, {**EXPERTS, "moe_expert_capacity_factor": 1.0}, TP2_EP2)
+    with pytest.raises(UserError, match="2 ranks") as caught:
+        verify(dropping, Places(tmp_path, tmp_path), Question(), lambda _line: None)
+    assert "moe_expert_capacity_factor=null" in caught.value.fix
+
+
+def test_numbers_that_are_not_finite_are_not_the_same() -> None:
+    assert relative(math.nan, math.nan) == relative(1.0, math.nan) == relative(math.inf, 1.0) == math.inf
+    assert relative(1.0, 0.0) == math.inf
+    assert relative(0.0, 0.0) == 0.0

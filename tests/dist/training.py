@@ -1,0 +1,187 @@
+"""Training of one row on the ranks of a joined world, and what has to be the same in every layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+
+from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.model.gpt import build
+from llmrecipes.model.init import global_name
+from llmrecipes.plan.derive import derive
+from llmrecipes.platform import select
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.engine import Batch, MegatronEngine
+from llmrecipes.train.resume import resume
+from llmrecipes.train.state import Progress, sharded_state
+from llmrecipes.train.world import World, model_parallel
+from tests.dist.table import SAVED_AT, STEPS
+from tests.helpers import ROOMY, random_batches
+
+NOISE = 1e-3
+"""Values of a tensor below which its differences count absolutely, as parts of this; weights begin at 2e-2."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training came to: loss and gradient norm of each step, and the model after the last."""
+
+    losses: list[float]
+    norms: list[float]
+    valid: float
+    """Validation loss after the last step."""
+    tensors: dict[str, np.ndarray]
+    """Every global parameter and buffer by name, put together from the ranks that hold it."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences of two outcomes."""
+
+    loss: float
+    """Of training and validation."""
+    norm: float
+    tensor: float
+    worst: str
+    """Name of the tensor that differs most."""
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.norm, self.tensor)
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.1e}, gradient norm {self.norm:.1e}, parameters {self.tensor:.1e} ({self.worst})"
+
+
+def compare(outcome: Outcome, reference: Outcome) -> Difference:
+    """Differences from the reference; of as many steps from the end as the outcome has.
+
+    A tensor's is ‖a - b‖ / ‖b‖ in the Frobenius norm.
+    """
+    assert outcome.tensors.keys() == reference.tensors.keys()
+    tensors = {name: _distance(value, reference.tensors[name]) for name, value in outcome.tensors.items()}
+    worst = max(tensors, key=lambda name: tensors[name])
+    count = len(outcome.losses)
+    return Difference(
+        _largest([*outcome.losses, outcome.valid], [*reference.losses[-count:], reference.valid]),
+        _largest(outcome.norms, reference.norms[-count:]),
+        tensors[worst],
+        worst,
+    )
+
+
+def train(recipe: Recipe) -> Outcome | None:
+    """Train from the beginning. Like `save_midway` and `go_on`, to be called on every rank; the first answers."""
+    with training(recipe) as (engine, world):
+        return _run(engine, world, STEPS)
+
+
+def save_midway(recipe: Recipe, folder: Path) -> None:
+    """Train the first steps and write a checkpoint."""
+    with training(recipe) as (engine, world):
+        batches = feed(recipe, world)
+        for _ in range(SAVED_AT):
+            engine.train_step(batches)
+        samples = SAVED_AT * recipe.train.global_batch_size
+        progress = Progress(SAVED_AT, samples, samples * recipe.model.seq_length)
+        info = CheckpointInfo(
+            step=progress.step,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens,
+            layout=engine.plan.layout,
+            recipe_hash="parity",
+        )
+        with AsyncSaver(CheckpointStore(folder), saver_group()) as saver:
+            with engine.settled():
+                saver.save(sharded_state(engine, progress), info)
+            (report,) = saver.wait()
+            assert report.error is None, report.error
+
+
+def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
+    """Train the steps after a checkpoint, from a model that started elsewhere."""
+    elsewhere = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 99})})
+    with training(elsewhere) as (engine, world):
+        progress = resume(engine, CheckpointStore(folder), world)
+        assert progress.step == SAVED_AT
+        return _run(engine, world, STEPS - SAVED_AT, progress.consumed_samples)
+
+
+@contextmanager
+def training(recipe: Recipe) -> Iterator[tuple[MegatronEngine, World]]:
+    """An engine on ranks that have been joined."""
+    platform = select()
+    with model_parallel(recipe.train.seed, recipe.parallelism) as world:
+        plan = derive(recipe, world.size, ROOMY)
+        engine = MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+        try:
+            yield engine, world
+        finally:
+            engine.close()
+
+
+def feed(recipe: Recipe, world: World, consumed: int = 0) -> Iterator[Batch]:
+    """Micro-batches of this rank."""
+    return random_batches(
+        recipe, consumed=consumed, rank=world.data_parallel_rank, ranks=world.data_parallel_size
+    )
+
+
+def _run(engine: MegatronEngine, world: World, steps: int, consumed: int = 0) -> Outcome | None:
+    batches = feed(engine.recipe, world, consumed)
+    results = [engine.train_step(batches) for _ in range(steps)]
+    with engine.settled():
+        valid = engine.evaluate(feed(engine.recipe, world), 1)
+        tensors = _whole_tensors(engine, world)
+    if not world.is_first:
+        return None
+    return Outcome([r.loss for r in results], [r.grad_norm or math.nan for r in results], valid, tensors)
+
+
+def _whole_tensors(engine: MegatronEngine, world: World) -> dict[str, np.ndarray]:
+    """Global parameters and buffers on the first rank; empty on the others."""
+    mine = []
+    for module in engine.modules:
+        state = module.sharded_state()
+        apply_factories(state)
+        for shard in nested_values(state):
+            if not isinstance(shard, ShardedTensor) or not is_main_replica(shard.replica_id):
+                continue
+            depth = shard.prepend_axis_num
+            part = tuple(
+                slice(start, start + size)
+                for start, size in zip(shard.global_offset[depth:], shard.local_shape, strict=True)
+            )
+            mine.append((global_name(shard), shard.global_shape[depth:], part, shard.data.detach().float().cpu()))
+    everyones: list[list] | None = [[] for _ in range(world.size)] if world.is_first else None
+    dist.gather_object(mine, everyones)
+    whole: dict[str, np.ndarray] = {}
+    for name, shape, part, data in (each for one in everyones or () for each in one):
+        # A part that no rank holds stays NaN, and so differs from everything.
+        whole.setdefault(name, np.full(shape, np.nan, dtype=np.float32))[part] = data.numpy()
+    return whole
+
+
+def _largest(one: list[float], other: list[float]) -> float:
+    return max(
+        abs(a - b) / abs(b) if math.isfinite(a) and math.isfinite(b) else math.inf
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    distance = float(np.linalg.norm(one - other))
+    # Some tensors would stay zero in exact arithmetic (the bias of a key): there is only noise to compare.
+    size = max(float(np.linalg.norm(other)), NOISE * math.sqrt(other.size))
+    return distance / size if math.isfinite(distance) else math.inf

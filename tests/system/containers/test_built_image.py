@@ -1,0 +1,141 @@
+"""The CPU image, built for real without a daemon, and a run of several pods in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+
+from llmrecipes.launch.kubernetes.objects import to_yaml
+from llmrecipes.launch.kubernetes.options import Options
+from llmrecipes.workflow.submit import plan_for, submit_kubernetes
+from tests.system.containers.lab import Podman, base_image, expand, podman, require_packages
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).parents[3]
+STEPS = 60
+SMALL = [
+    f"train.train_iters={STEPS}", "train.log_interval=10", "train.global_batch_size=4", "train.micro_batch_size=2",
+    "train.eval_iters=1", "model.seq_length=64", "model.num_layers=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+    require_packages()
+    with podman(tmp_path_factory.mktemp("podman")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def image(tool: Podman, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Tag of the CPU image, built as `make image` builds it, with this machine's pip configuration."""
+    folder = tmp_path_factory.mktemp("image")
+    wanted = re.search(r"^DEBIAN_IMAGE=(.+)$", (ROOT / "docker" / "versions.env").read_text(), re.MULTILINE)
+    assert wanted
+    base = base_image(tool, wanted[1], folder)
+    torch_index = [] if reaches_pytorch() else ["--torch-index", ""]
+    command = [
+        sys.executable, "tools/build_image.py", "cpu", "--builder", str(tool.program), "--base", base, "--host-pip",
+        *torch_index, "--sbom", str(folder / "sbom.json"), "--repository", "localhost/llmrecipes-test",
+        *(f"--builder-arg={word}" for word in ("--pull=never", "--isolation=chroot", "--network=host")),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    validator = JsonStrictValidator(SchemaVersion.V1_6)
+    text = (folder / "sbom.json").read_text()
+    assert validator.validate_str(text) is None
+    packages = {component["purl"] for component in json.loads(text)["components"]}
+    assert any(purl.startswith("pkg:pypi/torch@2.13.0") for purl in packages)
+    assert any(purl.startswith("pkg:deb/debian/python3@") for purl in packages)
+    return done.stdout.splitlines()[-2]
+
+
+def reaches_pytorch() -> bool:
+    """Whether PyTorch's index answers, where the CPU wheel of torch is."""
+    command = [
+        sys.executable,
+        "-c",
+        "import urllib.request as r; r.urlopen('https://download.pytorch.org/whl/cpu', timeout=10)",
+    ]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_it_is_small_and_nothing_of_this_machine_is_in_it(tool: Podman, image: str) -> None:
+    about = json.loads(tool("image", "inspect", image))[0]
+    print(f"\n{image}: {about['Size'] / 1e9:.2f} GB")
+    assert about["Size"] < 1.5e9
+    assert about["Config"]["User"] == "10001"
+    labels = about["Config"]["Labels"]
+    assert labels["org.opencontainers.image.version"]
+    assert len(labels["llmrecipes.content"]) == 64
+    assert image.endswith(labels["llmrecipes.content"][:12])
+    script = (
+        "find /run /etc/pip.conf /root/.config -type f -size +0 2>/dev/null; env; cat /opt/llmrecipes/sbom.cdx.json"
+    )
+    inside = tool("run", "--rm", "--network=none", "--user=0", image, "sh", "-c", script)
+    for variable in ("PIP_INDEX_URL", "PIP_FIND_LINKS", "PIP_CONFIG_FILE", "host-pip"):
+        assert variable not in inside
+    history = tool("image", "history", "--no-trunc", image)
+    for value in filter(None, (os.environ.get(name) for name in ("PIP_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT"))):
+        assert value not in history
+
+
+def test_a_rehearsal_runs_without_rights(tool: Podman, image: str) -> None:
+    printed = tool(
+        "run", "--rm", "--network=none", "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL",
+        "--security-opt=no-new-privileges", "--volume=rehearsal:/workspace", "--env=OMP_NUM_THREADS=1",
+        image, "sh", "-c", "id -u && llmrecipes smoke gpt-tiny",
+    )  # fmt: skip
+    assert printed.startswith("10001\n")
+    assert "smoke gpt-tiny: ok" in printed
+    assert "equals the uninterrupted run bit for bit" in printed
+
+
+def test_pods_of_the_rendered_job_train_together_and_go_on(tool: Podman, image: str, tmp_path: Path) -> None:
+    options = Options(image=f"registry.example.com/llmrecipes@sha256:{'0' * 64}")
+    applied = submit_kubernetes(plan_for("gpt-tiny", SMALL, "laptop", 2), options, "pods", dry_run=True)
+    network, addresses = tool.network()
+    pods = expand(list(yaml.safe_load_all(applied.as_yaml())), image, addresses, tmp_path)
+    path = tmp_path / "pods.yaml"
+    path.write_text(to_yaml(pods))
+    tool("kube", "play", f"--network={network}", f"--ip={addresses}.10", f"--ip={addresses}.11", str(path))
+    names = [f"{applied.name}-{index}-node" for index in range(2)]
+
+    def logs() -> str:
+        return "\n".join(tool("logs", name) for name in names)
+
+    # What an eviction does to one of them.
+    deadline = time.monotonic() + 240
+    while "step 10/" not in tool("logs", names[0]):
+        assert time.monotonic() < deadline, logs()
+        assert "Exited" not in tool("ps", "--all", "--format={{.Names}} {{.Status}}"), logs()
+        time.sleep(0.2)
+    tool("kill", "--signal=TERM", names[1])
+    assert tool("wait", *names).split() == ["75", "75"], logs()
+    # The policy of the Job ignores 75: both are started again, and the run goes on.
+    for index in range(2):
+        tool("pod", "start", f"{applied.name}-{index}")
+    assert tool("wait", *names).split() == ["0", "0"], logs()
+    assert f"step {STEPS}/{STEPS}" in tool("logs", names[0])
+    read = "cat runs/gpt-tiny/pods/plan.json; echo; cat runs/gpt-tiny/pods/metrics.jsonl"
+    shown = tool("run", "--rm", "--network=none", "--volume=llmrecipes-workspace:/workspace", image, "sh", "-c", read)
+    plan, _, metrics = shown.rpartition("\n}\n")
+    assert json.loads(plan + "}")["world_size"] == 2
+    steps = [entry["step"] for entry in map(json.loads, metrics.split("\n")[1:-1]) if "grad_norm" in entry]
+    assert steps == list(range(1, STEPS + 1))
+    # One that is started again after the end has nothing to wait for.
+    tool("pod", "start", f"{applied.name}-1")
+    assert tool("wait", names[1]).split() == ["0"]
+    assert "has done all its steps" in tool("logs", names[1])

@@ -1,0 +1,151 @@
+"""A Slurm cluster for the tests of this folder, and a run that can be handed to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.recipe.schema import Recipe
+from tests.helpers import ROOT, tiny_on, train_lines, write_recipe
+from tests.system.slurm.lab import PROGRAMS, Lab, cluster, missing
+
+PROFILE = """\
+name: lab
+gpus_per_node: 0
+cpu_cores: 2
+memory_gib: 64
+intra_node: {kind: memory, gb_per_s: 10}
+inter_node: {kind: ethernet, gb_per_s: 0.1}
+environment:
+  GLOO_SOCKET_IFNAME: eth0
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.system)
+
+
+@dataclass
+class Site:
+    """A cluster, and a folder on its shared disk from which jobs are submitted."""
+
+    lab: Lab
+    folder: Path
+    data_dir: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What users of this checkout have in their environment."""
+        return {**self.lab.variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def llmrecipes(self, *arguments: str, code: int = 0) -> str:
+        """Run the program; returns what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "llmrecipes.cli", *arguments], env=self.variables, cwd=self.folder,
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def submit(self, recipe: Recipe, run_id: str, *arguments: str, nodes: int = 2) -> tuple[str, Path]:
+        """Submit a recipe; returns the number of the job and the run's directory."""
+        printed = self.llmrecipes(
+            "submit", write_recipe(recipe, self.folder), "--cluster", str(self.folder / "lab.yaml"),
+            "--nodes", str(nodes), "--run-id", run_id, "--data-dir", str(self.data_dir), "--json", *arguments,
+        )  # fmt: skip
+        answer = json.loads(printed)
+        return answer["job_id"], Path(answer["run_dir"])
+
+    def sbatch(self, *arguments: str, code: int = 0) -> str:
+        """Run sbatch by hand; returns what it printed."""
+        done = subprocess.run(
+            ["sbatch", *arguments], env=self.variables, cwd=self.folder, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return (done.stdout + done.stderr).strip()
+
+    def log(self, run_dir: Path, job: str) -> str:
+        """What a job has printed."""
+        return (run_dir / f"logs/slurm-{job}.out").read_text("utf-8", "replace")
+
+    def finish(self, job: str, run_dir: Path, state: str = "COMPLETED") -> dict[str, str]:
+        """Wait until a job has ended; it has to end like this."""
+        fields = self.lab.wait(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", timeout=400)
+        assert fields["JobState"] == state, f"{fields}\n{self.log(run_dir, job)}\n{self.lab.state()}"
+        return fields
+
+    def wait_for_step(self, job: str, run_dir: Path, step: int) -> None:
+        """Wait until the run has done a step; it must not have ended then."""
+
+        def look() -> bool | None:
+            assert self.lab.job(job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING"), self.log(run_dir, job)
+            return True if any(line["step"] >= step for line in train_lines(run_dir)) else None
+
+        self.lab.until(look, f"job {job} has not done step {step}")
+
+    def wait_for_restart(self, job: str, number: int) -> None:
+        """Wait until Slurm has put a job back into its queue so many times."""
+        self.lab.until(
+            lambda: True if int(self.lab.job(job)["Restarts"]) >= number else None,
+            f"job {job} was not restarted {number} times",
+        )
+
+
+@pytest.fixture(scope="session")
+def lab(pyxis: Path | None) -> Iterator[Lab]:
+    """Three nodes of two cores, with the double of pyxis where it could be compiled."""
+    if lacks := missing(PROGRAMS):
+        pytest.skip(f"Slurm: {lacks}")
+    with cluster(3, 2, spank=f"required {pyxis}" if pyxis else "") as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def pyxis(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """The compiled double of pyxis, or None without a C compiler or Slurm's headers."""
+    if missing({"gcc": "gcc"}) or not Path("/usr/include/slurm/spank.h").exists():
+        return None
+    library = tmp_path_factory.mktemp("pyxis") / "pyxis_double.so"
+    source = Path(__file__).with_name("pyxis_double.c")
+    compile_it = ["gcc", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o", str(library), str(source)]
+    done = subprocess.run(compile_it, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+@pytest.fixture
+def new_site(tmp_path: Path, data_dir: Path) -> Callable[[Lab], Site]:
+    def new(lab: Lab) -> Site:
+        (tmp_path / "lab.yaml").write_text(PROFILE, "utf-8")
+        return Site(lab, tmp_path, data_dir)
+
+    return new
+
+
+@pytest.fixture
+def site(lab: Lab, new_site: Callable[[Lab], Site]) -> Iterator[Site]:
+    """The cluster, without a job at the start and at the end."""
+    yield new_site(lab)
+    lab.run("scancel", "--user", str(os.getuid()))
+    lab.until(lambda: True if not lab.run("squeue", "--noheader").stdout else None, "jobs are left", 60)
+
+
+@pytest.fixture(scope="session")
+def recipe(corpus: Path) -> Recipe:
+    """Some 100 steps that take a tenth of a second each."""
+    return tiny_on(
+        corpus,
+        train={"train_iters": 100, "global_batch_size": 32, "eval_interval": 50, "log_interval": 25},
+        checkpoint={"save_interval": 20},
+    )

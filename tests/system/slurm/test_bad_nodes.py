@@ -1,0 +1,69 @@
+"""Nodes that are not well, found by the doctor before a training starts on them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.launch.ranks import port_of
+from llmrecipes.recipe.schema import Recipe
+from tests.helpers import ROOT
+from tests.system.slurm.conftest import Site
+from tests.system.slurm.lab import PROGRAMS, Lab, cluster, missing
+from tests.unit.test_doctor import report
+
+LISTEN = (
+    "import socket, sys, time; taken = socket.create_server(('', int(sys.argv[1])));"
+    "print('ready', flush=True); time.sleep(600)"
+)
+
+
+def test_a_job_with_a_bad_node_names_it_and_goes_on_without_it(site: Site, recipe: Recipe) -> None:
+    job, run_dir = site.submit(recipe, "sick", "--sbatch=--hold")
+    with site.lab.inside("n2", sys.executable, "-c", LISTEN, str(port_of(job))) as taken:
+        try:
+            assert taken.stdout is not None
+            assert taken.stdout.readline() == b"ready\n"
+            site.lab.run("scontrol", "release", job)
+            site.lab.until(
+                lambda: True if "held" in site.lab.job(job)["Reason"] else None, f"job {job} is not held", timeout=90
+            )
+        finally:
+            taken.kill()
+    printed = site.log(run_dir, job)
+    assert "n2:" in printed
+    assert f"{port_of(job)} cannot be used" in printed
+    assert f"job {job}: n2 is not well" in printed
+    assert "step 1/" not in printed
+    told = next(line for line in printed.splitlines() if "ExcNodeList=n2" in line)
+    for part in told.split("&&"):
+        site.lab.run(*shlex.split(part))
+    site.finish(job, run_dir)
+    assert site.lab.job(job)["NodeList"] == "n[1,3]"
+
+
+def test_the_prolog_drains_a_bad_node(new_site: Callable[[Lab], Site], recipe: Recipe, tmp_path: Path) -> None:
+    if lacks := missing(PROGRAMS):
+        pytest.skip(f"Slurm: {lacks}")
+    smi = tmp_path / "sick" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(f"#!/bin/sh\ncat <<'END'\n{report({'ecc': 7}, count=1)}\nEND\n", "utf-8")
+    prolog = tmp_path / "prolog"
+    prolog.write_text(
+        f"#!/bin/bash\nexport PYTHONPATH={shlex.quote(str(ROOT))} LLMRECIPES_PYTHON={shlex.quote(sys.executable)}\n"
+        f'[[ $(hostname) != n1 ]] || export PATH={shlex.quote(str(smi.parent))}:"$PATH"\n'
+        f"exec {shlex.quote(str(ROOT / 'slurm/prolog.sh'))}\n",
+        "utf-8",
+    )
+    smi.chmod(0o755)
+    prolog.chmod(0o755)
+    with cluster(3, 2, prolog=str(prolog)) as lab:
+        site = new_site(lab)
+        job, run_dir = site.submit(recipe, "drained")
+        site.finish(job, run_dir)
+        assert lab.job(job)["NodeList"] == "n[2-3]"
+        assert "DRAIN" in lab.run("scontrol", "--oneliner", "show", "node", "n1").stdout

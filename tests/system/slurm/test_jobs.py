@@ -1,0 +1,130 @@
+"""Submission, preparation, containers and accounting on real daemons."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.recipe.schema import Recipe
+from tests.helpers import ROOT, train_lines, write_recipe
+from tests.system.slurm.conftest import PROFILE, Site
+from tests.system.slurm.lab import DATABASE, PROGRAMS, Lab, cluster, missing
+
+TRAIN, PREPARE = str(ROOT / "slurm/train.sbatch"), str(ROOT / "slurm/prepare.sbatch")
+HOSTILE = "$(touch owned) `touch owned` 'a' \"b\"\n#SBATCH --account=root\n; touch owned # ../../ %j \\ * ~ ü"
+
+
+def test_slurm_takes_the_scripts_and_what_is_rendered(site: Site, recipe: Recipe) -> None:
+    for script in (TRAIN, PREPARE):
+        assert "to start at" in site.sbatch("--test-only", script, "gpt-tiny")
+    path = write_recipe(recipe, site.folder)
+    printed = site.llmrecipes(
+        "submit", path, "--cluster", str(site.folder / "lab.yaml"), "--nodes", "2", "--time", "1:00:00", "--partition",
+        "spot", "--sbatch=--nice=10", "--sbatch=--test-only", "--dry-run", "--json",
+    )  # fmt: skip
+    assert "to start at" in site.sbatch(*json.loads(printed)["command"][1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--partition", "nope"], "invalid partition specified: nope"),
+        (["--nodes", "4"], "Node count specification invalid"),
+        (["--sbatch=--constraint=quantum"], "Invalid feature specification"),
+    ],
+)
+def test_a_refusal_is_told_in_slurms_words(site: Site, recipe: Recipe, arguments: list[str], words: str) -> None:
+    said = site.llmrecipes(
+        "submit", write_recipe(recipe, site.folder), "--cluster", str(site.folder / "lab.yaml"), "--nodes", "2",
+        *arguments, code=2,
+    )  # fmt: skip
+    assert "sbatch refuses" in said
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_hostile_values_reach_the_job_as_they_are(site: Site) -> None:
+    """Through a shell's quoting, sbatch, the batch script and srun; nothing of it runs."""
+    program = site.folder / "python"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\nopen('seen', 'w').write(json.dumps(sys.argv))\nsys.exit(2)\n"
+    )
+    program.chmod(0o755)
+    job = site.sbatch(
+        "--parsable", "-N1", TRAIN, "--python", str(program), "--run-id", HOSTILE, "gpt-1b", f"data.x={HOSTILE}"
+    )
+    assert site.lab.wait(job, "FAILED")["ExitCode"] == "2:0"
+    seen = json.loads((site.folder / "seen").read_text())
+    assert seen[-3:] == ["--", "gpt-1b", f"data.x={HOSTILE}"]
+    assert HOSTILE in seen
+    assert not (site.folder / "owned").exists()
+
+
+def test_bad_input_ends_the_job_with_2_and_a_message(site: Site) -> None:
+    job = site.sbatch("--parsable", "-N1", TRAIN, "--python", sys.executable, "gpt-tny")
+    fields = site.lab.wait(job, "FAILED", "COMPLETED")
+    assert (fields["ExitCode"], fields["Restarts"]) == ("2:0", "0")
+    assert "did you mean gpt-tiny" in (site.folder / f"llmrecipes-{job}.out").read_text()
+    array = site.sbatch("--parsable", "-N1", "--array=0-1", TRAIN, "gpt-tiny")
+    assert site.lab.wait(array, "FAILED")["ExitCode"] == "2:0"
+
+
+def test_prepare(site: Site, recipe: Recipe) -> None:
+    data = site.folder / "prepared"
+    path = write_recipe(recipe, site.folder)
+    job = site.sbatch("--parsable", PREPARE, "--python", sys.executable, "--data-dir", str(data), path)
+    site.lab.wait(job, "COMPLETED")
+    log = (site.folder / f"llmrecipes-prepare-{job}.out").read_text()
+    assert "documents" in log
+    assert list(data.glob("*/manifest.json"))
+
+
+def test_in_a_container(site: Site, recipe: Recipe, pyxis: Path | None) -> None:
+    """The image is all that ranks see, besides what is mounted; its Python is found there and nowhere else."""
+    if pyxis is None:
+        pytest.skip("the double of pyxis: apt-get install gcc libslurm-dev")
+    image = site.folder / "image"
+    (image / "only/here").mkdir(parents=True)
+    for name in ("bin", "lib", "lib64"):
+        (image / name).symlink_to(f"usr/{name}")
+    program = image / "only/here/python"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    program.chmod(0o755)
+    seen = dict.fromkeys(["/usr", "/etc", sys.prefix, sys.base_prefix, str(ROOT), str(site.data_dir)])
+    folders = [folder for folder in seen if not folder.startswith("/usr/")]
+    sources = {source.path for source in recipe.data.sources if source.path}
+    (site.folder / "lab.yaml").write_text(
+        f"{PROFILE}slurm:\n  container_runtime: pyxis\n  mounts: {json.dumps([*folders, *sorted(sources)])}\n"
+    )
+    job, run_dir = site.submit(
+        recipe, "contained", "train.train_iters=5", "--image", str(image), "--python", "/only/here/python"
+    )
+    site.finish(job, run_dir)
+    assert len(train_lines(run_dir)) == 5
+    assert "PYTHONPATH" not in site.log(run_dir, job)
+
+
+def test_accounting(new_site: Callable[[Lab], Site], recipe: Recipe) -> None:
+    if lacks := missing({**PROGRAMS, **DATABASE}):
+        pytest.skip(f"accounting: {lacks}")
+    with cluster(1, 2, accounting=True) as lab:
+        site = new_site(lab)
+        job, run_dir = site.submit(recipe, "accounted", "train.train_iters=5", "--account", "research", nodes=1)
+        site.finish(job, run_dir)
+
+        def look() -> str | None:
+            columns = ["--format=JobID,Account,State", "--noheader", "--parsable2", "--jobs", job]
+            listed = lab.run("sacct", *columns).stdout
+            return listed if f"{job}|research|COMPLETED" in listed else None
+
+        lab.until(look, "sacct does not know the job", 30)
+        said = site.llmrecipes(
+            "submit", write_recipe(recipe, site.folder), "--cluster", str(site.folder / "lab.yaml"), "--account",
+            "nobody", code=2,
+        )  # fmt: skip
+        assert "Invalid account" in said

@@ -1,0 +1,155 @@
+"""Trainings on two nodes of a real Slurm: whatever ends a job, the run goes on and ends with the same numbers."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmrecipes.recipe.schema import Recipe
+from tests.helpers import curve, largest_difference, lines
+from tests.system.slurm.conftest import Site
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, list[tuple[Any, ...]]]:
+    """Curves of uninterrupted runs, by ranks a node."""
+    return {}
+
+
+def restarts(run_dir: Path) -> list[int]:
+    """Steps from which a run went on, in the order of the restarts."""
+    return [line["step"] for line in lines(run_dir) if line.get("event") == "restarted"]
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_two_nodes(site: Site, recipe: Recipe, ranks: str, reference: dict[str, list[tuple[Any, ...]]]) -> None:
+    job, run_dir = site.submit(recipe, f"whole-{ranks}", "--ranks-per-node", ranks)
+    site.finish(job, run_dir)
+    assert f"{2 * int(ranks)} × CPU" in site.log(run_dir, job)
+    reference[ranks] = curve(run_dir)
+    assert reference[ranks][-1][0] == 100
+    losses = {key: [line[1] for line in found if line[1] is not None] for key, found in reference.items()}
+    if len(losses) == 2:
+        assert largest_difference(losses["1"], losses["2"]) < 1e-5
+
+
+def test_requeued_three_times(site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]) -> None:
+    """One run, one MLflow run, which knows how often it was restarted."""
+    job, run_dir = site.submit(recipe, "requeued", "tracking.mlflow=true")
+    for number, step in enumerate((10, 35, 60), 1):
+        site.wait_for_step(job, run_dir, step)
+        site.lab.run("scontrol", "requeue", job)
+        site.wait_for_restart(job, number)
+    fields = site.finish(job, run_dir)
+    assert fields["Restarts"] == "3"
+    assert curve(run_dir) == reference["1"]
+    resumed = restarts(run_dir)
+    assert len(resumed) == 3
+    assert resumed == sorted(resumed) and resumed[0] >= 10
+    with closing(sqlite3.connect(run_dir.parents[1] / "mlflow.db")) as database:
+        [[run]] = database.execute("select run_uuid from runs").fetchall()
+        tags = dict(database.execute("select key, value from tags where run_uuid = ?", [run]).fetchall())
+    assert (tags["slurm.restart_count"], tags["slurm.job_id"]) == ("3", job)
+    # A job that has finished and is started again ends at once.
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    site.lab.run("scontrol", "requeue", job)
+    site.wait_for_restart(job, 4)
+    site.finish(job, run_dir)
+    assert "the run has finished; nothing is left to do" in site.log(run_dir, job)
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def warn(site: Site, job: str, run_dir: Path) -> None:
+    """What slurmctld does at `--signal=USR1@…`."""
+    site.lab.run("scancel", "--signal=USR1", job)
+
+
+def preempt(site: Site, job: str, run_dir: Path) -> None:
+    """A job of a partition that takes this one's nodes."""
+    urgent = site.sbatch(
+        "--parsable", "--partition=train", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=:"
+    )
+    site.lab.wait(urgent, "COMPLETED")
+
+
+def lose_head(site: Site, job: str, run_dir: Path) -> None:
+    """The node that runs the batch script goes away."""
+    lose(site, job, site.lab.job(job)["BatchHost"])
+
+
+def lose_other(site: Site, job: str, run_dir: Path) -> None:
+    """A node that does not run the batch script goes away."""
+    fields = site.lab.job(job)
+    hosts = site.lab.run("scontrol", "show", "hostnames", fields["NodeList"]).stdout.split()
+    lose(site, job, next(host for host in hosts if host != fields["BatchHost"]))
+
+
+def lose(site: Site, job: str, name: str) -> None:
+    site.lab.kill_node(name)
+    site.wait_for_restart(job, 1)
+    site.lab.start_node(name)
+
+
+@pytest.mark.parametrize("interrupt", [warn, preempt, lose_head, lose_other], ids=lambda function: function.__name__)
+def test_interrupted(
+    site: Site,
+    recipe: Recipe,
+    interrupt: Callable[[Site, str, Path], None],
+    reference: dict[str, list[tuple[Any, ...]]],
+) -> None:
+    job, run_dir = site.submit(recipe, interrupt.__name__, "--partition", "spot")
+    site.wait_for_step(job, run_dir, 25)
+    interrupt(site, job, run_dir)
+    site.wait_for_restart(job, 1)
+    fields = site.finish(job, run_dir)
+    assert fields["Restarts"] == "1", site.log(run_dir, job)
+    assert curve(run_dir) == reference["1"]
+    [resumed] = restarts(run_dir)
+    if interrupt in (warn, preempt):
+        assert resumed >= 25  # saved when it was asked to stop
+    else:
+        assert resumed == 20  # the newest checkpoint
+
+
+def test_time_limit_whose_warning_comes_before_anything_has_started(
+    site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]
+) -> None:
+    job, run_dir = site.submit(recipe, "limited", "--time", "5", "--warning", "3600")
+    site.wait_for_restart(job, 1)
+    site.lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
+    site.finish(job, run_dir)
+    assert curve(run_dir) == reference["1"]
+
+
+def test_cancelled_jobs_stay_so(site: Site, recipe: Recipe) -> None:
+    job, run_dir = site.submit(recipe, "cancelled")
+    site.wait_for_step(job, run_dir, 5)
+    site.lab.run("scancel", job)
+    fields = site.finish(job, run_dir, "CANCELLED")
+    assert fields["Restarts"] == "0"
+
+
+def test_restarts_without_progress_end(site: Site, recipe: Recipe) -> None:
+    """A Python that ends ranks before their first step."""
+    broken = site.folder / "python"
+    broken.write_text(
+        f'#!/bin/sh\ncase "$*" in *"slurm rank"*) echo broken >&2; exit 1;; esac\nexec {sys_executable()} "$@"\n'
+    )
+    broken.chmod(0o755)
+    job, run_dir = site.submit(recipe, "stuck", "--python", str(broken))
+    fields = site.finish(job, run_dir, "FAILED")
+    assert fields["ExitCode"] == "93:0"
+    assert fields["Restarts"] == "3"
+    assert "3 restarts without progress" in site.log(run_dir, job)
+
+
+def sys_executable() -> str:
+    import shlex
+    import sys
+
+    return shlex.quote(sys.executable)

@@ -1,0 +1,102 @@
+"""One training step of a small mixture of experts, and what its routers did.
+
+As a program it is one rank: for each layout on its command line (JSON: name to `parallelism` keys) it makes the groups,
+trains a step and, on rank 0, adds a line to the file that is named last.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmrecipes.cluster import Cluster
+from llmrecipes.model.gpt import build
+from llmrecipes.plan.derive import derive
+from llmrecipes.platform import select
+from llmrecipes.recipe.schema import Model, Optimizer, Parallelism, Recipe, Train
+from llmrecipes.train.balance import Balance
+from llmrecipes.train.engine import Batch, MegatronEngine
+from llmrecipes.train.world import model_parallel
+
+EXPERTS, TOPK, SEQUENCE, VOCABULARY = 4, 2, 16, 128
+ROOMY = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 40, memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)
+
+
+def moe_recipe(parallelism: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **model: Any) -> Recipe:
+    """Two layers of four experts; a step has four micro-batches of two sequences."""
+    shape = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "seq_length": SEQUENCE,
+        "vocab_size": VOCABULARY,
+        "add_bias_linear": False,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": TOPK,
+        "init_method_std": 0.2,
+    }
+    steps = {"train_iters": 10, "micro_batch_size": 2, "global_batch_size": 8, "precision": "fp32"}
+    return Recipe(
+        name="t",
+        model=Model(**{**shape, **model}),
+        parallelism=Parallelism(**(parallelism or {})),
+        train=Train(**{**steps, **(train or {})}),
+        optimizer=Optimizer(lr=1e-3),
+    )
+
+
+def make_engine(recipe: Recipe, ranks: int = 1) -> MegatronEngine:
+    """The engine of this rank; its groups have to be there."""
+    platform = select()
+    plan = derive(recipe, ranks, ROOMY)
+    return MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+
+
+def micro_batches(count: int = 4, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+    """A data-parallel rank's micro-batches of the global batch, which are the same in every layout."""
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (count, 2, SEQUENCE + 1), generator=random)
+    for sample in tokens[rank::ranks]:
+        yield {
+            "tokens": sample[:, :-1],
+            "labels": sample[:, 1:],
+            "loss_mask": torch.ones(2, SEQUENCE),
+            "position_ids": torch.arange(SEQUENCE).expand(2, -1),
+        }
+
+
+def one_step(engine: MegatronEngine, rank: int = 0, ranks: int = 1) -> Balance:
+    """What the routers did in one training step."""
+    assert engine.balance is not None
+    engine.balance.start()
+    engine.train_step(micro_batches(rank=rank, ranks=ranks))
+    return engine.balance.collect()
+
+
+def main() -> None:
+    """Entry point of a rank."""
+    layouts: dict[str, Any] = json.loads(sys.argv[1])
+    platform = select()
+    platform.install()
+    dist.init_process_group(platform.backend, timeout=timedelta(minutes=2))
+    for name, degrees in layouts.items():
+        recipe = moe_recipe(degrees, moe_aux_loss_coeff=0.01)
+        with model_parallel(1, recipe.parallelism) as world:
+            balance = one_step(make_engine(recipe, world.size), world.data_parallel_rank, world.data_parallel_size)
+            if world.is_first:
+                with Path(sys.argv[2]).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"name": name, **asdict(balance)}) + "\n")
+    dist.barrier()  # the first rank has the rendezvous, which the other may still need
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

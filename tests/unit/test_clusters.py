@@ -1,0 +1,174 @@
+"""Cluster profiles: their files, what planners make of them, and the environment of a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmrecipes import cli
+from llmrecipes.cluster import peak_tflops
+from llmrecipes.clusters.load import clusters_dir, load_profile, names
+from llmrecipes.clusters.machine import machine, planned
+from llmrecipes.errors import UserError
+from llmrecipes.launch.environment import environment, missing
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.layout import layout
+from llmrecipes.recipe.load import load
+from llmrecipes.workflow.train import _set_environment_of
+from tests.helpers import tiny
+
+SHIPPED = ["a100-roce", "aws-p5-efa", "ethernet", "gb200-nvl72", "gcp-a3", "h100-ib", "h200-ib", "laptop"]
+GOOD = """\
+name: mine
+gpus_per_node: 2
+gpu:
+  name: NVIDIA H100 80GB HBM3
+  memory_gib: 79.1
+  peak_tflops: 989.4
+cpu_cores: 8
+memory_gib: 64
+intra_node:
+  kind: nvlink
+  gb_per_s: 450
+inter_node:
+  kind: infiniband
+  gb_per_s: 50
+environment:
+  NCCL_IB_TIMEOUT: 22
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "mine.yaml"
+        path.write_text(text, "utf-8")
+        return str(path)
+
+    return write
+
+
+def plan_on(cluster: str, nodes: int, recipe: str = "gpt-7b", *changes: str) -> Plan:
+    found = machine(load_profile(cluster), nodes)
+    return derive(load(recipe, list(changes)).recipe, len(found.gpus) or nodes, found)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_profiles(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.description
+    two = machine(profile, 2)
+    assert len(two.gpus) == 2 * profile.gpus_per_node
+    assert two.cpu_cores == 2 * profile.cpu_cores
+    if profile.gpu:
+        # The table that says what a GPU found here can do and the profile that says it from afar agree.
+        assert peak_tflops(profile.gpu.name) == profile.gpu.peak_tflops
+        assert profile.intra_node.gb_per_s > profile.inter_node.gb_per_s
+
+
+def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert names() == SHIPPED
+    assert cli.run(["clusters"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == SHIPPED
+    assert cli.run(["clusters", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["aws-p5-efa"]["kubernetes"]["rdma_count"] == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "what"),
+    [
+        (("gpus_per_node: 2", "gpus_per_nod: 2"), ":2: gpus_per_nod", "did you mean gpus_per_node?"),
+        (("gpus_per_node: 2", "gpus_per_node: -1"), ":2: gpus_per_node", "-1 (an integer) does not fit"),
+        (("gpus_per_node: 2", "gpus_per_node: 0"), ":2: gpus_per_node", "0 with a section gpu"),
+        (("  kind: infiniband", "  kind: carrier-pigeon"), ":13: inter_node.kind", "one of nvlink, pcie, infiniband"),
+        (("NCCL_IB_TIMEOUT: 22", "nccl: 22"), ":16: environment.nccl", "does not fit"),
+        (("NCCL_IB_TIMEOUT: 22", "NCCL_IB_TIMEOUT: [1]"), ":16: environment.NCCL_IB_TIMEOUT", "[1] (a list)"),
+        (("NCCL_IB_TIMEOUT: 22", "NCCL_IB_TIMEOUT: true"), ":16: environment.NCCL_IB_TIMEOUT", "true (a truth value)"),
+        (("NCCL_IB_TIMEOUT: 22", 'A: "1\\n#SBATCH"'), ":16: environment.A", "one line of printable characters"),
+        (("NCCL_IB_TIMEOUT: 22", "LD_PRELOAD: /x.so"), ":16: environment.LD_PRELOAD", "which programs run"),
+        (("NCCL_IB_TIMEOUT: 22", "RANK: 1"), ":16: environment.RANK", "the launcher sets it"),
+        (("NCCL_IB_TIMEOUT: 22", "HF_TOKEN: hf_x"), ":16: environment.HF_TOKEN", "looks like a secret"),
+        (("cpu_cores: 8", "cpu_cores: 8\nnvlink_domain: 3"), ":8: nvlink_domain", "a number of whole nodes"),
+        (("cpu_cores: 8", "cpu_cores: 8\nkubernetes: {rdma_count: 1}"), ": kubernetes.rdma_count", "come together"),
+        (("cpu_cores: 8", "cpu_cores: 8\nslurm: {gres: '-x'}"), ": slurm.gres", "matching"),
+        (("cpu_cores: 8", "cpu_cores: 8\nslurm: {mounts: [relative]}"), ": slurm.mounts.0", "matching"),
+        (("name: mine", "name: yours"), ":1: name", "'yours' in a file named mine.yaml"),
+    ],
+)
+def test_what_is_wrong_is_named(write: Callable[[str], str], change: tuple[str, str], where: str, what: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_profile(write(GOOD.replace(*change)))
+    message = str(caught.value)
+    assert f"mine.yaml{where}" in message or where in message
+    assert what in message
+
+
+@pytest.mark.parametrize("text", ["", "- a", "name: !!python/object/apply:os.system ['true']", "a: &x 1\nb: *x"])
+def test_files_that_are_no_profile(write: Callable[[str], str], text: str) -> None:
+    with pytest.raises(UserError):
+        load_profile(write(text))
+
+
+def test_a_good_file_and_an_unknown_name(write: Callable[[str], str]) -> None:
+    assert load_profile(write(GOOD)).environment == {"NCCL_IB_TIMEOUT": 22}
+    with pytest.raises(UserError, match="h100-ib"):
+        load_profile("h100")
+    with pytest.raises(UserError, match="--nodes without --cluster"):
+        planned(None, 2, 1)
+
+
+def test_the_planner_plans_for_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["show", "gpt-7b", "--cluster", "h200-ib", "--nodes", "3", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["cluster"]["nodes"] == 3
+    assert shown["plan"]["device"] == "cuda"
+    assert shown["plan"]["memory_capacity_bytes"] == int(139.8 * 2**30)
+    assert cli.run(["show", "gpt-7b", "--cluster", "h200-ib"]) == 0
+    assert "Plan on 1 node of h200-ib: 8 × NVIDIA H200" in capsys.readouterr().out
+    assert cli.run(["layout", "gpt-7b", "--cluster", "nowhere"]) == 2
+
+
+def test_tensor_parallelism_stays_in_a_node_or_in_an_nvlink_domain() -> None:
+    recipe = load("gpt-7b", ["parallelism.tensor_model_parallel_size=8"]).recipe
+    with pytest.raises(UserError, match="8 on nodes of 4 GPUs"):
+        layout(recipe, 8, machine(load_profile("ethernet"), 2))
+    assert layout(recipe, 8, machine(load_profile("gb200-nvl72"), 2)).tensor_model_parallel_size == 8
+
+
+def test_environment_comes_from_profile_and_plan() -> None:
+    found = environment(load_profile("h100-ib"), plan_on("h100-ib", 2), 8, Path("/runs/logs"))
+    assert found["NCCL_IB_TIMEOUT"] == "22"
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"  # gpt-7b is tensor-parallel
+    assert found["OMP_NUM_THREADS"] == "14"
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == "/runs/logs/collectives-rank-"
+    dense = environment(load_profile("h100-ib"), plan_on("h100-ib", 1, "gpt-125m"), 8)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in dense
+    blackwell = environment(load_profile("gb200-nvl72"), plan_on("gb200-nvl72", 2), 4)
+    assert blackwell["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"  # the profile knows better
+    laptop = machine(load_profile("laptop"), 1)
+    assert environment(load_profile("laptop"), derive(tiny(), 2, laptop), 2) == {"OMP_NUM_THREADS": "2"}
+    assert missing({"A": "1", "B": "2"}, {"A": "0"}) == {"B": "2"}
+
+
+def test_training_here_as_a_node_of_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["train", "gpt-tiny", "--cluster", "h100-ib"]) == 2
+    assert "h100-ib has 8 GPUs a node, this machine has 0" in capsys.readouterr().err
+    profile = tmp_path / "small.yaml"
+    profile.write_text((clusters_dir() / "laptop.yaml").read_text().replace("laptop", "small").replace(": 16", ": 0.1"))
+    assert cli.run(["train", "gpt-tiny", "--cluster", str(profile)]) == 2
+    assert "on small (no GPU" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1"})
+    profile.write_text(
+        (clusters_dir() / "laptop.yaml").read_text().replace("laptop", "small") + "environment: {A: 1}\n"
+    )
+    _set_environment_of(str(profile), tiny(), 1, machine(load_profile("laptop"), 1), 1)
+    assert os.environ == {"OMP_NUM_THREADS": "1", "A": "1"}

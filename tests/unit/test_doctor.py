@@ -1,0 +1,298 @@
+"""The doctor on this machine, on machines made of files, and on several nodes that talk over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmrecipes.cli import run
+from llmrecipes.clusters.load import load_profile
+from llmrecipes.doctor import data, fabric, gpus, limits, network, nodes, storage, versions
+from llmrecipes.doctor.finding import Finding
+from tests.helpers import tiny_on, write_recipe
+
+H100 = load_profile("h100-ib")
+LAPTOP = load_profile("laptop")
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port with free ones behind it, below those that the kernel gives to connections."""
+    for port in range(20000 + os.getpid() % 5000, 32000, 10):
+        try:
+            for number in range(6):
+                socket.create_server(("", port + number)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no ports are free")
+
+
+def said(findings: Iterable[Finding]) -> dict[str, str]:
+    """What is wrong or doubtful, by check; every such finding has a fix."""
+    found = [finding for finding in findings if finding.status in ("warn", "fail")]
+    assert all(finding.fix for finding in found)
+    return {f"{finding.status} {finding.check}": finding.what for finding in found}
+
+
+# -- versions --------------------------------------------------------------------------------------------------------
+
+GOOD = {"torch": "2.13.0+cu130", "megatron-core": "0.16.1", "nvidia-nccl-cu13": "2.28.3"}
+
+
+def problems(driver: str | None = "580.95.05", gpus: int = 8, python: tuple[int, int] = (3, 11), **changes: str) -> Any:
+    installed = {**GOOD, **{name.replace("_", "-"): version for name, version in changes.items()}}
+    return said(versions.check(installed, python, driver, gpus, {"torch": "2.13.0"}))
+
+
+def test_versions_that_go_together_are_fine() -> None:
+    assert problems() == {}
+    assert problems(driver=None, gpus=0, torch="2.13.0+cpu") == {}
+    assert problems(python=(3, 13), megatron_core="0.19.2") == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (problems(driver="535.104.05"), "driver 535.104.05 is older than CUDA 13"),
+        (problems(torch="2.13.0+cpu"), "is built for CPUs, and there are 8 GPUs"),
+        (problems(megatron_core="0.15.0"), "0.15.0 on Python 3.11, tested with 0.16"),
+        (problems(megatron_core="0.16.1", python=(3, 12)), "tested with 0.19"),
+        (problems(nvidia_nccl_cu12="2.27.5"), "two packages bring one"),
+        (problems(transformer_engine="2.9.0", transformer_engine_torch="2.8.0"), "its parts differ"),
+        (problems(torch="2.12.1+cu130"), "torch 2.12.1+cu130 (lock 2.13.0)"),
+        (said(versions.check({}, (3, 11), None, 0, {})), "not installed"),
+    ],
+)
+def test_versions_that_do_not_are_named(wrong: dict[str, str], words: str) -> None:
+    assert words in " ".join(wrong.values())
+
+
+# -- GPUs: a report in the form of nvidia-smi -q -x ------------------------------------------------------------------
+
+GPU = """
+<gpu id="{id}"><product_name>NVIDIA H100 80GB HBM3</product_name>
+  <pci><pci_gpu_link_info><link_widths><max_link_width>16x</max_link_width>
+    <current_link_width>{lanes}x</current_link_width></link_widths></pci_gpu_link_info></pci>
+  <fb_memory_usage><total>81559 MiB</total><used>{used} MiB</used></fb_memory_usage>
+  <ecc_errors><volatile><sram_uncorrectable_parity>0</sram_uncorrectable_parity>
+    <dram_uncorrectable>{ecc}</dram_uncorrectable></volatile></ecc_errors>
+  <remapped_rows><remapped_row_pending>{pending}</remapped_row_pending>
+    <remapped_row_failure>No</remapped_row_failure></remapped_rows>
+  <temperature><gpu_temp>{heat} C</gpu_temp></temperature>
+  <clocks_event_reasons><clocks_event_reason_gpu_idle>Active</clocks_event_reason_gpu_idle>
+    <clocks_event_reason_hw_thermal_slowdown>{hot}</clocks_event_reason_hw_thermal_slowdown></clocks_event_reasons>
+  <fabric><state>{fabric}</state></fabric>
+  <processes>{processes}</processes></gpu>
+"""
+HEALTHY = {"lanes": 16, "used": 4, "ecc": 0, "pending": "No", "heat": 31, "hot": "Not Active", "fabric": "Completed",
+           "processes": ""}  # fmt: skip
+
+
+def report(*changes: dict[str, Any], count: int = 8) -> str:
+    each = [*changes, *[{}] * (count - len(changes))]
+    entries = "".join(GPU.format(**{**HEALTHY, "id": number, **change}) for number, change in enumerate(each))
+    return f"<nvidia_smi_log><driver_version>580.95.05</driver_version>{entries}</nvidia_smi_log>"
+
+
+def test_healthy_gpus_are_fine() -> None:
+    driver, states = gpus.parse(report())
+    assert driver == "580.95.05"
+    assert said(gpus.check(states, H100)) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "words"),
+    [
+        ({"used": 71000, "processes": "<process_info><pid>4711</pid></process_info>"}, "fail gpu 0", "process 4711"),
+        ({"ecc": 3}, "fail gpu 0", "3 uncorrectable memory errors"),
+        ({"pending": "Yes"}, "fail gpu 0", "wait to be remapped"),
+        ({"hot": "Active", "heat": 92}, "fail gpu 0", "throttled at 92 °C: hw_thermal_slowdown"),
+        ({"lanes": 8}, "warn gpu 0", "8 of 16 lanes"),
+        ({"fabric": "In Progress"}, "fail gpu 0", "NVLink fabric: In Progress"),
+    ],
+)
+def test_a_sick_gpu_is_named(change: dict[str, Any], check: str, words: str) -> None:
+    assert words in said(gpus.check(gpus.parse(report(change))[1], H100))[check]
+
+
+def test_a_missing_or_another_gpu_is_named() -> None:
+    assert said(gpus.check(gpus.parse(report(count=7))[1], H100)) == {"fail GPUs": "7 of 8"}
+    assert "where h200-ib has" in said(gpus.check(gpus.parse(report())[1], load_profile("h200-ib")))["warn GPUs"]
+
+
+def test_a_driver_that_does_not_answer_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexit 9\n", "ascii")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert run(["doctor", "--quiet", "--runs-dir", str(tmp_path), "--data-dir", str(tmp_path)]) == 1
+
+
+# -- adapters and limits ---------------------------------------------------------------------------------------------
+
+
+def adapters(folder: Path, **states: tuple[str, str, int]) -> list[fabric.Port]:
+    for name, (state, rate, downed) in states.items():
+        port = folder / name / "ports" / "1"
+        (port / "counters").mkdir(parents=True)
+        (port / "state").write_text(f"4: {state}\n", "ascii")
+        (port / "rate").write_text(f"{rate} Gb/sec (4X NDR)\n", "ascii")
+        (port / "counters" / "link_downed").write_text(f"{downed}\n", "ascii")
+    return fabric.ports(folder)
+
+
+def test_adapters_that_are_missing_down_or_slow_are_named(tmp_path: Path) -> None:
+    good = ("ACTIVE", "400", 0)
+    assert said(fabric.check(adapters(tmp_path / "a", mlx5_0=good, mlx5_1=good), H100)) == {}
+    bad = adapters(tmp_path / "b", mlx5_0=("DOWN", "400", 0), mlx5_1=("ACTIVE", "100", 0), mlx5_2=("ACTIVE", "400", 99))
+    found = said(fabric.check(bad, H100))
+    assert found["fail adapter mlx5_0/1"] == "port is DOWN"
+    assert found["fail adapter mlx5_1/1"] == "12.5 GB/s, where h100-ib has 50"
+    assert "99 times" in found["warn adapter mlx5_2/1"]
+    assert said(fabric.check([], H100)) == {"fail adapters": "none, where h100-ib has infiniband"}
+    assert said(fabric.check([], LAPTOP)) == {}
+    # What NCCL does not use is not asked about.
+    bond = adapters(tmp_path / "c", mlx5_0=good, bond0=("DOWN", "25", 0))
+    assert said(fabric.check(bond, H100)) == {}
+
+
+def test_limits_that_are_too_low_are_named() -> None:
+    low = limits.Limits(memlock_bytes=64 << 10, shared_bytes=64 << 20, open_files=256)
+    found = said(limits.check(low, H100, 8))
+    assert found["fail locked memory"].startswith("64 KiB")
+    assert "0.1 GiB in /dev/shm for 8 ranks" in found["warn shared memory"]
+    assert "256" in found["warn open files"]
+    high = limits.Limits(memlock_bytes=None, shared_bytes=64 << 30, open_files=1 << 20)
+    assert said(limits.check(high, H100, 8)) == {}
+    here = limits.read()
+    assert here.shared_bytes >= 0
+
+
+# -- network and storage ---------------------------------------------------------------------------------------------
+
+
+def test_names_and_ports(unused_port: int) -> None:
+    assert network.name("no-such-host.invalid", several=True).status == "fail"
+    assert "every machine itself" in network.name("localhost", several=True).what
+    assert network.name("localhost", several=False).status == "ok"
+    assert network.free_port(unused_port).status == "ok"
+    with socket.create_server(("", unused_port)):
+        assert network.free_port(unused_port).status == "fail"
+    found = said(network.check(unused_port, False, {"GLOO_SOCKET_IFNAME": "lo,ib9"}))
+    assert "ib9 is not here" in found["fail interfaces"]
+
+
+def test_directories(tmp_path: Path) -> None:
+    found = list(storage.check(tmp_path / "not" / "yet", "runs"))
+    assert not [finding for finding in found if finding.status == "fail"]
+    assert not list(tmp_path.iterdir()), "something was left behind"
+    assert "checkpoints take" in said(storage.check(tmp_path, "runs", 1 << 50))["fail runs"]
+    assert "cannot be written to" in said(storage.check(Path("/proc/self"), "runs"))["fail runs"]
+
+
+def test_data_that_is_missing_or_unequal(tmp_path: Path) -> None:
+    recipe = tiny_on(tmp_path / "nowhere")
+    found = said(data.check(recipe, tmp_path))
+    assert "is not prepared" in found["warn data"]
+    assert any(name.startswith("fail source") for name in found)
+    for number, lines in enumerate((1, 1, 200)):
+        (tmp_path / f"{number}.jsonl").write_text('{"text": "words"}\n' * lines, "utf-8")
+    sources = {"sources": [{"type": "jsonl", "path": f"{tmp_path}/*.jsonl"}]}
+    found = said(data.check(tiny_on(tmp_path, data=sources), tmp_path))
+    assert any("200 times the median size" in what for what in found.values())
+
+
+# -- several nodes ---------------------------------------------------------------------------------------------------
+
+
+def node(number: int, hosts: list[str], port: int, runs: Path, patience: float = 30) -> subprocess.Popen[str]:
+    """`llmrecipes doctor` on one of several nodes, which are addresses of this machine."""
+    program = (
+        "import sys; from pathlib import Path; from llmrecipes.doctor.nodes import Meeting, meet;"
+        "import json; from llmrecipes.doctor.finding import ok;"
+        f"m = Meeting({tuple(hosts)!r}, {number}, {port}, Path({str(runs)!r}), {patience});"
+        "found = meet(m, [ok('own', 'fine')]);"
+        "print(json.dumps([each.as_dict() for each in found]) if found else '')"
+    )
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+
+def answers(processes: list[subprocess.Popen[str]]) -> list[dict[str, str]]:
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    found: list[dict[str, str]] = json.loads(outputs[0])
+    return found
+
+
+HOSTS = [f"127.0.0.{number}" for number in range(1, 5)]
+
+
+def test_nodes_that_are_well_say_so(tmp_path: Path, unused_port: int) -> None:
+    found = answers([node(number, HOSTS, unused_port, tmp_path) for number in range(4)])
+    assert not [each for each in found if each["status"] != "ok"]
+    checks = {(each["node"], each["check"]) for each in found}
+    for host in HOSTS[1:]:
+        assert {(host, check) for check in ("clock", "shared directory", "ports between nodes")} <= checks
+    assert sum(check == "own" for _, check in checks) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_without_the_directory_and_one_that_is_not_there_are_named(tmp_path: Path, unused_port: int) -> None:
+    folders = [tmp_path / "shared", tmp_path / "shared", tmp_path / "own"]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    processes = [node(number, HOSTS, unused_port, folders[number], patience=20) for number in range(3)]
+    found = [each for each in answers(processes) if each["status"] == "fail"]
+    wrong = {(each["node"], each["check"]) for each in found}
+    assert ("127.0.0.3", "shared directory") in wrong
+    assert ("127.0.0.4", "node") in wrong
+    assert any(
+        check == "ports between nodes" and "127.0.0.4" in each["what"] for each in found for check in [each["check"]]
+    )
+    assert ("127.0.0.2", "shared directory") not in wrong
+
+
+def test_clocks_apart_are_named() -> None:
+    assert said(nodes._clock(theirs=1000.0, asked=1060.0, answered=1060.1))["fail clock"].startswith("60 s")
+    assert said(nodes._clock(theirs=1000.05, asked=1000.0, answered=1000.1)) == {}
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], corpus: Path) -> None:
+    recipe = write_recipe(tiny_on(corpus), tmp_path)
+    places = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
+    code = run(["doctor", recipe, *places, "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is (code == 0)
+    checks = {finding["check"] for finding in answer["findings"]}
+    assert {"GPUs", "locked memory", "shared memory", "host name", "port", "runs", "data", "version of torch"} <= checks
+    assert run(["doctor", *places, "--cluster", "h100-ib", "--quiet"]) == 1
+    printed = capsys.readouterr().out
+    assert "0 of 8" in printed
+    assert "fix: " in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--cluster", "h100"], "h100"),
+        (["--nodes", "a,a"], "--nodes"),
+        (["--nodes", "a,b"], "is not among a, b"),
+        (["no-recipe"], "no-recipe"),
+    ],
+)
+def test_bad_input_is_one_message(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(["doctor", *arguments, "--runs-dir", str(tmp_path), "--data-dir", str(tmp_path)]) == 2
+    assert named in capsys.readouterr().err

@@ -1,0 +1,334 @@
+"""Runs as Kubernetes objects: valid by the strictest schemas there are, and nothing in them but what was meant."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmrecipes.clusters.load import load_profile
+from llmrecipes.errors import UserError
+from llmrecipes.launch.kubernetes.objects import jobset_rules, render, runtime, to_yaml
+from llmrecipes.launch.kubernetes.options import FLAVORS, Options, Secret, object_name, parse_secrets
+from llmrecipes.launch.kubernetes.pod import Run
+from llmrecipes.recipe.load import load
+from llmrecipes.workflow.submit import Applied, Planned, plan_for, submit_kubernetes
+from tests.kubernetes_schemas import require_valid
+
+IMAGE = f"registry.example.com:5000/llmrecipes:0.1.0@sha256:{'0' * 64}"
+HOSTILE = [
+    '"; rm -rf / #',
+    "$(touch pwned)",
+    "$(HOSTNAME)",
+    "`id`",
+    "${HOME}",
+    "$$(x)",
+    "'a' \"b\"",
+    "{{ x }}",
+    "- a: b",
+    "é✓",
+]
+
+
+@cache
+def planned_for(recipe: str, cluster: str, nodes: int) -> Planned:
+    return plan_for(recipe, [], cluster, nodes)
+
+
+def rendered(flavor: str, recipe: str = "gpt-1b", cluster: str = "h100-ib", nodes: int = 2, **options: Any) -> Applied:
+    planned = planned_for(recipe, cluster, nodes)
+    wanted = Options(**{"image": IMAGE, "flavor": flavor, "namespace": "llmrecipes", **options})
+    return submit_kubernetes(planned, wanted, "run-1", dry_run=True)
+
+
+def of_kind(applied: Applied, kind: str) -> dict[str, Any]:
+    return next(thing for thing in applied.objects if thing["kind"] == kind)
+
+
+def pod_of(applied: Applied) -> dict[str, Any]:
+    """The pod template, or for a TrainJob what it has of one."""
+    workload = applied.objects[-1]
+    if workload["kind"] == "Job":
+        return workload["spec"]["template"]
+    if workload["kind"] == "JobSet":
+        return workload["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    patch = workload["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]
+    return patch["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+
+
+def container_of(applied: Applied) -> dict[str, Any]:
+    workload = applied.objects[-1]
+    return workload["spec"]["trainer"] if workload["kind"] == "TrainJob" else pod_of(applied)["spec"]["containers"][0]
+
+
+def as_kubelet(text: str) -> str:
+    """What the kubelet makes of an argument or a value where no variable has the name (its expansion.go)."""
+    return re.sub(r"\$(\$|\([^)]*\))", lambda found: "$" if found[1] == "$" else found[0], text)
+
+
+@pytest.mark.parametrize("cluster", ["h100-ib", "aws-p5-efa", "laptop"])
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_every_object_is_valid(flavor: str, cluster: str) -> None:
+    recipe = "gpt-tiny" if cluster == "laptop" else "gpt-1b"
+    everything: dict[str, Any] = {
+        "queue": "research",
+        "topology": "topology.kubernetes.io/rack",
+        "service_account": "trainer",
+        "pull_secret": "registry",
+        "secrets": {"HF_TOKEN": Secret("huggingface", "token")},
+        "tracking_uri": "http://mlflow:5000",
+    }
+    for options in ({}, everything):
+        for thing in rendered(flavor, recipe, cluster, **options).objects:
+            require_valid(thing)
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_the_check_is_strict(flavor: str) -> None:
+    for thing in rendered(flavor).objects[1:]:
+        thing["spec"]["misspelt"] = 1
+        with pytest.raises(Exception, match="misspelt"):
+            require_valid(thing)
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_yaml_gives_the_objects_back(flavor: str) -> None:
+    applied = rendered(flavor)
+    assert list(yaml.safe_load_all(applied.as_yaml())) == list(applied.objects)
+    assert "&id" not in applied.as_yaml()
+    assert json.loads(json.dumps(applied.as_dict()))["submitted"] is False
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "cluster", "nodes"),
+    [
+        ("job-laptop", "job", "laptop", 2),
+        ("jobset-h100", "jobset", "h100-ib", 4),
+        ("trainjob-efa", "trainjob", "aws-p5-efa", 2),
+    ],
+)
+def test_golden(golden: Callable[[str, Any], None], name: str, flavor: str, cluster: str, nodes: int) -> None:
+    recipe = "gpt-tiny" if cluster == "laptop" else "gpt-1b"
+    applied = rendered(flavor, recipe, cluster, nodes, secrets={"HF_TOKEN": Secret("huggingface", "HF_TOKEN")})
+    golden(f"k8s-{name}.yaml", applied.as_yaml())
+
+
+def test_devices_and_memory_follow_the_profile() -> None:
+    container = container_of(rendered("job", cluster="aws-p5-efa"))
+    limits = container["resources"]["limits"]
+    assert (limits["nvidia.com/gpu"], limits["vpc.amazonaws.com/efa"], limits["memory"]) == ("8", "32", "1843Gi")
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert variables["FI_PROVIDER"] == "efa"
+    assert variables["LLMRECIPES_IMAGE_DIGEST"] == f"sha256:{'0' * 64}"
+    assert container["args"][container["args"].index("--nproc") + 1] == "16"
+    assert pod_of(rendered("job", cluster="aws-p5-efa"))["spec"]["nodeSelector"]
+
+
+def test_half_a_node_takes_half_of_it() -> None:
+    planned = plan_for("gpt-1b", [], "h100-ib", 2, ranks_per_node=4)
+    limits = container_of(submit_kubernetes(planned, Options(image=IMAGE), "r", dry_run=True))["resources"]["limits"]
+    assert limits == {"memory": "900Gi", "nvidia.com/gpu": "4", "rdma/ib": "4"}
+
+
+def test_without_gpus_nothing_of_them_is_left() -> None:
+    applied = rendered("job", "gpt-tiny", "laptop")
+    assert "nvidia" not in applied.as_yaml()
+    assert "NCCL" not in applied.as_yaml()
+    assert container_of(applied)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_one_node_needs_no_rendezvous() -> None:
+    applied = rendered("job", "gpt-tiny", "laptop", nodes=1)
+    assert "Service" not in [thing["kind"] for thing in applied.objects]
+    assert "MASTER_ADDR" not in applied.as_yaml()
+    assert "--nnodes" not in container_of(applied)["args"]
+
+
+def test_the_first_pod_is_found_by_its_name() -> None:
+    for flavor, host in (("job", "{0}-0.{0}"), ("jobset", "{0}-node-0-0.{0}")):
+        applied = rendered(flavor)
+        variables = {entry["name"]: entry.get("value") for entry in container_of(applied)["env"]}
+        assert variables["MASTER_ADDR"] == host.format(applied.name)
+    applied = rendered("job")
+    service = of_kind(applied, "Service")
+    assert service["metadata"]["name"] == pod_of(applied)["spec"]["subdomain"] == applied.name
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["spec"]["selector"].items() <= pod_of(applied)["metadata"]["labels"].items()
+    assert "MASTER_ADDR" not in rendered("trainjob").as_yaml()
+
+
+def test_a_pod_has_no_rights_and_no_root() -> None:
+    spec = pod_of(rendered("job"))["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    security = spec["containers"][0]["securityContext"]
+    assert (security["allowPrivilegeEscalation"], security["readOnlyRootFilesystem"]) == (False, True)
+    assert "privileged" not in rendered("job").as_yaml()
+
+
+def test_a_saved_run_goes_on_and_a_hopeless_one_does_not() -> None:
+    rules = rendered("job").objects[-1]["spec"]["podFailurePolicy"]["rules"]
+    codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
+    assert codes == {"FailJob": [2, 93], "Ignore": [75]}
+    assert rules[-1]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+
+
+@pytest.mark.parametrize(
+    ("message", "action"),
+    [  # as Kubernetes' Job controller writes them (pkg/controller/job/pod_failure_policy.go)
+        ("Container node for pod ns/a-0-x failed with exit code 2 matching FailJob rule at index 0", "FailJobSet"),
+        ("Container node for pod ns/a-0-x failed with exit code 93 matching FailJob rule at index 0", "FailJobSet"),
+        (
+            "Container node for pod ns/a-0-x failed with exit code 75 matching FailJob rule at index 1",
+            "RestartJobSetAndIgnoreMaxRestarts",
+        ),
+        (
+            "Pod ns/a-0-x has condition DisruptionTarget matching FailJob rule at index 2",
+            "RestartJobSetAndIgnoreMaxRestarts",
+        ),
+        ("Job has reached the specified backoff limit", None),
+    ],
+)
+def test_a_jobset_reads_why_its_job_failed(message: str, action: str | None) -> None:
+    reason = "PodFailurePolicy" if action else "BackoffLimitExceeded"
+    matching = [
+        rule["action"]
+        for rule in jobset_rules()
+        if reason in rule["onJobFailureReasons"]
+        and any(re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"])
+    ]
+    assert matching == ([action] if action else [])
+
+
+def test_a_queue_starts_it() -> None:
+    for flavor in FLAVORS:
+        workload = rendered(flavor, queue="research").objects[-1]
+        assert workload["spec"]["suspend"] is True
+        assert workload["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+        assert "suspend" not in rendered(flavor).objects[-1]["spec"]
+
+
+def test_the_recipe_travels_whole(tmp_path: Path) -> None:
+    text = "line one\n---\nkind: Pod  \n\t\"quotes\" 'and' $(subst) {{ helm }} é"
+    planned = plan_for("gpt-tiny", [f"description={json.dumps(text)}"], "laptop", 2)
+    applied = submit_kubernetes(planned, Options(image=IMAGE), "r", dry_run=True)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(next(iter(yaml.safe_load_all(applied.as_yaml())))["data"]["recipe.yaml"], "utf-8")
+    assert load(str(path)).recipe == planned.recipe
+    assert planned.recipe.description == text
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_hostile_values_come_back_as_the_same_literals(flavor: str) -> None:
+    planned = planned_for("gpt-tiny", "laptop", 2)
+    environment = {f"NCCL_HOSTILE_{number}": text for number, text in enumerate(HOSTILE)}
+    profile = planned.profile.model_copy(update={"environment": environment})
+    run = Run("name", "run-1", 2, planned.plan, profile, "name: x\n", "0" * 64)
+    things = list(yaml.safe_load_all(to_yaml(render(run, Options(image=IMAGE, flavor=flavor)))))
+    workload = things[-1]
+    if flavor == "trainjob":
+        variables = workload["spec"]["trainer"]["env"]
+    else:
+        job = workload if flavor == "job" else workload["spec"]["replicatedJobs"][0]["template"]
+        variables = job["spec"]["template"]["spec"]["containers"][0]["env"]
+    found = {entry["name"]: as_kubelet(entry["value"]) for entry in variables}
+    assert {name: found[name] for name in environment} == environment
+
+
+def test_kubernetes_own_reader_sees_the_same_words(tmp_path: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl")
+    words = ["1e3", "y", "N", "0x1F", "0o14", "1_000", ".inf", "-.5", "+1", "null", "~", "yes", "1:30", "2026-01-01"]
+    words += HOSTILE
+    planned = planned_for("gpt-tiny", "laptop", 2)
+    environment = {f"NCCL_HOSTILE_{number}": text for number, text in enumerate(words)}
+    profile = planned.profile.model_copy(update={"environment": environment})
+    run = Run("name", "1e3", 2, planned.plan, profile, "name: 1e3\n", "1" * 10 + "e" + "1" * 53)
+    (tmp_path / "run.yaml").write_text(to_yaml(render(run, Options(image=IMAGE))))
+    (tmp_path / "kustomization.yaml").write_text("resources: [run.yaml]\n")
+    done = subprocess.run(["kubectl", "kustomize", str(tmp_path), "--output", str(tmp_path / "read.json")], check=False)
+    assert done.returncode == 0
+    things = list(yaml.safe_load_all((tmp_path / "read.json").read_text()))
+    job = next(thing for thing in things if thing["kind"] == "Job")
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    found = {entry["name"]: as_kubelet(entry["value"]) for entry in container["env"]}
+    assert {name: found[name] for name in environment} == environment
+    assert container["args"][:2] == ["--run-id", "1e3"]
+    require_valid(job)
+
+
+@pytest.mark.parametrize("text", ["a b", "a;b", "$(id)", "a\nb", "../up", "-a", 'a"', "a'", "`id`", "Ä", "x" * 300, ""])
+@pytest.mark.parametrize(
+    "option", ["namespace", "queue", "claim", "service_account", "pull_secret", "topology", "image", "flavor"]
+)
+def test_hostile_names_are_refused(option: str, text: str) -> None:
+    values: dict[str, Any] = {"image": IMAGE, "queue": "q", option: text}
+    planned = planned_for("gpt-tiny", "laptop", 2)
+    with pytest.raises(UserError):
+        submit_kubernetes(planned, Options(**values), "r", dry_run=True)
+
+
+@pytest.mark.parametrize(
+    "image",
+    ["llmrecipes", "llmrecipes:latest", "llmrecipes@sha256:0", f"--x@sha256:{'0' * 64}", f"A@sha256:{'0' * 64}"],
+)
+def test_an_image_is_named_by_its_digest(image: str) -> None:
+    with pytest.raises(UserError, match="--image"):
+        render(_run(), Options(image=image))
+
+
+@pytest.mark.parametrize(
+    "uri", ["http://user:word@mlflow", "http://mlflow?token=1", "file:///x", "mlflow", "http://a\nb"]
+)
+def test_no_secret_in_an_address(uri: str) -> None:
+    with pytest.raises(UserError, match="--tracking-uri") as caught:
+        render(_run(), Options(image=IMAGE, tracking_uri=uri))
+    assert "word" not in str(caught.value).replace("password", "")
+
+
+def test_secrets_are_named_and_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = "hf_PlantedTokenThatMustNotShowUp"
+    monkeypatch.setenv("HF_TOKEN", planted)
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", planted)
+    for flavor in FLAVORS:
+        applied = rendered(
+            flavor, secrets=parse_secrets(["HF_TOKEN=huggingface", "MLFLOW_TRACKING_PASSWORD=mlflow:pw"])
+        )
+        assert planted not in applied.as_yaml() + json.dumps(applied.as_dict())
+        places = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in container_of(applied)["env"] if "valueFrom" in e}
+        assert places["HF_TOKEN"] == {"name": "huggingface", "key": "HF_TOKEN"}
+        assert places["MLFLOW_TRACKING_PASSWORD"] == {"name": "mlflow", "key": "pw"}
+    for mistake in (planted, f"HF_TOKEN={planted}", f"{planted}="):
+        with pytest.raises(UserError) as caught:
+            parse_secrets([mistake])
+        assert planted not in str(caught.value)
+
+
+def test_names_are_short_and_different() -> None:
+    names = {
+        object_name(recipe, run)
+        for recipe in ("gpt-1b", "a.b_c", "9" * 63)
+        for run in ("r", "R", "r.1", "r-1", "x" * 64)
+    }
+    assert len(names) == 15
+    for name in names:
+        assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name), name
+        assert len(f"{name}-node-0-1999-abcde") <= 63, name
+
+
+def test_the_runtime_is_valid() -> None:
+    require_valid(runtime(3))
+
+
+def _run() -> Run:
+    planned = planned_for("gpt-tiny", "laptop", 1)
+    return Run("name", "run-1", 1, planned.plan, load_profile("laptop"), "name: x\n", "0" * 64)

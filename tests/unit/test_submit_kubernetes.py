@@ -1,0 +1,128 @@
+"""`llmrecipes submit --to k8s` as users type it: what is printed, what kubectl is given, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmrecipes.cli import run
+
+IMAGE = f"registry.example.com/llmrecipes@sha256:{'0' * 64}"
+COMMAND = [
+    "submit",
+    "gpt-tiny",
+    "--to",
+    "k8s",
+    "--cluster",
+    "laptop",
+    "--nodes",
+    "2",
+    "--image",
+    IMAGE,
+    "--run-id",
+    "r1",
+]
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kubectl that keeps what it is given, and answers and ends as files beside it say."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / "kubectl"
+    program.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" > {folder}/arguments\n/bin/cat > {folder}/given\n'
+        f"/bin/cat {folder}/answer\nexit $(/bin/cat {folder}/code)\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (folder / "answer").write_text("job.batch/gpt-tiny-r1 created\n")
+    (folder / "code").write_text("0")
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def test_a_dry_run_prints_what_would_be_applied(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert run([*COMMAND, "--dry-run"]) == 0
+    things = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert [thing["kind"] for thing in things] == ["ConfigMap", "NetworkPolicy", "Service", "Job"]
+    assert run([*COMMAND, "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["objects"] == things
+    assert (told["ranks"], told["nodes"], told["submitted"], told["run_id"]) == (2, 2, False, "r1")
+
+
+def test_kubectl_is_given_the_same(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*COMMAND, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert not (kubectl / "given").exists()
+    assert run(COMMAND) == 0
+    assert (kubectl / "given").read_text() == shown
+    assert (kubectl / "arguments").read_text() == "apply\n--filename\n-\n"
+    printed = capsys.readouterr().out
+    assert "job.batch/gpt-tiny-r1 created" in printed
+    assert "kubectl logs" in printed
+
+
+def test_a_refusal_is_shown_in_the_clusters_own_words(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = 'Error from server (NotFound): namespaces "research" not found'
+    (kubectl / "answer").write_text(words)
+    (kubectl / "code").write_text("1")
+    assert run([*COMMAND, "--namespace", "research"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_without_kubectl_there_is_a_way_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert run(COMMAND) == 2
+    said = capsys.readouterr().err
+    assert "kubectl" in said
+    assert "--dry-run" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--to", "nomad"], "slurm, k8s"),
+        (["--flavor", "pod"], "job, jobset, trainjob"),
+        (["--cluster", "nowhere"], "nowhere"),
+        (["--image", "llmrecipes:latest"], "@sha256"),
+        (["--namespace", "../up"], "--namespace"),
+        (["--partition", "gpu"], "another scheduler"),
+        (["--secret", "HF_TOKEN"], "VARIABLE=SECRET"),
+        (["--secret", "HF_TOKEN=hf_PlantedToken"], "VARIABLE=SECRET"),
+        (["--run-id", "../x"], "run id"),
+        (["--topology", "rack"], "--queue"),
+        (["--tracking-uri", "http://me:word@mlflow"], "--tracking-uri"),
+        (["--flavor", "trainjob", "--host-network"], "jobset"),
+        (["--nodes", "0"], "--nodes"),
+        (["train.global_batch_size=17"], "global_batch_size"),
+        (["train.unknown=1"], "train.unknown"),
+    ],
+)
+def test_bad_input_is_one_message_and_nothing_is_applied(
+    kubectl: Path, capsys: pytest.CaptureFixture[str], more: list[str], says: str
+) -> None:
+    assert run([*COMMAND, *more]) == 2
+    said = capsys.readouterr()
+    assert says in said.err
+    assert "Traceback" not in said.err
+    assert "PlantedToken" not in said.err + said.out
+    assert not (kubectl / "given").exists()
+
+
+def test_slurm_takes_none_of_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["submit", "gpt-tiny", "--to", "slurm", "--cluster", "laptop", "--queue", "q", "--dry-run"]
+    assert run(command) == 2
+    assert "--queue with --to slurm" in capsys.readouterr().err
+
+
+def test_an_image_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["submit", "gpt-tiny", "--to", "k8s", "--cluster", "laptop", "--dry-run"]) == 2
+    assert "--image" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""What runs inside a Slurm job, without Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.workflow import slurm
+from llmrecipes.workflow.restarts import require_progress
+from llmrecipes.workflow.slurm import Job, finished
+from tests.helpers import environment, tiny_on, write_recipe
+
+TASK = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "4", "SLURM_NTASKS": "1",
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1",
+}  # fmt: skip
+PROFILE = """\
+name: here
+gpus_per_node: 0
+cpu_cores: 4
+memory_gib: 64
+intra_node: {kind: memory, gb_per_s: 10}
+inter_node: {kind: ethernet, gb_per_s: 0.1}
+environment: {FROM_PROFILE: 1, SET_BY_USER: profile}
+"""
+
+
+def run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """As srun starts it: with the warning signal blocked."""
+    return subprocess.run(
+        ["env", "--block-signal=USR1,TERM", sys.executable, "-P", "-m", "llmrecipes.workflow.slurm", *arguments],
+        env={**environment(), **TASK, **variables}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, corpus: Path, data_dir: Path) -> list[str]:
+    (tmp_path / "here.yaml").write_text(PROFILE)
+    recipe = write_recipe(tiny_on(corpus), tmp_path)
+    return [
+        "begin", "--nodes", "1", "--ranks-per-node", "1", "--runs-dir", str(tmp_path / "runs"), "--data-dir",
+        str(data_dir), "--run-id", "mine", "--cluster", str(tmp_path / "here.yaml"), "--", recipe,
+        "train.train_iters=6",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_job_from_its_beginning_to_its_end(arguments: list[str], tmp_path: Path) -> None:
+    begun = run(arguments, SLURM_RESTART_COUNT="2")
+    assert begun.returncode == 0, begun.stderr
+    path = tmp_path / "runs/tiny/mine/logs/job.json"
+    assert begun.stdout == f"{path}\n"  # and nothing else, whatever preparing says
+    job = Job.model_validate_json(path.read_text())
+    assert job.run.restart == 2
+    assert job.run.tags["slurm.restart_count"] == "2"
+    assert job.environment == {"FROM_PROFILE": "1", "SET_BY_USER": "profile", "OMP_NUM_THREADS": "4"}
+    done = run(["rank", str(path)], SET_BY_USER="user")
+    assert done.returncode == 0, done.stderr
+    assert (path.parent / "outcome").read_text() == "0\n"
+    captured = json.loads((path.parents[1] / "env.json").read_text())
+    assert captured["variables"]["SLURM_JOB_ID"] == "7"
+    again = run(arguments)
+    assert (again.returncode, again.stdout) == (0, "")
+    assert "the run has finished" in again.stderr
+
+
+def test_bad_input_ends_with_2_and_one_message(arguments: list[str]) -> None:
+    done = run([*arguments, "train.train_itres=1"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean train.train_iters?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_outside_of_srun_says_so(arguments: list[str], tmp_path: Path) -> None:
+    path = Path(run(arguments).stdout.strip())
+    done = run(["rank", str(path)], SLURM_PROCID="x")
+    assert done.returncode == 2
+    assert "not a task of srun" in done.stderr
+
+
+def test_a_warning_while_it_begins_is_not_lost(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, **TASK})
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        assert slurm.main(arguments) == ExitCode.REQUEUE
+    finally:
+        signal.sigtimedwait([signal.SIGUSR1], 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+
+
+@pytest.mark.parametrize(
+    ("status", "is_finished"),
+    [
+        ({"state": "finished", "step": 10}, True),
+        ({"state": "finished", "step": 9}, False),  # train_iters has been raised since
+        ({"state": "saved", "step": 10}, False),
+        ({}, False),
+    ],
+)
+def test_finished(status: dict[str, object], is_finished: bool, tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    assert finished(tmp_path, 10) is is_finished
+
+
+def test_restarts_without_progress_stop(tmp_path: Path) -> None:
+    record = tmp_path / "run/logs/starts.json"
+    record.parent.mkdir(parents=True)
+    record.write_text("no JSON")
+    for restart, step in enumerate([0, 0, 0, 5, 5, 5]):
+        require_progress(record, "7", restart, step, 100)
+    require_progress(record, "8", 0, 5, 100)  # somebody has looked at it and submits it anew
+    for restart in (1, 2):
+        require_progress(record, "8", restart, 5, 100)
+    with pytest.raises(UserError, match=r"3 restarts without progress.* step 5 each time") as caught:
+        require_progress(record, "8", 3, 5, 100)
+    assert caught.value.code == ExitCode.STOP
+    with pytest.raises(UserError, match="restart 3 of job 9, 2 are allowed"):
+        require_progress(record, "9", 3, 50, 2)

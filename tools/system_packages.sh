@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Install the Debian packages that `make test-system` needs, where that is possible; else say which are missing. The tests
+# that need them then skip and say so.
+set -euo pipefail
+
+wanted=(
+    # tests/system/slurm
+    slurm-wlm slurm-client munge slurmdbd slurm-wlm-mysql-plugin mariadb-server libslurm-dev gcc iproute2
+    # tests/system/containers
+    podman netavark aardvark-dns iptables debootstrap
+)
+missing=()
+for package in "${wanted[@]}"; do
+    [[ $(dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null) == installed ]] || missing+=("$package")
+done
+((${#missing[@]})) || exit 0
+if ! command -v apt-get >/dev/null || ((EUID != 0)); then
+    echo "for all system tests: as root, apt-get install ${missing[*]}"
+    exit 0
+fi
+echo "installing ${missing[*]}"
+# In run level 1 Debian's packages start no services; the tests start their own.
+export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
+{ apt-get update -qq && apt-get install -qq --no-install-recommends "${missing[@]}"; } >/dev/null 2>&1 ||
+    echo "not all could be installed: ${missing[*]}"
