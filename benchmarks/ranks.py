@@ -52,6 +52,7 @@ def _main() -> None:
 
     import torch.distributed as dist
 
+    from llmrecipes.bench.training import random_tokens
     from llmrecipes.cluster import detect
     from llmrecipes.console import setup_logging
     from llmrecipes.model.gpt import build
@@ -69,7 +70,7 @@ def _main() -> None:
     with join(platform, recipe.train.seed, recipe.parallelism) as world:
         plan = derive(recipe, world.size, detect())
         engine = MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
-        batches = _random_batches(recipe, world.data_parallel_rank)
+        batches = random_tokens(recipe, world.data_parallel_rank)
         report: dict[str, Any] = {"wall": [], "core_seconds": [], "losses": []}
         for number in range(job["warmup"] + job["steps"]):
             dist.barrier()
@@ -85,19 +86,6 @@ def _main() -> None:
         report["passes"] = [_recorded(engine, batches) for _ in range(job["record"])]
         dist.barrier()
         (spec.parent / f"rank-{world.rank}.json").write_text(json.dumps(report), "utf-8")
-
-
-def _random_batches(recipe: Recipe, data_parallel_rank: int) -> Iterator[dict[str, Any]]:
-    """The same tokens on every rank of a model replica."""
-    import torch
-
-    random = torch.Generator().manual_seed(data_parallel_rank)
-    size, length = recipe.train.micro_batch_size, recipe.model.seq_length
-    positions = torch.arange(length).expand(size, length)
-    while True:
-        ids = torch.randint(recipe.model.vocab_size, (size, length + 1), generator=random)
-        mask = torch.ones(size, length)
-        yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask, "position_ids": positions}
 
 
 def _counted(step: Callable[[], object]) -> list[Any]:

@@ -56,9 +56,13 @@ def doctor(
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
     parameters = count(loaded.model).total if loaded else 0
-    found = examine(Subject(profile, loaded, parameters, runs_dir, data_dir, port, len(hosts) > 1))
-    if len(hosts) > 1:
-        gathered = meet(Meeting(hosts, _number(hosts), port, runs_dir, patience), found)
+    several = len(hosts) > 1
+    number = _number(hosts) if several else 0
+    # Pods of a Job look at themselves alone; Kubernetes numbers them.
+    leads = number == 0 and os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
+    found = examine(Subject(profile, loaded, parameters, runs_dir, data_dir, port, several, leads))
+    if several:
+        gathered = meet(Meeting(hosts, number, port, runs_dir, patience), found)
         if gathered is None:
             return int(ExitCode.DONE)
         found = gathered

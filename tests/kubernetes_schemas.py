@@ -1,19 +1,22 @@
-"""Strict checks of Kubernetes objects: a field that the cluster would drop or refuse is an error here."""
+"""Strict checks of Kubernetes objects: a field that the cluster would drop or refuse is an error here.
+
+`python -m tests.kubernetes_schemas FOLDER` renews tests/schemas from the CustomResourceDefinitions of the projects' releases.
+"""
 
 from __future__ import annotations
 
-import os
+import json
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
-import pytest
 import yaml
 
-CRDS = "LLMRECIPES_CRDS"
-"""Variable with a folder of CustomResourceDefinitions: JobSet, Kubeflow's Trainer, Kueue."""
+SCHEMAS = Path(__file__).with_name("schemas")
+"""`<group>/<version>/<kind>.json`, of JobSet's, Kubeflow Trainer's and Kueue's CustomResourceDefinitions."""
 OWN_GROUPS = ("jobset.x-k8s.io", "trainer.kubeflow.org", "kueue.x-k8s.io")
 METADATA = {
     "type": "object",
@@ -29,40 +32,40 @@ METADATA = {
 
 
 def require_valid(thing: dict[str, Any]) -> None:
-    """Check one object against Kubernetes' own schema or its CustomResourceDefinition.
-
-    Skips the test, and says so, where the definitions are absent.
-    """
+    """Check one object against Kubernetes' own schema or its CustomResourceDefinition."""
     jsonschema.validate(thing["metadata"], METADATA)
     group, _, version = thing["apiVersion"].rpartition("/")
-    if group not in OWN_GROUPS:
+    if group in OWN_GROUPS:
+        jsonschema.Draft202012Validator(definition(group, version, thing["kind"])).validate(thing)
+    else:
         kubernetes_validate.validate(thing, kubernetes_validate.latest_version(), strict=True)
-        return
-    schema = definitions().get((group, version, thing["kind"]))
-    if schema is None:
-        pytest.skip(f"no definition of {thing['kind']} {thing['apiVersion']}: {CRDS} names a folder that has it")
-    jsonschema.Draft202012Validator(schema).validate(thing)
 
 
 @cache
-def definitions() -> dict[tuple[str, str, str], dict[str, Any]]:
-    """(group, version, kind) to a schema that refuses unknown fields; empty where there is no folder."""
-    folder = os.environ.get(CRDS)
-    found = {}
-    for path in sorted(Path(folder).glob("*.yaml")) if folder else ():
-        for document in yaml.load_all(path.read_text("utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+def definition(group: str, version: str, kind: str) -> Any:
+    """The schema of a kind that is not Kubernetes' own."""
+    return json.loads((SCHEMAS / group / version / f"{kind}.json").read_text("utf-8"))
+
+
+def renew(folder: Path) -> None:
+    """Write the schemas anew from a folder of CustomResourceDefinitions; only kinds that are there already."""
+    for path in sorted(folder.glob("*.yaml")):
+        for document in yaml.load_all(path.read_text("utf-8"), Loader=yaml.SafeLoader):
             if not document or document.get("kind") != "CustomResourceDefinition":
                 continue
             spec = document["spec"]
             for version in spec["versions"]:
+                target = SCHEMAS / spec["group"] / version["name"] / f"{spec['names']['kind']}.json"
+                if not target.exists():
+                    continue
                 schema = strict(version["schema"]["openAPIV3Schema"])
+                schema["properties"].pop("status", None)
                 schema["properties"] |= {"apiVersion": {"type": "string"}, "kind": {"type": "string"}}
                 schema["properties"]["metadata"] = METADATA
-                schema["required"] = (
-                    ["apiVersion", "kind", "metadata", "spec"] if "spec" in schema["properties"] else []
-                )
-                found[spec["group"], version["name"], spec["names"]["kind"]] = schema
-    return found
+                schema["required"] = ["apiVersion", "kind", "metadata"]
+                if "spec" in schema["properties"]:
+                    schema["required"].append("spec")
+                target.write_text(json.dumps(schema, sort_keys=True, separators=(",", ":")) + "\n", "utf-8")
 
 
 def strict(schema: Any) -> Any:
@@ -83,3 +86,7 @@ def strict(schema: Any) -> Any:
     if schema.get("nullable") and "type" in made:
         made["type"] = [made["type"], "null"]
     return made
+
+
+if __name__ == "__main__":
+    renew(Path(sys.argv[1]))

@@ -5,22 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from llmrecipes.clusters.profile import Measured
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.spec import RankSpec
 
 ANSWER = "answer.json"
 
 
-class BenchSpec(BaseModel):
+class BenchSpec(RankSpec):
     """One measurement."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     what: Literal["collectives", "step", "data"]
-    recipe: Recipe
-    data_dir: Path
     out: Path
     """Folder that receives `answer.json`."""
     sizes: tuple[int, ...] = ()

@@ -27,7 +27,7 @@ def steps(spec: BenchSpec, world: World, platform: Platform, cluster: Cluster) -
     recipe = spec.recipe
     plan = derive(recipe, world.size, cluster)
     engine = MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
-    batches = _random_tokens(recipe, world.data_parallel_rank)
+    batches = random_tokens(recipe, world.data_parallel_rank)
     times = []
     for number in range(WARMUP + spec.repeats):
         dist.barrier()
@@ -90,8 +90,8 @@ def _slowest(times: list[float], platform: Platform) -> tuple[float, ...]:
     return tuple(everyones.tolist())
 
 
-def _random_tokens(recipe: Recipe, data_parallel_rank: int) -> Iterator[Batch]:
-    """The same tokens on every rank of a model replica."""
+def random_tokens(recipe: Recipe, data_parallel_rank: int) -> Iterator[Batch]:
+    """Micro-batches without end: the same tokens on every rank of a model replica."""
     random = torch.Generator().manual_seed(data_parallel_rank)
     size, length = recipe.train.micro_batch_size, recipe.model.seq_length
     positions, mask = torch.arange(length).expand(size, length), torch.ones(size, length)

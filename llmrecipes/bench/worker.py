@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 from pydantic import BaseModel
 
 from llmrecipes.bench.spec import ANSWER, BenchSpec, Collectives
-from llmrecipes.console import setup_logging
-from llmrecipes.errors import UserError
+from llmrecipes.errors import ExitCode
+from llmrecipes.train.rank import nodes, rank_main
 
 
-def main() -> None:
-    """Entry point of a rank: `python -m llmrecipes.bench.worker <spec.json>`."""
-    setup_logging(rank=int(os.environ.get("RANK", "0")))
-    spec = BenchSpec.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))
-    try:
-        run(spec)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(int(error.code))
-
-
-def run(spec: BenchSpec) -> None:
+def run(spec: BenchSpec) -> ExitCode:
     """Join the ranks a launcher started, and measure; the first rank writes the answer.
 
     Raises:
@@ -38,8 +25,7 @@ def run(spec: BenchSpec) -> None:
 
     platform = select(int(os.environ.get("LOCAL_RANK", "0")))
     platform.install()
-    nodes = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cluster = detect().times(nodes)
+    cluster = detect().times(nodes())
     with join(platform, spec.recipe.train.seed, spec.recipe.parallelism) as world:
         answer: BaseModel
         if spec.what == "collectives":
@@ -51,7 +37,8 @@ def run(spec: BenchSpec) -> None:
             answer = training.reading(spec, world, platform, cluster)
         if world.is_first:
             (spec.out / ANSWER).write_text(answer.model_dump_json() + "\n", "utf-8")
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    main()
+    rank_main(BenchSpec, run)

@@ -32,6 +32,7 @@ class Subject:
         data_dir: where prepared data is kept.
         port: where the first rank will listen.
         several: whether the run spans nodes.
+        leads: whether this node measures what all share; thousands that write at once would measure each other.
     """
 
     profile: Profile | None
@@ -41,6 +42,7 @@ class Subject:
     data_dir: Path
     port: int
     several: bool
+    leads: bool
 
 
 def examine(subject: Subject) -> list[Finding]:
@@ -66,7 +68,7 @@ def _findings(subject: Subject) -> Iterator[Finding]:
     yield from limits.check(limits.read(), subject.profile, ranks)
     chosen = {name: str(value) for name, value in (subject.profile.environment if subject.profile else {}).items()}
     yield from network.check(subject.port, subject.several, {**chosen, **os.environ})
-    yield from storage.check(subject.runs_dir, "runs", BYTES_A_PARAMETER * subject.parameters)
+    yield from storage.check(subject.runs_dir, "runs", BYTES_A_PARAMETER * subject.parameters, measured=subject.leads)
     yield from storage.check(subject.data_dir, "data")
     if subject.several and (kind := storage.temporary(subject.runs_dir)):
         fix = "--runs-dir on a file system that all nodes mount"

@@ -20,19 +20,21 @@ CHECKPOINTS = 3
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 
 
-def check(directory: Path, name: str, checkpoint_bytes: int = 0) -> Iterator[Finding]:
+def check(directory: Path, name: str, checkpoint_bytes: int = 0, *, measured: bool = False) -> Iterator[Finding]:
     """What is wrong with a directory that a run writes to. What is tried there is removed again.
 
     Args:
         directory: `runs` or `data`; it may not exist yet.
         name: how findings call it.
         checkpoint_bytes: size of one checkpoint; 0 where nothing that large is written.
+        measured: whether to write 64 MiB and see how long that takes.
     """
     there = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=there) as folder:
             yield from _operations(Path(folder), name)
-            yield _speed(Path(folder), name)
+            if measured:
+                yield _speed(Path(folder), name)
     except OSError as error:
         yield fail(name, f"{there} cannot be written to: {error.strerror}", "another directory, or its permissions")
         return

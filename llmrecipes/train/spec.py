@@ -10,15 +10,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from llmrecipes.recipe.schema import Recipe
 
 
-class RunSpec(BaseModel):
-    """One start of a run, written as JSON into its directory."""
+class RankSpec(BaseModel):
+    """What the ranks of any world are told: to train, to verify or to measure."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     recipe: Recipe
+    data_dir: Path
+
+
+class RunSpec(RankSpec):
+    """One start of a run, written as JSON into its directory."""
+
     run_dir: Path
     runs_dir: Path
-    data_dir: Path
     overfit_batch: bool = False
     """Train on the first global batch alone, to see whether the model can learn it by heart."""
     anomaly: bool = False

@@ -5,40 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 
-from llmrecipes.console import setup_logging
-from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.errors import ExitCode
+from llmrecipes.train.rank import nodes, rank_main
 from llmrecipes.train.spec import RunSpec
 
 logger = logging.getLogger(__name__)
-
-
-def main() -> None:
-    """Entry point of a rank: `python -m llmrecipes.train.worker <spec.json>`."""
-    rank = int(os.environ.get("RANK", "0"))
-    setup_logging(rank=rank)
-    spec = RunSpec.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))
-    sys.exit(guarded(spec))
-
-
-def guarded(spec: RunSpec) -> int:
-    """Run a rank and turn what users can mend into one message; returns the exit code."""
-    from llmrecipes.faults.memory import out_of_memory
-
-    try:
-        return int(run(spec))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return int(error.code)
-    except (MemoryError, RuntimeError) as error:
-        explained = out_of_memory(error, spec.recipe, data_parallel_size=int(os.environ.get("WORLD_SIZE", "1")))
-        if explained is None:
-            raise
-        print(f"error: {explained}", file=sys.stderr, flush=True)
-        return int(explained.code)
 
 
 def run(spec: RunSpec) -> ExitCode:
@@ -69,7 +42,7 @@ def run(spec: RunSpec) -> ExitCode:
     recipe = spec.recipe
     platform = select(int(os.environ.get("LOCAL_RANK", "0")))
     platform.install()
-    cluster = detect().times(_nodes())
+    cluster = detect().times(nodes())
     with ExitStack() as stack:
         world = stack.enter_context(join(platform, recipe.train.seed, recipe.parallelism))
         plan = derive(recipe, world.size, cluster)
@@ -127,15 +100,10 @@ def run(spec: RunSpec) -> ExitCode:
     return outcome.value
 
 
-def _nodes() -> int:
-    """Nodes of this run: launchers start as many ranks on each."""
-    return max(1, int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
 def _newest(store: object) -> str:
     entries = store.entries()  # type: ignore[attr-defined]
     return str(entries[-1].path) if entries else "none"
 
 
 if __name__ == "__main__":
-    main()
+    rank_main(RunSpec, run)

@@ -7,18 +7,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.spec import RankSpec
 
 RECORD = "record.json"
 
 
-class VerifySpec(BaseModel):
+class VerifySpec(RankSpec):
     """One training to observe: as the reference, or in the layout that is compared with it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    recipe: Recipe
-    data_dir: Path
     folder: Path
     """Where the record goes."""
     iters: Annotated[int, Field(gt=0)]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmrecipes.console import setup_logging
-from llmrecipes.errors import UserError
+from llmrecipes.errors import ExitCode
+from llmrecipes.train.rank import rank_main
 from llmrecipes.verify.scale import first_beyond
 from llmrecipes.verify.spec import Record, Step, VerifySpec
 
@@ -18,18 +16,7 @@ if TYPE_CHECKING:
     from llmrecipes.train.world import World
 
 
-def main() -> None:
-    """Entry point of a rank: `python -m llmrecipes.verify.worker <spec.json>`."""
-    setup_logging(rank=int(os.environ.get("RANK", "0")))
-    spec = VerifySpec.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))
-    try:
-        run(spec)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(int(error.code))
-
-
-def run(spec: VerifySpec) -> None:
+def run(spec: VerifySpec) -> ExitCode:
     """Join the ranks a launcher started, or be a world of one, and `train`.
 
     Raises:
@@ -43,6 +30,7 @@ def run(spec: VerifySpec) -> None:
     platform.install()
     with join(platform, spec.recipe.train.seed, spec.recipe.parallelism) as world:
         train(spec, world, platform)
+    return ExitCode.DONE
 
 
 def train(spec: VerifySpec, world: World, platform: Platform) -> None:
@@ -73,4 +61,4 @@ def _keep(spec: VerifySpec) -> Callable[[int, Step], bool]:
 
 
 if __name__ == "__main__":
-    main()
+    rank_main(VerifySpec, run)

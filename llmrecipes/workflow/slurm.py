@@ -102,9 +102,10 @@ def rank(path: Path) -> int:
     os.environ.update(missing(job.environment, os.environ))
     os.environ.update(here.variables())
     setup_logging(rank=here.rank)
-    from llmrecipes.train.worker import guarded
+    from llmrecipes.train.rank import guarded
+    from llmrecipes.train.worker import run
 
-    code = int(guarded(job.run))
+    code = guarded(run, job.run)
     if here.rank == 0:
         (path.parent / OUTCOME).write_text(f"{code}\n", "utf-8")
     return ExitCode.DONE if code == ExitCode.REQUEUE else code

@@ -152,10 +152,11 @@ def start(spec: RunSpec, ranks: int, cluster: Cluster, node: Node | None = None,
         # The variable only counts before torch is loaded, which data preparation may have done.
         import torch
 
-        from llmrecipes.train.worker import guarded
+        from llmrecipes.train.rank import guarded
+        from llmrecipes.train.worker import run
 
         torch.set_num_threads(threads)
-        return guarded(spec)
+        return guarded(run, spec)
     path = spec.run_dir / "logs" / ("spec.json" if node is None else f"spec-node-{node.number}.json")
     path.write_text(spec.model_dump_json(indent=2) + "\n", "utf-8")
     return run_ranks(

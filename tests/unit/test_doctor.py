@@ -276,10 +276,24 @@ def test_the_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert answer["ok"] is (code == 0)
     checks = {finding["check"] for finding in answer["findings"]}
     assert {"GPUs", "locked memory", "shared memory", "host name", "port", "runs", "data", "version of torch"} <= checks
+    assert "runs speed" in checks
     assert run(["doctor", *places, "--cluster", "h100-ib", "--quiet"]) == 1
     printed = capsys.readouterr().out
     assert "0 of 8" in printed
     assert "fix: " in printed
+
+
+def test_one_pod_of_a_job_measures_the_storage_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    for index in ("0", "1"):
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", index)
+        run(["doctor", "--runs-dir", str(tmp_path), "--data-dir", str(tmp_path), "--json"])
+        checks = {finding["check"] for finding in json.loads(capsys.readouterr().out)["findings"]}
+        assert {"runs", "data"} <= checks
+        measured.append("runs speed" in checks)
+    assert measured == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""What a rank of any world does first and last: read its orders, and say in one message what users can mend."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from llmrecipes.console import setup_logging
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.train.spec import RankSpec
+
+S = TypeVar("S", bound=RankSpec)
+
+
+def rank_main(kind: type[S], run: Callable[[S], ExitCode]) -> NoReturn:
+    """Entry point of a rank: `python -m <module> <spec.json>`.
+
+    Args:
+        kind: of the spec.
+        run: what to do with it; gives the exit code.
+    """
+    setup_logging(rank=int(os.environ.get("RANK", "0")))
+    sys.exit(guarded(run, kind.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))))
+
+
+def guarded(run: Callable[[S], ExitCode], spec: S) -> int:
+    """Run a rank and turn what users can mend into one message; returns the exit code."""
+    from llmrecipes.faults.memory import out_of_memory
+
+    try:
+        return int(run(spec))
+    except UserError as error:
+        explained = error
+    except (MemoryError, RuntimeError) as error:
+        found = out_of_memory(error, spec.recipe, data_parallel_size=int(os.environ.get("WORLD_SIZE", "1")))
+        if found is None:
+            raise
+        explained = found
+    print(f"error: {explained}", file=sys.stderr, flush=True)
+    return int(explained.code)
+
+
+def nodes() -> int:
+    """Nodes of this world: launchers start as many ranks on each."""
+    return max(1, int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
