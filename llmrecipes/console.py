@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+DEPRECATIONS = ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed.distributed_data_parallel")
+"""Modules of megatron-core 0.19 whose only warnings are deprecations for those who call them."""
+
 
 def setup_logging(level: int = logging.INFO, rank: int = 0) -> None:
     """Send log records to stderr, with the rank where it is not 0; records of libraries below WARNING are left out."""
@@ -21,6 +24,8 @@ def setup_logging(level: int = logging.INFO, rank: int = 0) -> None:
     logging.getLogger("llmrecipes").setLevel(level)
     # Deprecations and missing accelerators that libraries warn of at every start are nothing a user can act on.
     warnings.filterwarnings("ignore", module=r"(torch|megatron|transformers|datasets|mlflow)(\.|$)")
+    for name in DEPRECATIONS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Strict checks of Kubernetes objects: a field that the cluster would drop or refuse is an error here.
 
-`python -m tests.kubernetes_schemas FOLDER` renews tests/schemas from the CustomResourceDefinitions of the projects' releases.
+`python -m tests.kubernetes_schemas FOLDER` renews tests/schemas from those projects' releases.
 """
 
 from __future__ import annotations

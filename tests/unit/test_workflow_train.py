@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -179,13 +180,19 @@ def test_tokens_that_were_cut_off_are_named_before_the_first_step(
     assert not lines(tmp_path / "runs" / "tiny" / "r")
 
 
-def test_generate_continues_a_prompt_as_often_as_asked(command: Command, trained: Path) -> None:
-    arguments = ("generate", "first", "--prompt", "word", "--max-new-tokens", "12", "--num-samples", "2")
-    code, printed = command(*arguments, runs_dir=trained / "runs")
-    assert code == 0
-    assert len([part for part in printed.split("\n\n") if part.startswith("word")]) == 2
-    assert command(*arguments, runs_dir=trained / "runs")[1] == printed
-    assert command(*arguments, "--seed", "5", runs_dir=trained / "runs")[1] != printed
+def test_generate_continues_a_prompt_as_often_as_asked(
+    trained: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def texts(*more: str) -> list[str]:
+        arguments = ["generate", "first", "--prompt", "word", "--max-new-tokens", "12", "--num-samples", "2", *more]
+        assert cli.run([*arguments, "--json", "--runs-dir", str(trained / "runs"), "--data-dir", str(data_dir)]) == 0
+        captured = capfd.readouterr()
+        assert not captured.err
+        samples = [json.loads(line) for line in captured.out.splitlines()]
+        assert all(sample["prompt"] == "word" and sample["tokens"] <= 12 for sample in samples)
+        return [sample["text"] for sample in samples]
+
+    assert len({*texts(), *texts(), *texts("--seed", "5")}) == 4
 
 
 @pytest.mark.parametrize(
