@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT = "llmrecipes"
 
 
 @dataclass(frozen=True)

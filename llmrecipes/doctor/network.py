@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
 
@@ -56,14 +56,3 @@ def free_port(port: int) -> Finding:
         except OSError as error:
             return fail("port", f"{port} cannot be used: {error.strerror}", "end what listens there: ss -ltnp")
     return ok("port", f"{port} is free")
-
-
-def unresolved(hosts: Sequence[str]) -> list[str]:
-    """Those of some host names that do not resolve here."""
-    lost = []
-    for host in hosts:
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError:
-            lost.append(host)
-    return lost

@@ -20,7 +20,6 @@ from llmrecipes.tracking.store import process_environment, redact
 logger = logging.getLogger(__name__)
 
 LONGEST_PARAM = 6000  # MLflow's limits, in characters
-LONGEST_KEY = 250
 CUT = " ... [cut: the whole value is in the artifact recipe.yaml]"
 CLOSE_SECONDS = 30.0
 

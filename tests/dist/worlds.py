@@ -80,14 +80,6 @@ class GlooWorld:
             pipe.close()
         self._processes, self._pipes = [], []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _start(self) -> None:
         for rank in range(self._size):
             ours, theirs = _CONTEXT.Pipe()
