@@ -20,7 +20,7 @@ from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import load, recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.train import Places, Wishes, checked_run_id, new_run_id, new_spec
+from llmrecipes.workflow.train import Places, Wishes, checked_run_id, new_run_id, new_spec, take_back
 
 SLURM_SCRIPT = Path(__file__).parents[2] / "slurm" / "train.sbatch"
 
@@ -109,22 +109,14 @@ def submit_slurm(
     job_id = None
     if not dry_run:
         require_program(words[0], "--dry-run prints the command; make train runs the recipe here")
-        new_spec(planned.recipe, Places(runs_dir, data_dir), Wishes(run_id=run_id))  # also makes the folder of the log
+        # Also makes the folder of the log.
+        spec = new_spec(planned.recipe, Places(runs_dir, data_dir), Wishes(run_id=run_id))
         try:
             job_id = submit(words).partition(";")[0]
         except UserError:
-            _remove_empty(run_dir / "logs", run_dir, run_dir.parent, runs_dir)
+            take_back(spec)
             raise
     return Submitted(words, planned, run_id, run_dir, job_id)
-
-
-def _remove_empty(*folders: Path) -> None:
-    """Take away folders up to the first that has something in it: what was refused leaves no run behind."""
-    for folder in folders:
-        try:
-            folder.rmdir()
-        except OSError:
-            return
 
 
 @dataclass(frozen=True)

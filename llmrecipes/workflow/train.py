@@ -90,7 +90,11 @@ def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], N
         return int(ExitCode.DONE)
     from llmrecipes.data.prepare import prepare
 
-    prepare(recipe, places.data_dir, progress=say)
+    try:
+        prepare(recipe, places.data_dir, progress=say)
+    except UserError:
+        take_back(spec)
+        raise
     if wishes.max_restarts == 0:
         return start(spec, ranks, cluster, wishes.node)
     return _start_again(spec, ranks, cluster, wishes.max_restarts, say)
@@ -134,6 +138,15 @@ def new_spec(recipe: Recipe, places: Places, wishes: Wishes) -> RunSpec:
         profile_steps=wishes.profile_steps,
         sample=wishes.sample,
     )
+
+
+def take_back(spec: RunSpec) -> None:
+    """Remove the folders that `new_spec` made, up to the first with something in it: what never began is no run."""
+    for folder in (spec.run_dir / "logs", spec.run_dir, spec.run_dir.parent, spec.runs_dir):
+        try:
+            folder.rmdir()
+        except OSError:
+            return
 
 
 def start(spec: RunSpec, ranks: int, cluster: Cluster, node: Node | None = None, *, apart: bool = False) -> int:

@@ -87,6 +87,7 @@ def test_a_missing_source_is_named(command: Command, tmp_path: Path) -> None:
     assert "nothing-here" in printed
     assert not train_lines(tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.name in ("recipe.yaml", "metrics.jsonl", "checkpoints")]
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_runs_directory_that_is_a_file_is_refused(command: Command, corpus: Path, tmp_path: Path) -> None:
