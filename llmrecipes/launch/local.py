@@ -20,11 +20,10 @@ from pathlib import Path
 from types import FrameType
 
 from llmrecipes.errors import ExitCode
-from llmrecipes.launch.ranks import Node, Rank
+from llmrecipes.launch.ranks import FIRST_PORT, PORTS, Node, Rank
 
 logger = logging.getLogger(__name__)
 
-PORTS = (12000, 28000)
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -126,12 +125,9 @@ def _log(logs: Path, rank: str) -> Path:
 
 
 def _free_port() -> int:
-    """A port for the rendezvous, which begins when ranks have imported torch, some seconds later.
-
-    Below those that the kernel gives to connections (32768 and up): there, ranks of other runs would take it meanwhile.
-    """
+    """A port for the rendezvous, which begins when ranks have imported torch, some seconds later."""
     while True:
-        port = secrets.choice(range(*PORTS))
+        port = FIRST_PORT + secrets.randbelow(PORTS)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
