@@ -18,6 +18,8 @@ from llmrecipes.tracking.store import artifact_root, is_local, process_environme
 
 HOST = "127.0.0.1"
 START_SECONDS = 60.0
+TRAINING = "#/experiments?workflowType=machine_learning"
+"""MLflow 3 opens with pages for agents and traces; this is its page of training runs."""
 
 
 def free_port(wanted: int) -> int:
@@ -65,7 +67,7 @@ def serve(runs_dir: Path, port: int = 5000) -> None:
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
     with server(runs_dir, port) as (address, process):
-        print(f"MLflow shows {runs_dir} at {address} (Ctrl-C ends it)", flush=True)
+        print(f"MLflow shows {runs_dir} at {address}/{TRAINING} (Ctrl-C ends it)", flush=True)
         try:
             process.wait()
         except KeyboardInterrupt:
