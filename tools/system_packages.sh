@@ -7,7 +7,7 @@ wanted=(
     # tests/system/slurm
     slurm-wlm slurm-client munge slurmdbd slurm-wlm-mysql-plugin mariadb-server libslurm-dev gcc iproute2
     # tests/system/containers
-    podman netavark aardvark-dns iptables debootstrap
+    podman netavark aardvark-dns catatonit iptables debootstrap
 )
 missing=()
 for package in "${wanted[@]}"; do

@@ -18,6 +18,7 @@ PACKAGES = {
     "podman": "podman",
     "netavark": "netavark",
     "aardvark-dns": "aardvark-dns",
+    "catatonit": "catatonit",
     "iptables": "iptables",
     "debootstrap": "debootstrap",
     "unshare": "util-linux",
