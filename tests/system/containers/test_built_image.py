@@ -82,7 +82,7 @@ def test_it_is_small_and_nothing_of_this_machine_is_in_it(tool: Podman, image: s
     assert len(labels["llmrecipes.content"]) == 64
     assert image.endswith(labels["llmrecipes.content"][:12])
     script = (
-        "find /run /etc/pip.conf /root/.config -type f -size +0 2>/dev/null; env; cat /opt/llmrecipes/sbom.cdx.json"
+        "find /run /etc/pip.conf ~root/.config -type f -size +0 2>/dev/null; env; cat /opt/llmrecipes/sbom.cdx.json"
     )
     inside = tool("run", "--rm", "--network=none", "--user=0", image, "sh", "-c", script)
     for variable in ("PIP_INDEX_URL", "PIP_FIND_LINKS", "PIP_CONFIG_FILE", "host-pip"):
