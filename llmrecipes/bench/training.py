@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import torch
 import torch.distributed as dist
@@ -59,18 +60,18 @@ def reading(spec: BenchSpec, world: World, platform: Platform, cluster: Cluster)
     plan = derive(recipe, world.size, cluster)
     started = time.perf_counter()
     feed = open_feed(recipe, open_prepared(recipe, spec.data_dir), world, pin_memory=platform.name == "cuda")
-    batches = feed.train(0)
-    _to_device(next(batches), platform)
-    first = time.perf_counter() - started
-    for _ in range(plan.num_microbatches - 1):
-        next(batches)
-    times = []
-    for _ in range(spec.repeats):
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(plan.num_microbatches):
-            _to_device(next(batches), platform)
-        times.append(time.perf_counter() - started)
+    with closing(feed.train(0)) as batches:
+        _to_device(next(batches), platform)
+        first = time.perf_counter() - started
+        for _ in range(plan.num_microbatches - 1):
+            next(batches)
+        times = []
+        for _ in range(spec.repeats):
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(plan.num_microbatches):
+                _to_device(next(batches), platform)
+            times.append(time.perf_counter() - started)
     return Reading(
         world_size=world.size,
         seconds=_slowest(times, platform),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def batches(
     num_workers: int,
     prefetch_factor: int,
     pin_memory: bool,
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Generator[dict[str, torch.Tensor], None, None]:
     """Micro-batches of this rank from `consumed_samples` on; closing the iterator ends its worker processes.
 
     Args:
@@ -98,7 +98,13 @@ def batches(
         stream = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    yield from stream
+    try:
+        yield from stream
+    finally:
+        # A traceback may keep the iterator alive. A leaving process would then wait for its workers for ever: it sends
+        # them one SIGTERM, and they ignore the first.
+        if num_workers:
+            stream._shutdown_workers()  # type: ignore[attr-defined]
 
 
 class _Once:

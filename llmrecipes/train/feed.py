@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from functools import partial
-from itertools import chain, repeat
 
 from llmrecipes.data import heldout
 from llmrecipes.data.dataset import build
@@ -54,9 +54,10 @@ def open_feed(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory: b
 def one_batch_forever(feed: Feed, num_microbatches: int) -> Feed:
     """A feed that repeats the first global batch, to see whether the model can learn it by heart."""
 
-    def train(_consumed: int) -> Iterator[Batch]:
-        source = feed.train(0)
-        first = [next(source) for _ in range(num_microbatches)]
-        return chain.from_iterable(repeat(first))
+    def train(_consumed: int) -> Generator[Batch, None, None]:
+        with closing(feed.train(0)) as source:
+            first = [next(source) for _ in range(num_microbatches)]
+        while True:
+            yield from first
 
     return Feed(train=train, valid=None, bits_per_byte=feed.bits_per_byte)

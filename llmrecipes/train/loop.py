@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -62,12 +63,13 @@ class Feed:
     """Batches of this rank.
 
     Args:
-        train: micro-batches from a number of consumed samples on.
+        train: micro-batches from a number of consumed samples on; who asks for them closes them, which ends the
+            processes that read.
         valid: the validation micro-batches, the same ones at every call; None where there is no validation split.
         bits_per_byte: turns a validation loss in nats per token into bits per byte of the held-out text.
     """
 
-    train: Callable[[int], Iterator[Batch]]
+    train: Callable[[int], Generator[Batch, None, None]]
     valid: Callable[[], Iterator[Batch]] | None
     bits_per_byte: Callable[[float], float]
 
@@ -118,8 +120,11 @@ class Loop:
             NonFinite: a loss or gradient norm is not finite.
             UserError: the last checkpoint could not be written.
         """
+        with closing(self.feed.train(progress.consumed_samples)) as batches:
+            return self._run(progress, batches)
+
+    def _run(self, progress: Progress, batches: Iterator[Batch]) -> Outcome:
         train = self.recipe.train
-        batches = self.feed.train(progress.consumed_samples)
         saved = progress.step
         while progress.step < train.train_iters:
             progress, stopping = self._step(progress, batches)

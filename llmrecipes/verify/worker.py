@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from llmrecipes.errors import ExitCode
@@ -48,7 +49,8 @@ def train(spec: VerifySpec, world: World, platform: Platform) -> None:
     feed = open_feed(recipe, open_prepared(recipe, spec.data_dir), world, pin_memory=False)
     built = build(recipe, plan, platform)
     engine = MegatronEngine(recipe, plan, built, platform)
-    record = observe(engine, built, plan, feed.train(0), spec.iters, spec.folder, _keep(spec))
+    with closing(feed.train(0)) as batches:
+        record = observe(engine, built, plan, batches, spec.iters, spec.folder, _keep(spec))
     if world.is_first:
         record.write(spec.folder)
 

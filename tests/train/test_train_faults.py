@@ -9,6 +9,7 @@ import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,27 @@ def run_spec(recipe: Recipe, folder: Path, data_dir: Path, **changes: Any) -> in
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     spec = RunSpec(recipe=recipe, run_dir=run_dir, runs_dir=folder / "runs", data_dir=data_dir, sample=False, **changes)
     return start(spec, 1, detect())
+
+
+def test_a_run_that_breaks_leaves_no_process_that_reads(
+    tmp_path: Path, corpus: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmrecipes.data.prepare import prepare
+
+    others = set(active_children())
+
+    def broken(_engine: MegatronEngine, batches: Iterator[Any], **_options: Any) -> None:
+        next(batches)
+        assert set(active_children()) > others
+        raise RuntimeError("a broken step")
+
+    monkeypatch.setattr(MegatronEngine, "train_step", broken)
+    recipe = tiny_on(corpus, data={"num_workers": 1})
+    prepare(recipe, data_dir)
+    with pytest.raises(RuntimeError, match="a broken step") as error:
+        run_spec(recipe, tmp_path, data_dir)
+    assert set(active_children()) == others, "only the traceback keeps it"
+    assert error.traceback
 
 
 def test_two_starts_are_one_run_in_the_files_and_in_mlflow(

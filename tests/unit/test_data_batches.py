@@ -119,6 +119,17 @@ def test_closing_the_iterator_ends_its_processes(train: Any) -> None:
     assert not active_children()
 
 
+def test_a_process_that_dies_ends_the_others_too(train: Any) -> None:
+    stream = _batches(train, num_workers=2)
+    next(stream)
+    killed = active_children()[0]
+    killed.kill()
+    with pytest.raises(RuntimeError, match="worker") as error:
+        list(stream)
+    assert not active_children()
+    assert error.traceback
+
+
 def test_loader_processes_outlive_the_signals_of_a_scheduler(train: Any) -> None:
     stream = _batches(train, num_workers=2)
     next(stream)
