@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock
 
 from tests import selection
+from tests.dist.worlds import GlooWorld, pool
 
 if TYPE_CHECKING:
     from llmrecipes.train.world import World
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=selection.rank)
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks after the last test that needs them: they would be memory and children of all others."""
+    if selection.needs_ranks(item) and not (nextitem and selection.needs_ranks(nextitem)):
+        for world in getattr(item, "funcargs", {}).get("worlds", {}).values():
+            world.close()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -43,7 +51,8 @@ def pytest_runtest_makereport(
     report = yield
     if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("CI") == "true":
         report.outcome = "failed"
-        report.longrepr = f"not run, which CI=true does not allow: {report.longrepr[-1]}"
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.longrepr = f"not run, which CI=true does not allow: {reason}"
     return report
 
 
@@ -74,6 +83,13 @@ def world() -> Iterator[World]:
     platform.install()
     with join(platform, 1234, Parallelism()) as joined:
         yield joined
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, GlooWorld]]:
+    """The pool of rank processes: worlds by their number of ranks."""
+    with pool(tmp_path_factory.mktemp("worlds")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -29,18 +29,22 @@ def of_the_version(path: str) -> bool:
     return path.startswith(VERSION)
 
 
-def group(path: str, name: str, fixtures: set[str]) -> str:
+def needs_ranks(item: pytest.Item) -> bool:
+    """Whether a test uses the pool of rank processes."""
+    return "worlds" in getattr(item, "fixturenames", ())
+
+
+def group(item: pytest.Item, path: str) -> str:
     """Tests of the same group run in one process, after one another: by default those of a module.
 
     Args:
-        path: of the module, relative to `tests`.
-        name: of the test.
-        fixtures: names of those that it uses.
+        item: the test.
+        path: of its module, relative to `tests`.
     """
-    if "worlds" in fixtures:
+    if needs_ranks(item):
         return RANKS
     module = str(PurePosixPath(path).with_suffix(""))
-    return f"{module}::{name}" if path.startswith(APART) else module
+    return f"{module}::{item.name}" if path.startswith(APART) else module
 
 
 def place(item: pytest.Item, path: str) -> None:
@@ -48,7 +52,7 @@ def place(item: pytest.Item, path: str) -> None:
     if of_the_version(path):
         item.add_marker(pytest.mark.version)
     if item.get_closest_marker("xdist_group") is None:
-        item.add_marker(pytest.mark.xdist_group(group(path, item.name, set(getattr(item, "fixturenames", ())))))
+        item.add_marker(pytest.mark.xdist_group(group(item, path)))
 
 
 def rank(item: pytest.Item) -> int:

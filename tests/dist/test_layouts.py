@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -13,7 +14,7 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.recipe import rules
 from tests.dist.suite import Suite
 from tests.dist.table import BOUND, CORE, RESUMES, ROWS, VARIANTS, Resume, Row
-from tests.dist.worlds import ROOT, WorldFailed
+from tests.dist.worlds import ROOT, GlooWorld, WorldFailed, say
 
 pytestmark = pytest.mark.dist
 
@@ -48,11 +49,29 @@ def test_a_checkpoint_goes_on_in_another_layout(case: Resume, suite: Suite) -> N
     assert difference.largest <= case.bound, str(difference)
 
 
-def test_a_rank_that_fails_is_told_of_and_its_world_starts_again(suite: Suite) -> None:
-    world = suite.worlds[2]
+def test_a_rank_that_fails_is_told_of_and_its_world_starts_again(worlds: dict[int, GlooWorld]) -> None:
+    world = worlds[2]
     with pytest.raises(WorldFailed, match=r"rank 1: Traceback(.|\n)*ZeroDivisionError"):
         world.run(_fail_on_rank_one)
     assert world.run(_size) == 2
+
+
+def test_a_rank_that_is_killed_is_told_of_and_its_world_starts_again(worlds: dict[int, GlooWorld]) -> None:
+    job = worlds[2].start(_wait_for_the_other)
+    assert {job.said()[0], job.said()[0]} == {0, 1}
+    job.kill(1)
+    assert job.end() == [1, -signal.SIGKILL]
+    assert worlds[2].run(_size) == 2
+
+
+def _wait_for_the_other() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    say("here")
+    if dist.get_rank() == 1:
+        signal.pause()
+    dist.barrier()
 
 
 def _fail_on_rank_one() -> float:
@@ -70,6 +89,7 @@ def _size() -> int:
     return dist.get_world_size()
 
 
+@pytest.mark.slow
 def test_the_table_runs_under_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     arguments = ["--out", str(tmp_path), "--only", "llama: cp2"]
