@@ -14,6 +14,9 @@ VERSION = (
 )  # fmt: skip
 """Beginnings of the paths of tests whose results depend on the versions of Python, torch and megatron-core."""
 
+VERSION_SLOW = ("dist/test_layouts", "unit/test_checkpoint_")
+"""Those of them whose slow tests do so too, and do more than start the same processes with other options."""
+
 RANKS = "ranks"
 """Group of all tests that need the worlds: they are started in one process only."""
 
@@ -24,9 +27,14 @@ FIRST = (RANKS, "train/test_train_signals", "train/")
 """Groups that take long, the longest first: what starts last should be short."""
 
 
-def of_the_version(path: str) -> bool:
-    """Whether a test file, given relative to `tests`, belongs to `make test-version`."""
-    return path.startswith(VERSION)
+def of_the_version(path: str, slow: bool = False) -> bool:
+    """Whether a test belongs to `make test-version`.
+
+    Args:
+        path: of its module, relative to `tests`.
+        slow: whether `make test` leaves it out.
+    """
+    return path.startswith(VERSION_SLOW if slow else VERSION)
 
 
 def needs_ranks(item: pytest.Item) -> bool:
@@ -49,7 +57,7 @@ def group(item: pytest.Item, path: str) -> str:
 
 def place(item: pytest.Item, path: str) -> None:
     """Give a test its marks."""
-    if of_the_version(path):
+    if of_the_version(path, slow=item.get_closest_marker("slow") is not None):
         item.add_marker(pytest.mark.version)
     if item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group(group(item, path)))
