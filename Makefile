@@ -41,10 +41,10 @@ endif
 BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 
-.PHONY: help setup train smoke verify prepare generate ui test check bench lock clean slurm k8s image test-system
+.PHONY: help setup train smoke verify prepare generate ui test check bench lock clean slurm k8s image test-deep test-version test-system
 
 help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@echo
 	@echo "  Variables: RECIPE=gpt-tiny  ARGS=\"key.path=value --option\"  RUN=run-id  NODES=1  CLUSTER=name  PYTHON=python3"
 
@@ -78,12 +78,22 @@ generate: setup ## sample from RUN: ARGS='--prompt "def "'
 ui: setup ## open MLflow on the runs
 	@$(LLMRECIPES) ui
 
-test: setup ## run every test but those of test-system
-	@$(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q --durations=10 -m "not system"
+# Each worker is a process with torch in it; tests that share something dear run in the same one (tests/selection.py).
+PYTEST = $(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q --durations=10
+WORKERS = -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+
+test: setup ## run the tests of every change: each part, each kind of parallelism, signals, one crash
+	@$(PYTEST) $(WORKERS) -m "not slow and not system"
+
+test-deep: setup ## run the tests that `make test` leaves out: all layouts, many interruptions
+	@$(PYTEST) $(WORKERS) -m "slow and not system"
+
+test-version: setup ## run what depends on the version of Python and megatron-core: PYTHON=python3.12
+	@$(PYTEST) $(WORKERS) -m "version and not system"
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages where it may
 	@tools/system_packages.sh
-	@$(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q -rs --durations=10 -m system tests/system
+	@$(PYTEST) -rs -m system tests/system
 
 check: setup ## linters, types, and generated pages up to date
 	@$(BIN)/ruff check

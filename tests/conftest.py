@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from filelock import FileLock
+
+from tests import selection
+from tests.dist.worlds import GlooWorld, pool
 
 if TYPE_CHECKING:
     from llmrecipes.train.world import World
@@ -18,11 +22,38 @@ if TYPE_CHECKING:
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
 
-GOLDEN = Path(__file__).parent / "golden"
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        selection.place(item, item.path.relative_to(HERE).as_posix())
+    items.sort(key=selection.rank)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks after the last test that needs them: they would be memory and children of all others."""
+    if selection.needs_ranks(item) and not (nextitem and selection.needs_ranks(nextitem)):
+        for world in getattr(item, "funcargs", {}).get("worlds", {}).values():
+            world.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In CI, what cannot run has failed: everything that tests need is installed there."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("CI") == "true":
+        report.outcome = "failed"
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.longrepr = f"not run, which CI=true does not allow: {reason}"
+    return report
 
 
 @pytest.fixture
@@ -55,17 +86,40 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of small texts that a small model can learn from."""
-    folder = tmp_path_factory.mktemp("corpus")
-    draw = random.Random(0)
-    for number in range(250):
-        text = "".join(f"word {draw.randrange(1000)} döcument {number}.{line}\n" for line in range(8))
-        (folder / f"{number:04d}.txt").write_text(text, "utf-8")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, GlooWorld]]:
+    """The pool of rank processes: worlds by their number of ranks."""
+    with pool(tmp_path_factory.mktemp("worlds")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of pytest-xdist have in common, new in each run of pytest."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
     return folder
 
 
 @pytest.fixture(scope="session")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(shared: Path) -> Path:
+    """A folder of small texts that a small model can learn from."""
+    folder = shared / "corpus"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            written = folder.with_suffix(".part")
+            written.mkdir()
+            draw = random.Random(0)
+            for number in range(250):
+                text = "".join(f"word {draw.randrange(1000)} döcument {number}.{line}\n" for line in range(8))
+                (written / f"{number:04d}.txt").write_text(text, "utf-8")
+            written.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_dir(shared: Path) -> Path:
     """Where all tests keep prepared data, so that the same recipe is prepared once."""
-    return tmp_path_factory.mktemp("data")
+    folder = shared / "data"
+    folder.mkdir(exist_ok=True)
+    return folder

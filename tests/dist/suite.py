@@ -1,4 +1,4 @@
-"""Rows of the table, run in the long-lived worlds and compared with one process."""
+"""Rows of the table, run in the worlds of the pool and compared with one process."""
 
 from __future__ import annotations
 
@@ -9,47 +9,40 @@ from tests.dist.table import Resume, Row
 from tests.dist.training import Difference, Outcome, compare, go_on, save_midway, train
 from tests.dist.worlds import GlooWorld
 
-SIZES = (1, 2, 4, 8)
-
 
 class Suite:
     """Runs rows; references and checkpoints are made once.
 
     Args:
-        folder: for checkpoints and rendezvous files.
+        worlds: of the pool.
+        folder: for checkpoints.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.worlds = {size: GlooWorld(size, folder) for size in SIZES}
-        self._folder = folder
+    def __init__(self, worlds: dict[int, GlooWorld], folder: Path) -> None:
+        self._worlds, self._folder = worlds, folder
         self._references: dict[str, Outcome] = {}
         self._checkpoints: dict[str, Path] = {}
 
     def row(self, row: Row) -> Difference:
         """A layout against one process."""
-        return compare(self.worlds[row.ranks].run(train, row.recipe), self.reference(row.reference_recipe))
+        return compare(self._worlds[row.ranks].run(train, row.recipe), self.reference(row.reference_recipe))
 
     def resume(self, case: Resume) -> Difference:
         """The steps after a checkpoint of another layout against the same steps of one process without one."""
         row = case.resumed_row
-        outcome = self.worlds[row.ranks].run(go_on, row.recipe, self._checkpoint(case.saved_row))
+        outcome = self._worlds[row.ranks].run(go_on, row.recipe, self._checkpoint(case.saved_row))
         return compare(outcome, self.reference(row.reference_recipe))
 
     def reference(self, recipe: Recipe) -> Outcome:
         """Training in one process."""
         key = recipe.model_dump_json()
         if key not in self._references:
-            self._references[key] = self.worlds[1].run(train, recipe)
+            self._references[key] = self._worlds[1].run(train, recipe)
         return self._references[key]
-
-    def close(self) -> None:
-        """End all processes."""
-        for world in self.worlds.values():
-            world.close()
 
     def _checkpoint(self, row: Row) -> Path:
         if row.name not in self._checkpoints:
             path = self._folder / f"checkpoint-{len(self._checkpoints)}"
-            self.worlds[row.ranks].run(save_midway, row.recipe, path)
+            self._worlds[row.ranks].run(save_midway, row.recipe, path)
             self._checkpoints[row.name] = path
         return self._checkpoints[row.name]

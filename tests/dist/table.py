@@ -137,6 +137,11 @@ class Row:
         return ", ".join([f"{self.variant}: {self.layout}", *extra])
 
     @property
+    def core(self) -> bool:
+        """Whether `make test` runs it."""
+        return self.name in CORE
+
+    @property
     def degrees(self) -> dict[str, int]:
         """Degrees by their short name; `sp` is 1."""
         return {word.rstrip("0123456789"): int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 1)
@@ -268,6 +273,40 @@ def _rows() -> Iterator[Row]:
 
 ROWS = tuple(_rows())
 
+CORE = frozenset(
+    (
+        "gpt: dp2, whole optimizer",
+        "gpt: dp2, overlap_grad_reduce, overlap_param_gather",
+        "gpt: tp2",
+        "gpt: tp2 sp, recompute_granularity=selective",
+        "gpt: pp2, recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
+        "gpt: pp2 vpp2, recompute_granularity=full, recompute_method=block, recompute_num_layers=1",
+        "gpt: pp2, num_layers_in_first_pipeline_stage=1",
+        "gpt of 5 layers: pp2, account_for_embedding_in_pipeline_split",
+        "llama: cp2",
+        "llama in bf16: tp2 sp cp2",
+        "gpt: tp2 sp dp2, overlap_grad_reduce, overlap_param_gather",
+        "gpt: tp2 sp pp2 vpp2 dp2",
+        "gpt: pp2 vpp2 cp2 dp2",
+        "moe: tp2 sp cp2 ep2 etp1",
+        "moe: pp2 vpp2 dp2 ep2",
+        "moe with allgather: dp2 ep2",
+        "moe with aux_loss: dp2 ep2",
+        "moe with seq_aux_loss: cp2 ep2",
+        "moe with global_aux_loss: pp2",
+        "moe with expert bias: tp2 sp ep2 etp1",
+        "moe with z-loss: dp2 ep2",
+        "moe with capacity: pp2",
+        "mla: tp2 sp",
+        "mtp without weight tying: pp2",
+        "deepseek: tp2 sp ep2 etp1",
+        "gpt: pp2 vpp2 to cp2 dp2",
+        "gpt: tp2, whole optimizer to dp2",
+        "moe: dp1 to tp2 sp ep2 etp1",
+    )
+)
+"""Names of the rows and resumes of `make test`; the others are left to `make test-deep`."""
+
 
 @dataclass(frozen=True)
 class Resume:
@@ -296,6 +335,11 @@ class Resume:
     @property
     def bound(self) -> float:
         return BF16_BOUND if "bf16" in self.variant else BOUND
+
+    @property
+    def core(self) -> bool:
+        """Whether `make test` runs it."""
+        return self.name in CORE
 
     @property
     def name(self) -> str:

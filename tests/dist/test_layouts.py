@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.recipe import rules
 from tests.dist.suite import Suite
-from tests.dist.table import BOUND, RESUMES, ROWS, Resume, Row
-from tests.dist.worlds import ROOT, WorldFailed
+from tests.dist.table import BOUND, CORE, RESUMES, ROWS, VARIANTS, Resume, Row
+from tests.dist.worlds import ROOT, GlooWorld, WorldFailed, say
 
 pytestmark = pytest.mark.dist
 
 HERE = [row for row in ROWS if not row.nccl]
+DEGREES = ("cp", "dp", "ep", "pp", "tp")
+PAIRS = [*combinations(DEGREES, 2), *((name, "vpp") for name in ("cp", "dp", "ep", "tp"))]
+
+SIMILAR = {
+    "gpt of 6 layers", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm", "gpt in bf16",
+    "moe with shared experts", "moe in every second layer", "moe in the last layer", "moe with room for all",
+    "moe with padded capacity", "mixtral", "mtp",
+}  # fmt: skip
+"""Models that differ little from one of the core, for a layout."""
 
 
-@pytest.mark.parametrize("row", HERE, ids=lambda row: row.name)
+def cases(table: Sequence[Row | Resume]) -> list[Any]:
+    """Parameters of a test; those outside the core are slow."""
+    return [pytest.param(each, id=each.name, marks=() if each.core else pytest.mark.slow) for each in table]
+
+
+@pytest.mark.parametrize("row", cases(HERE))
 def test_a_layout_changes_nothing(row: Row, suite: Suite) -> None:
     one = suite.reference(row.reference_recipe)
     assert one.losses[0] - one.losses[-1] > 1e-3, "the reference does not learn"
@@ -26,17 +43,35 @@ def test_a_layout_changes_nothing(row: Row, suite: Suite) -> None:
     assert difference.largest <= row.bound, str(difference)
 
 
-@pytest.mark.parametrize("case", RESUMES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases(RESUMES))
 def test_a_checkpoint_goes_on_in_another_layout(case: Resume, suite: Suite) -> None:
     difference = suite.resume(case)
     assert difference.largest <= case.bound, str(difference)
 
 
-def test_a_rank_that_fails_is_told_of_and_its_world_starts_again(suite: Suite) -> None:
-    world = suite.worlds[2]
+def test_a_rank_that_fails_is_told_of_and_its_world_starts_again(worlds: dict[int, GlooWorld]) -> None:
+    world = worlds[2]
     with pytest.raises(WorldFailed, match=r"rank 1: Traceback(.|\n)*ZeroDivisionError"):
         world.run(_fail_on_rank_one)
     assert world.run(_size) == 2
+
+
+def test_a_rank_that_is_killed_is_told_of_and_its_world_starts_again(worlds: dict[int, GlooWorld]) -> None:
+    job = worlds[2].start(_wait_for_the_other)
+    assert {job.said()[0], job.said()[0]} == {0, 1}
+    job.kill(1)
+    assert job.end() == [1, -signal.SIGKILL]
+    assert worlds[2].run(_size) == 2
+
+
+def _wait_for_the_other() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    say("here")
+    if dist.get_rank() == 1:
+        signal.pause()
+    dist.barrier()
 
 
 def _fail_on_rank_one() -> float:
@@ -54,6 +89,7 @@ def _size() -> int:
     return dist.get_world_size()
 
 
+@pytest.mark.slow
 def test_the_table_runs_under_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     arguments = ["--out", str(tmp_path), "--only", "llama: cp2"]
@@ -75,7 +111,35 @@ def test_every_row_is_a_recipe_that_users_may_write() -> None:
         assert row.why or (row.bound == BOUND and not row.reference), row.name
 
 
+def pairs_in(rows: Iterable[Row]) -> set[tuple[str, str]]:
+    return {pair for row in rows for pair in combinations(sorted(row.degrees), 2)}
+
+
+def test_the_core_has_every_kind_of_parallelism_and_every_pair() -> None:
+    core = [row for row in HERE if row.core]
+    assert len(core) + len([case for case in RESUMES if case.core]) == len(CORE), "a name of CORE is in no table"
+    assert set(PAIRS) <= pairs_in(core)
+    # Each degree has a row without another one; experts are spread over ranks that another degree has.
+    alone = {tuple(name for name in row.degrees if name not in ("sp", "etp")) for row in core}
+    assert {("dp",), ("tp",), ("pp",), ("cp",), ("pp", "vpp"), ("dp", "ep")} <= alone
+
+    def kinds(rows: Iterable[Row]) -> set[str]:
+        return {
+            f"{section}.{key}={value}"
+            for row in rows
+            for section, keys in {**row.changes, "parallelism": row.recipe.parallelism.model_dump()}.items()
+            for key, value in keys.items()
+            if not key.endswith("_size")
+        }
+
+    left_out = {
+        # The other end of what the core has.
+        "parallelism.num_layers_in_last_pipeline_stage=1",
+        "parallelism.account_for_loss_in_pipeline_split=True",
+    }
+    assert kinds(HERE) - kinds(core) == left_out
+    assert set(VARIANTS) - {row.variant for row in core} == SIMILAR
+
+
 def test_the_table_has_every_pair_of_degrees() -> None:
-    there = {pair for row in HERE for pair in combinations(sorted(row.degrees), 2)}
-    pairs = [*combinations(("cp", "dp", "ep", "pp", "tp"), 2), *((name, "vpp") for name in ("cp", "dp", "ep", "tp"))]
-    assert [pair for pair in pairs if pair not in there] == []
+    assert set(PAIRS) <= pairs_in(HERE)

@@ -17,7 +17,10 @@ from tests.dist.worlds import GlooWorld
 pytestmark = pytest.mark.dist
 
 POISONED = "decoder.layers.3.mlp.linear_fc1.weight"
-LAYOUTS = ("dp2", "dp4", "tp2 sp", "pp2", "pp2 vpp2", "cp2", "tp2 pp2")
+LAYOUTS = [
+    *("dp2", "tp2 pp2"),
+    *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("dp4", "tp2 sp", "pp2", "pp2 vpp2", "cp2")),
+]
 
 
 def poisoned(row: Row) -> list[str]:

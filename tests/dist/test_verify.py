@@ -174,6 +174,7 @@ def test_every_fault_is_tried() -> None:
     assert {case.fault for case in FOUND} == set(FAULTS)
 
 
+@pytest.mark.slow
 def test_the_command_says_so_by_its_exit_code(
     corpus: Path, data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

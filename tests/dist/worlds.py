@@ -1,22 +1,30 @@
-"""Gloo worlds that live as long as the tests: one process a rank, started once, given one job after another."""
+"""The pool of rank processes: worlds that live as long as the tests, and are given one job after another.
+
+Ranks are forked from a server that has imported torch and megatron-core, so that 15 of them do not import these 15 times.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
+import time
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
+SIZES = (1, 2, 4, 8)
 LONGEST_JOB = timedelta(minutes=5)
 
-# Forked from a server that has imported torch and megatron-core, so that 15 ranks do not import them 15 times.
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.dist.training"])
 
@@ -25,8 +33,88 @@ class WorldFailed(AssertionError):
     """A rank raised, died, or did not answer in time."""
 
 
+class Job:
+    """A call that runs on every rank of a world.
+
+    Args:
+        pipes: to the ranks.
+        processes: the ranks.
+        close: ends the world's processes.
+    """
+
+    def __init__(self, pipes: list[Connection], processes: list[Any], close: Callable[[], None]) -> None:
+        self._pipes, self._processes, self._close = pipes, processes, close
+        self._answers: dict[int, tuple[float, bool, Any]] = {}  # when, whether it returned, and what
+        self._said: deque[tuple[int, tuple[Any, ...]]] = deque()
+
+    def said(self) -> tuple[int, tuple[Any, ...]]:
+        """The next words of a rank (`say`), and its number.
+
+        Raises:
+            WorldFailed: all ranks have ended without them.
+        """
+        while not self._said:
+            if len(self._answers) == len(self._pipes):
+                self._close()
+                raise WorldFailed(f"nothing was said: {self._answers}")
+            self._receive()
+        return self._said.popleft()
+
+    def everything_said(self) -> list[tuple[int, tuple[Any, ...]]]:
+        """The words that nobody has asked for yet."""
+        return list(self._said)
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank as a machine's failure does."""
+        os.kill(self._processes[rank].pid, signal.SIGKILL)
+
+    def result(self) -> Any:
+        """What the first rank returned.
+
+        Raises:
+            WorldFailed: with the traceback of the first rank that said one. The next job gets new processes.
+        """
+        while len(self._answers) < len(self._pipes) and all(ok for _, ok, _ in self._answers.values()):
+            self._receive()
+        failures = [(when, rank, answer) for rank, (when, ok, answer) in self._answers.items() if not ok]
+        if failures:
+            self._close()
+            _, rank, answer = min(failures)
+            raise WorldFailed(f"rank {rank}: {answer}")
+        return self._answers[0][2]
+
+    def end(self) -> list[int]:
+        """Wait for all ranks; 0 for each that returned, 1 for one that raised, the exit code of one that died."""
+        while len(self._answers) < len(self._pipes):
+            self._receive()
+        died = {rank: process.exitcode for rank, process in enumerate(self._processes) if process.exitcode is not None}
+        codes = [died.get(rank, 0 if self._answers[rank][1] else 1) for rank in range(len(self._pipes))]
+        if any(codes):
+            self._close()
+        return codes
+
+    def _receive(self) -> None:
+        missing = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in self._answers}
+        ready = wait(list(missing), LONGEST_JOB.total_seconds())
+        if not ready:
+            self._close()
+            raise WorldFailed(f"ranks {list(missing.values())} did not answer")
+        for pipe, rank in missing.items():
+            if pipe not in ready:
+                continue
+            try:
+                kind, content = pipe.recv()
+            except (EOFError, OSError):
+                self._processes[rank].join()
+                kind, content = "answer", (time.monotonic(), False, "the process died")
+            if kind == "said":
+                self._said.append((rank, content))
+            else:
+                self._answers[rank] = content
+
+
 class GlooWorld:
-    """Ranks that wait for jobs.
+    """Ranks that wait for jobs. They are started with the first one, and anew after one that failed.
 
     Each job has a process group of its own, because groups that nobody uses any more keep their sockets and threads.
 
@@ -45,31 +133,25 @@ class GlooWorld:
         """Call a function of a module on every rank, in a joined process group; what the first rank returned.
 
         Raises:
-            WorldFailed: with the traceback of the first rank that said one. The next job gets new processes.
+            WorldFailed: with the traceback of the first rank that said one.
+        """
+        return self.start(job, *arguments).result()
+
+    def start(self, job: Callable[..., Any], *arguments: Any, group: bool = True) -> Job:
+        """Begin to call a function on every rank.
+
+        Args:
+            job: function of a module.
+            arguments: its arguments.
+            group: whether the ranks are a process group.
         """
         if not self._processes:
-            self._start()
-        rendezvous = self._folder / f"rendezvous-{self._size}-{self._jobs}"
+            self._start_ranks()
+        rendezvous = self._folder / f"rendezvous-{self._size}-{self._jobs}" if group else None
         self._jobs += 1
         for pipe in self._pipes:
             pipe.send((rendezvous, job, arguments))
-        answers: dict[int, Any] = {}
-        while len(answers) < self._size:
-            missing = [self._pipes[rank] for rank in range(self._size) if rank not in answers]
-            ready = wait(missing, LONGEST_JOB.total_seconds())
-            problem = None if ready else f"ranks {[self._pipes.index(pipe) for pipe in missing]} did not answer"
-            for rank in [self._pipes.index(pipe) for pipe in missing if pipe in ready]:
-                pipe = self._pipes[rank]
-                try:
-                    ok, answers[rank] = pipe.recv()
-                except EOFError:
-                    ok, answers[rank] = False, "the process died"
-                if not ok:
-                    problem = problem or f"rank {rank}: {answers[rank]}"
-            if problem:
-                self.close()
-                raise WorldFailed(problem)
-        return answers[0]
+        return Job(self._pipes, self._processes, self.close)
 
     def close(self) -> None:
         """End the processes, whatever they do."""
@@ -80,7 +162,7 @@ class GlooWorld:
             pipe.close()
         self._processes, self._pipes = [], []
 
-    def _start(self) -> None:
+    def _start_ranks(self) -> None:
         for rank in range(self._size):
             ours, theirs = _CONTEXT.Pipe()
             process = _CONTEXT.Process(target=_serve, args=(rank, self._size, theirs), daemon=True)
@@ -90,14 +172,45 @@ class GlooWorld:
             self._pipes.append(ours)
 
 
+@contextmanager
+def pool(folder: Path) -> Iterator[dict[int, GlooWorld]]:
+    """Worlds by their number of ranks.
+
+    Args:
+        folder: for rendezvous files.
+    """
+    # The server keeps the environment of its start, and does not have pytest's path.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        forkserver.ensure_running()
+    worlds = {size: GlooWorld(size, folder) for size in SIZES}
+    try:
+        yield worlds
+    finally:
+        for world in worlds.values():
+            world.close()
+
+
+_to_the_test: Connection | None = None
+
+
+def say(*words: Any) -> None:
+    """Tell the test something in the middle of a job: `Job.said` returns it."""
+    assert _to_the_test is not None, "called outside of a rank"
+    _to_the_test.send(("said", words))
+
+
 def _serve(rank: int, size: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     from llmrecipes.platform import select
+    from llmrecipes.train.balance import _aux_losses
 
+    global _to_the_test
+    _to_the_test = pipe
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     platform = select()
     platform.install()
     while True:
@@ -105,12 +218,15 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             rendezvous, job, arguments = pipe.recv()
         except EOFError:  # the tests have ended
             return
-        store = dist.FileStore(str(rendezvous), size)
-        dist.init_process_group(platform.backend, store=store, rank=rank, world_size=size, timeout=LONGEST_JOB)
+        if rendezvous is not None:
+            store = dist.FileStore(str(rendezvous), size)
+            dist.init_process_group(platform.backend, store=store, rank=rank, world_size=size, timeout=LONGEST_JOB)
         try:
-            answer = True, job(*arguments)
+            ok, answer = True, job(*arguments)
         except Exception:
-            answer = False, traceback.format_exc()
-        pipe.send(answer)
-        dist.destroy_process_group()
+            ok, answer = False, traceback.format_exc()
+        pipe.send(("answer", (time.monotonic(), ok, answer)))
+        _aux_losses().clear()  # megatron-core keeps them for a process, as many as its first model has layers
+        if rendezvous is not None:
+            dist.destroy_process_group()
         gc.collect()

@@ -257,6 +257,7 @@ def test_a_run_that_breaks_leaves_no_process_that_reads(
     assert error.traceback
 
 
+@pytest.mark.slow
 def test_two_starts_are_one_run_in_the_files_and_in_mlflow(
     tmp_path: Path, corpus: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,6 @@ from tests.helpers import (
     write_recipe,
 )
 
-pytestmark = pytest.mark.slow
-
 STEPS = 40
 # Everything random is in it: dropout, bf16 rounding and a loader process.
 RECIPE: dict[str, dict[str, Any]] = {
@@ -43,6 +41,7 @@ class Runs:
     def __init__(self, folder: Path, corpus: Path, data_dir: Path) -> None:
         self._recipe = write_recipe(tiny_on(corpus, "signals", **RECIPE), folder)
         self._runs_dir, self._data_dir = folder / "runs", data_dir
+        self._whole: dict[int, str] = {}
 
     def directory(self, run_id: str) -> Path:
         return self._runs_dir / "signals" / run_id
@@ -55,9 +54,19 @@ class Runs:
     def saved_steps(self, run_id: str) -> list[int]:
         return [entry.step for entry in CheckpointStore(self.directory(run_id) / "checkpoints").entries()]
 
-    def require_same(self, run_id: str, reference: str) -> None:
+    def whole(self, ranks: int) -> str:
+        """The uninterrupted run on so many ranks, trained when it is first asked for."""
+        if ranks not in self._whole:
+            run_id = f"whole-{ranks}"
+            finish(self.start(run_id, ranks), 0)
+            losses = [line["loss"] for line in train_lines(self.directory(run_id))]
+            assert losses[0] - losses[-1] > 1
+            self._whole[ranks] = run_id
+        return self._whole[ranks]
+
+    def require_same(self, run_id: str, ranks: int = 1) -> None:
         """The run reads as the uninterrupted one, to the last bit of its checkpoint."""
-        one, other = self.directory(run_id), self.directory(reference)
+        one, other = self.directory(run_id), self.directory(self.whole(ranks))
         assert curve(one) == curve(other)
         assert len(train_lines(one)) == STEPS
         last = f"checkpoints/step-{STEPS:08d}"
@@ -66,16 +75,13 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Path) -> Runs:
-    """The recipe, and its uninterrupted runs `whole-1` and `whole-2` on one and two ranks."""
-    made = Runs(tmp_path_factory.mktemp("signals"), corpus, data_dir)
-    finish(made.start("whole-1"), 0)
-    finish(made.start("whole-2", ranks=2), 0)
-    losses = [line["loss"] for line in train_lines(made.directory("whole-1"))]
-    assert losses[0] - losses[-1] > 1
-    return made
+    return Runs(tmp_path_factory.mktemp("signals"), corpus, data_dir)
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [(signal.SIGTERM, 1), (signal.SIGINT, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow)],
+)
 def test_a_signal_saves_once_and_the_same_command_goes_on(runs: Runs, number: signal.Signals, ranks: int) -> None:
     run_id = f"{number.name}-{ranks}"
     process = runs.start(run_id, ranks)
@@ -88,7 +94,7 @@ def test_a_signal_saves_once_and_the_same_command_goes_on(runs: Runs, number: si
     assert runs.saved_steps(run_id) == sorted({*range(15, stopped_at, 15), stopped_at})
     resumed = finish(runs.start(run_id, ranks), 0)
     assert f"{stopped_at} done, {STEPS - stopped_at} to go" in resumed
-    runs.require_same(run_id, f"whole-{ranks}")
+    runs.require_same(run_id, ranks)
 
 
 def test_the_second_signal_of_an_impatient_scheduler_changes_nothing(runs: Runs) -> None:
@@ -115,9 +121,10 @@ def test_after_kill_9_the_newest_valid_checkpoint_is_found(runs: Runs) -> None:
             stream.write(b"\0" * 50)
     resumed = finish(runs.start("killed"), 0)
     assert "15 done, 25 to go" in resumed
-    runs.require_same("killed", "whole-1")
+    runs.require_same("killed")
 
 
+@pytest.mark.slow
 def test_when_one_rank_is_killed_the_command_ends_and_leaves_no_process(runs: Runs) -> None:
     process = runs.start("rank-killed", ranks=2)
     wait_for_step(process, runs.directory("rank-killed"), 3)
@@ -132,6 +139,7 @@ def test_when_one_rank_is_killed_the_command_ends_and_leaves_no_process(runs: Ru
     assert alive == []
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_by_itself_after_a_rank_was_killed(runs: Runs) -> None:
     process = runs.start("restarted", 2, "--max-restarts", "2")
     wait_for_step(process, runs.directory("restarted"), 18)
@@ -139,9 +147,10 @@ def test_a_run_goes_on_by_itself_after_a_rank_was_killed(runs: Runs) -> None:
     ranks["1"].kill()
     printed = finish(process, 0)
     assert "the ranks ended with 137; restart 1 of 2, from step " in printed
-    runs.require_same("restarted", "whole-2")
+    runs.require_same("restarted", ranks=2)
 
 
+@pytest.mark.slow
 def test_two_commands_cannot_train_one_run(runs: Runs) -> None:
     first = runs.start("twice")
     wait_for_step(first, runs.directory("twice"), 2)
@@ -153,4 +162,4 @@ def test_two_commands_cannot_train_one_run(runs: Runs) -> None:
     assert "another process is training this run" in second
     assert "Traceback" not in second
     finish(first, 0)
-    runs.require_same("twice", "whole-1")
+    runs.require_same("twice")

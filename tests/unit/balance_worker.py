@@ -1,21 +1,11 @@
-"""One training step of a small mixture of experts, and what its routers did.
-
-As a program it is one rank: for each layout on its command line (JSON: name to `parallelism` keys) it makes the groups,
-trains a step and, on rank 0, adds a line to the file that is named last.
-"""
+"""One training step of a small mixture of experts, and what its routers did."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from llmrecipes.cluster import Cluster
 from llmrecipes.model.gpt import build
@@ -81,22 +71,12 @@ def one_step(engine: MegatronEngine, rank: int = 0, ranks: int = 1) -> Balance:
     return engine.balance.collect()
 
 
-def main() -> None:
-    """Entry point of a rank."""
-    layouts: dict[str, Any] = json.loads(sys.argv[1])
-    platform = select()
-    platform.install()
-    dist.init_process_group(platform.backend, timeout=timedelta(minutes=2))
+def balances(layouts: dict[str, dict[str, Any]]) -> dict[str, Balance]:
+    """Job of ranks: what the routers did in a step of each layout (name to `parallelism` keys)."""
+    found = {}
     for name, degrees in layouts.items():
         recipe = moe_recipe(degrees, moe_aux_loss_coeff=0.01)
         with model_parallel(1, recipe.parallelism) as world:
-            balance = one_step(make_engine(recipe, world.size), world.data_parallel_rank, world.data_parallel_size)
-            if world.is_first:
-                with Path(sys.argv[2]).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"name": name, **asdict(balance)}) + "\n")
-    dist.barrier()  # the first rank has the rendezvous, which the other may still need
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+            engine = make_engine(recipe, world.size)
+            found[name] = one_step(engine, world.data_parallel_rank, world.data_parallel_size)
+    return found

@@ -1,20 +1,9 @@
-"""Processes that save, for the checkpoint tests to interrupt.
-
-It imports torch and megatron-core once, then forks a world of ranks for each line of JSON on its standard input:
-`{"job": name, "directory": path, "world_size": n}`. Ranks print lines that start with what happened; after a world has
-ended it prints `ended <exit codes>`.
-"""
+"""Jobs of ranks that save, for the checkpoint tests to interrupt."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import resource
-import sys
-import tempfile
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +15,9 @@ from llmrecipes.checkpoint.loader import load
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
+from tests.dist.worlds import say
 
 TENSORS, ROWS, COLUMNS = 4, 64, 2000
-
-
-def say(*words: object) -> None:
-    """Print a line in one write: the ranks share a pipe."""
-    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 class TinyState:
@@ -88,62 +73,40 @@ def save_until_killed(directory: Path) -> None:
                 say("announced", report.step)
 
 
+class _Told(logging.Handler):
+    """Tells the test of each alarm."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say("log", record.levelname)
+
+
 def train_in_two(directory: Path) -> None:
     """Two ranks that reduce all the time while they save; the second one's disk is full for a while."""
-    logging.basicConfig(stream=sys.stdout, format="log %(levelname)s rank " + str(dist.get_rank()) + " %(message)s")
     state, store = TinyState(), CheckpointStore(directory)
     total = torch.zeros(1)
-    with AsyncSaver(store, saver_group()) as saver:
-        for step in (1, 2, 3):
-            if step == 2 and state.rank == 1:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-            state.advance(step)
-            saver.save(state.sharded(step), info(step))
-            state.advance(-1)
-            for _ in range(50):
-                total.fill_(1.0)
-                dist.all_reduce(total)
-                assert total.item() == dist.get_world_size()
-            for report in saver.wait():
-                say("report", state.rank, report.step, report.path is not None, report.error)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        dist.barrier()
-        entry = store.latest_valid()
-        assert entry is not None
-        state.check(load(entry, state.sharded(0)), entry.step)
-        say("loaded", state.rank, entry.step)
-
-
-JOBS: dict[str, Callable[[Path], None]] = {"save_until_killed": save_until_killed, "train_in_two": train_in_two}
-
-
-def run_rank(request: dict[str, Any], rank: int, rendezvous: str) -> None:
-    world_size = request.get("world_size", 1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    say("pid", os.getpid())
-    JOBS[request["job"]](Path(request["directory"]))
-    dist.destroy_process_group()
-
-
-def serve() -> None:
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        with tempfile.TemporaryDirectory() as folder:
-            children = []
-            for rank in range(request.get("world_size", 1)):
-                child = os.fork()
-                if child == 0:
-                    try:
-                        run_rank(request, rank, f"{folder}/rendezvous")
-                    except BaseException:
-                        traceback.print_exc()
-                        os._exit(1)
-                    os._exit(0)
-                children.append(child)
-            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        say("ended", *codes)
-
-
-if __name__ == "__main__":
-    serve()
+    told = _Told(logging.WARNING)
+    logging.getLogger().addHandler(told)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with AsyncSaver(store, saver_group()) as saver:
+            for step in (1, 2, 3):
+                if step == 2 and state.rank == 1:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+                state.advance(step)
+                saver.save(state.sharded(step), info(step))
+                state.advance(-1)
+                for _ in range(50):
+                    total.fill_(1.0)
+                    dist.all_reduce(total)
+                    assert total.item() == dist.get_world_size()
+                for report in saver.wait():
+                    say("report", report.step, report.path is not None, str(report.error))
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            dist.barrier()
+            entry = store.latest_valid()
+            assert entry is not None
+            state.check(load(entry, state.sharded(0)), entry.step)
+            say("loaded", entry.step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        logging.getLogger().removeHandler(told)

@@ -20,6 +20,7 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
     assert bus_factor("all_to_all", 2) == bus_factor("reduce_scatter", 2) == 0.5
 
 
+@pytest.mark.slow
 def test_collectives_of_every_group_go_into_a_profile(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,6 +42,7 @@ def test_collectives_of_every_group_go_into_a_profile(
     assert len(profile.measured) == len(answer["rows"])
 
 
+@pytest.mark.slow
 def test_steps_and_reading(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recipe = tiny_on(corpus)
     name, data_dir = write_recipe(recipe, tmp_path), tmp_path / "data"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import random
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,8 +25,8 @@ from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.errors import UserError
-
-WORKER = Path(__file__).with_name("checkpoint_worker.py")
+from tests.dist.worlds import GlooWorld
+from tests.unit.checkpoint_worker import save_until_killed, train_in_two
 
 
 @pytest.fixture(scope="module")
@@ -225,78 +222,43 @@ def test_foreign_architecture_is_one_message_with_the_tensors(store: CheckpointS
     assert "layers" not in message
 
 
-class Worker:
-    """The forking process of checkpoint_worker.py."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-
-    def ask(self, **request: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-
-    def line(self) -> list[str]:
-        assert self.process.stdout is not None
-        words = self.process.stdout.readline().split()
-        assert words, "the worker has died"
-        return words
-
-    def until(self, first: str) -> list[list[str]]:
-        lines = [self.line()]
-        while lines[-1][0] != first:
-            lines.append(self.line())
-        return lines
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    worker = Worker()
-    yield worker
-    worker.process.kill()
-    worker.process.communicate()
-
-
-def test_kill_nine_at_any_moment_leaves_a_whole_newest_checkpoint(store: CheckpointStore, worker: Worker) -> None:
+@pytest.mark.slow
+def test_kill_nine_at_any_moment_leaves_a_whole_newest_checkpoint(
+    store: CheckpointStore, worlds: dict[int, GlooWorld]
+) -> None:
     """Each process first loads what the killed one before it has left, and checks every value."""
     chance = random.Random(20)
     announced = 0
     leftovers = 0
     for _ in range(25):
-        worker.ask(job="save_until_killed", directory=str(store.directory))
-        pid = int(worker.line()[1])
-        event, step = worker.line()
+        job = worlds[1].start(save_until_killed, store.directory)
+        _, (event, step) = job.said()
         assert event == "resumed"
-        assert int(step) >= announced
+        assert step >= announced
         # The moment of death is the point here; nothing is waited for.
         time.sleep(chance.uniform(0, 0.12))
-        os.kill(pid, signal.SIGKILL)
-        lines = worker.until("ended")
-        assert lines[-1] == ["ended", "-9"]
-        announced = max([announced, *(int(line[1]) for line in lines if line[0] == "announced")])
+        job.kill(0)
+        assert job.end() == [-signal.SIGKILL]
+        announced = max([announced, *(step for _, (event, step) in job.everything_said() if event == "announced")])
         leftovers += len(list(store.directory.glob(".t*")))
         assert announced == 0 or newest(store).step >= announced
     assert announced > 5
     assert leftovers > 5, "no process was killed in the middle of a save"
 
 
-def test_two_ranks_save_beside_their_own_reductions_and_share_a_failure(store: CheckpointStore, worker: Worker) -> None:
-    worker.ask(job="train_in_two", directory=str(store.directory), world_size=2)
-    lines = worker.until("ended")
-    assert lines[-1] == ["ended", "0", "0"]
-    said = [" ".join(line) for line in lines]
+def test_two_ranks_save_beside_their_own_reductions_and_share_a_failure(
+    store: CheckpointStore, worlds: dict[int, GlooWorld]
+) -> None:
+    job = worlds[2].start(train_in_two, store.directory)
+    job.result()
+    said = job.everything_said()
     for rank in (0, 1):
-        assert f"report {rank} 1 True None" in said
-        assert f"report {rank} 3 True None" in said
-        assert any(line.startswith(f"report {rank} 2 False rank 1: File too large") for line in said)
-        assert f"loaded {rank} 3" in said
-    assert len([line for line in said if line.startswith("log ERROR")]) == 1, "one alarm for all ranks"
+        assert (rank, ("report", 1, True, "None")) in said
+        assert (rank, ("report", 3, True, "None")) in said
+        (failure,) = (words[3] for number, words in said if (number, *words[:3]) == (rank, "report", 2, False))
+        assert failure.startswith("rank 1: File too large")
+        assert (rank, ("loaded", 3)) in said
+    assert [words for _, words in said if words == ("log", "ERROR")] == [("log", "ERROR")], "one alarm for all ranks"
     assert [entry.step for entry in store.entries()] == [1, 3]
     files = newest(store).manifest.files
     assert {"__0_0.distcp", "__1_0.distcp"} <= set(files)

@@ -236,6 +236,7 @@ def test_opening_is_quick(made: tuple[Recipe, Prepared]) -> None:
     assert time.perf_counter() - started < 0.2
 
 
+@pytest.mark.slow
 def test_a_killed_prepare_leaves_nothing_and_no_workers(tmp_path: Path) -> None:
     corpus(tmp_path / "text", documents=300)
     script = tmp_path / "run.py"

@@ -245,6 +245,7 @@ def test_nodes_that_are_well_say_so(tmp_path: Path, unused_port: int) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_node_without_the_directory_and_one_that_is_not_there_are_named(tmp_path: Path, unused_port: int) -> None:
     folders = [tmp_path / "shared", tmp_path / "shared", tmp_path / "own"]
     for folder in folders:

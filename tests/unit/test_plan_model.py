@@ -1,15 +1,14 @@
-"""The plan's counts against the model that megatron-core really builds, in a process of its own."""
+"""The plan's counts against the model that megatron-core really builds."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.dist.worlds import GlooWorld
+
+Measured = dict[str, dict[str, int]]
 
 BASE = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 500}
 LLAMA = {
@@ -49,8 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def measure() -> None:
-    """Print parameters and bytes that autograd keeps, planned and real, for each of MODELS."""
+def measure() -> Measured:
+    """Parameters and bytes that autograd keeps, planned and real, for each of MODELS: job of a rank without a group."""
     import torch
 
     from llmrecipes.cluster import Cluster
@@ -63,7 +62,7 @@ def measure() -> None:
     platform = select()
     platform.install()
     cpu = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 40, memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)
-    found = {}
+    found: Measured = {}
     with join(platform, 1, Parallelism()):
         for name, changes in MODELS.items():
             of_model = {
@@ -94,28 +93,20 @@ def measure() -> None:
                 "kept": sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in own) - log_softmax,
                 "planned_kept": plan.memory.activations,
             }
-    print(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, dict[str, int]]:
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+def measured(worlds: dict[int, GlooWorld]) -> Measured:
+    found: Measured = worlds[1].start(measure, group=False).result()
     return found
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_exact(name: str, measured: dict[str, dict[str, int]]) -> None:
+def test_parameters_are_exact(name: str, measured: Measured) -> None:
     assert measured[name]["planned_parameters"] == measured[name]["parameters"]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_activations_are_those_that_autograd_keeps(name: str, measured: dict[str, dict[str, int]]) -> None:
+def test_activations_are_those_that_autograd_keeps(name: str, measured: Measured) -> None:
     assert measured[name]["planned_kept"] == pytest.approx(measured[name]["kept"], rel=0.03)
-
-
-if __name__ == "__main__":
-    measure()

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ from llmrecipes import cli
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.placement import Placement, groups, place
 from llmrecipes.recipe.load import load
+from tests.dist.worlds import GlooWorld
 
 SMALL = "train.micro_batch_size=2"
 LAYOUTS = [
@@ -39,8 +36,8 @@ def placed(name: str, ranks: int, changes: tuple[str, ...]) -> tuple[Layout, tup
     return place(load(name, list(changes)).recipe, ranks)
 
 
-def measure() -> None:
-    """Print megatron-core's groups, and the layers of its stages, for each of LAYOUTS."""
+def measure() -> list[dict[str, Any]]:
+    """megatron-core's groups, and the layers of its stages, for each of LAYOUTS: job of a rank without a group."""
     import torch
     from megatron.core.parallel_state import RankGenerator
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -82,18 +79,13 @@ def measure() -> None:
             for stage in range(stages)
         ]
         found.append({"groups": theirs, "layers": layers})
-    print(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def theirs() -> list[Any]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", "from tests.unit.test_plan_placement import measure; measure()"]
-    done = subprocess.run(
-        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
-    )
-    result: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+def theirs(worlds: dict[int, GlooWorld]) -> list[Any]:
+    found: list[Any] = worlds[1].start(measure, group=False).result()
+    return found
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=IDS)

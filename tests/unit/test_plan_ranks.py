@@ -5,14 +5,13 @@ The ranks are built one after another in one process, over torch's process group
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.dist.worlds import GlooWorld
+
+Measured = dict[str, list[dict[str, Any]]]
 
 BASE = {
     "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 500,
@@ -56,8 +55,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def measure() -> None:
-    """Print layers of each chunk and parameters, planned and real, of a rank of each stage of LAYOUTS."""
+def measure() -> Measured:
+    """Layers of each chunk and parameters, planned and real, of a rank of each stage: job of a rank without a group."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -78,7 +77,7 @@ def measure() -> None:
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
         "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
     )  # fmt: skip
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: Measured = {}
     for name, (ranks, model, parallelism) in LAYOUTS.items():
         train = {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 8, "precision": "fp32"}
         sections = {"model": {**BASE, **model}, "parallelism": parallelism, "train": train, "optimizer": {"lr": 1e-3}}
@@ -106,26 +105,18 @@ def measure() -> None:
             )
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-    print(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, list[dict[str, Any]]]:
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
+def measured(worlds: dict[int, GlooWorld]) -> Measured:
+    found: Measured = worlds[1].start(measure, group=False).result()
     return found
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layers_and_parameters_of_every_stage_are_exact(name: str, measured: dict[str, list[dict[str, Any]]]) -> None:
+def test_layers_and_parameters_of_every_stage_are_exact(name: str, measured: Measured) -> None:
     assert len(measured[name]) == LAYOUTS[name][2].get("pipeline_model_parallel_size", 1)
     for stage in measured[name]:
         assert stage["planned_layers"] == stage["layers"]
         assert stage["planned_parameters"] == stage["parameters"]
-
-
-if __name__ == "__main__":
-    measure()

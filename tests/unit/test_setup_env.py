@@ -143,6 +143,7 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
 """
 
 
+@pytest.mark.slow
 def test_setup_refuses_a_wrong_hash_starts_anew_and_does_nothing_twice(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     state = checkout.root / ".venv" / "setup.json"
@@ -176,6 +177,7 @@ def test_setup_refuses_a_wrong_hash_starts_anew_and_does_nothing_twice(tmp_path:
     assert renewed.stdout.startswith("[1/1] llmrecipes (editable)\n")
 
 
+@pytest.mark.slow
 def test_torch_that_is_nowhere_is_said_once(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     nowhere = tmp_path / "nowhere"

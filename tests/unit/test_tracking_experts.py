@@ -99,6 +99,7 @@ def test_experts_have_curves_of_their_own_as_long_as_they_are_few() -> None:
 NUMBERS = ("imbalance", "dropped", "entropy", "z_loss")
 
 
+@pytest.mark.slow
 def test_mlflow_gets_a_step_of_more_values_than_one_request_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def test_resumed_runs_are_one_mlflow_run_without_duplicate_points(runs_dir: Path
     assert run.data.tags["changed.description"] == "now longer"
 
 
+@pytest.mark.slow
 def test_log_interval_thins_mlflow(runs_dir: Path) -> None:
     made_from = recipe("sparse")
     made_from = made_from.model_copy(update={"train": made_from.train.model_copy(update={"log_interval": 50})})
@@ -202,6 +203,7 @@ def train_and_die(runs_dir: Path, name: str) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_run_killed_outright_is_closed_in_mlflow_all_the_same(runs_dir: Path) -> None:
     train_and_die(runs_dir, "killed")
     uri = tracking_uri(runs_dir)
@@ -215,6 +217,7 @@ def test_a_run_killed_outright_is_closed_in_mlflow_all_the_same(runs_dir: Path) 
     assert len(history(uri, only_run(uri, "killed").info.run_id, "loss")) == 10
 
 
+@pytest.mark.slow
 def test_resuming_at_once_after_a_kill_waits_for_the_mirror_left_behind(runs_dir: Path) -> None:
     train_and_die(runs_dir, "at-once")
     with start(runs_dir, recipe("at-once"), "at-once", resumed_step=8) as tracker:
@@ -290,6 +293,7 @@ def test_an_unreachable_server_costs_a_warning_without_its_password(
     assert "sesame" not in caplog.text + "".join(written)
 
 
+@pytest.mark.slow
 def test_a_run_deleted_in_mlflow_becomes_a_new_one(runs_dir: Path) -> None:
     with start(runs_dir, recipe("deleted"), "d") as tracker:
         tracker.step(step(1))
@@ -303,6 +307,7 @@ def test_a_run_deleted_in_mlflow_becomes_a_new_one(runs_dir: Path) -> None:
     assert history(uri, second, "loss") == [(1, 5.0), (2, 5.0)]  # the record is complete, so the new run is too
 
 
+@pytest.mark.slow
 def test_more_values_than_one_request_may_have(runs_dir: Path) -> None:
     with start(runs_dir, recipe("many", system_metrics_interval=None), "m") as tracker:
         for number in range(1, TOTAL + 1):

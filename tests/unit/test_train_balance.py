@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from llmrecipes.launch.local import run_ranks
-from llmrecipes.tracking.events import LayerBalance
-from tests.unit.balance_worker import EXPERTS, SEQUENCE, TOPK, make_engine, micro_batches, moe_recipe, one_step
+from tests.dist.worlds import GlooWorld
+from tests.unit.balance_worker import (
+    EXPERTS,
+    SEQUENCE,
+    TOPK,
+    balances,
+    make_engine,
+    micro_batches,
+    moe_recipe,
+    one_step,
+)
 
 if TYPE_CHECKING:
     from llmrecipes.train.engine import MegatronEngine
@@ -148,7 +154,7 @@ def test_expert_bias_turns_tokens_away_from_crowded_experts(world: World) -> Non
 
 
 @pytest.mark.dist
-def test_two_ranks_count_what_one_does(world: World, tmp_path: Path) -> None:
+def test_two_ranks_count_what_one_does(world: World, worlds: dict[int, GlooWorld]) -> None:
     layouts = {
         "data": {},
         "experts": {"expert_model_parallel_size": 2},
@@ -161,15 +167,11 @@ def test_two_ranks_count_what_one_does(world: World, tmp_path: Path) -> None:
         },
     }
     alone = one_step(make_engine(moe_recipe(moe_aux_loss_coeff=0.01)))
-    report = tmp_path / "report"
-    arguments = [json.dumps(layouts), str(report)]
-    assert run_ranks("tests.unit.balance_worker", arguments, world_size=2, threads=1, logs=tmp_path) == 0
-    lines = [json.loads(line) for line in report.read_text("utf-8").splitlines()]
-    assert [line["name"] for line in lines] == list(layouts)
-    for line in lines:
-        assert line["aux_loss"] == pytest.approx(alone.aux_loss, rel=1e-5), line["name"]
-        for there, here in zip(line["layers"], alone.layers, strict=True):
-            found = LayerBalance(**{**there, "tokens_per_expert": tuple(there["tokens_per_expert"])})
-            assert found.entropy == pytest.approx(here.entropy, rel=1e-5)
-            assert found.z_loss == pytest.approx(here.z_loss, rel=1e-5)
-            assert replace(found, entropy=here.entropy, z_loss=here.z_loss) == here, line["name"]
+    found = worlds[2].run(balances, layouts)
+    assert list(found) == list(layouts)
+    for name, balance in found.items():
+        assert balance.aux_loss == pytest.approx(alone.aux_loss, rel=1e-5), name
+        for there, here in zip(balance.layers, alone.layers, strict=True):
+            assert there.entropy == pytest.approx(here.entropy, rel=1e-5)
+            assert there.z_loss == pytest.approx(here.z_loss, rel=1e-5)
+            assert replace(there, entropy=here.entropy, z_loss=here.z_loss) == here, name

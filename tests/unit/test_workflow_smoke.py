@@ -28,6 +28,7 @@ def test_a_rehearsal_trains_saves_resumes_and_compares(
     assert {path.name for path in Path(found["run_dir"]).iterdir()} == {"uninterrupted", "resumed"}
 
 
+@pytest.mark.slow
 def test_a_resume_that_forgets_the_random_state_is_found_out(
     corpus: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
