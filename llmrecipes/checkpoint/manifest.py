@@ -6,7 +6,7 @@ import hashlib
 import os
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -41,6 +41,8 @@ class CheckpointInfo(BaseModel):
     layout: dict[str, int]
     """Parallel degrees it was written with, by Megatron's names, and `world_size`."""
     recipe_hash: str
+    recipe: dict[str, Any] | None = None
+    """The resolved recipe as JSON, for a run that has lost its recipe.yaml; None where an older version wrote it."""
 
 
 class Manifest(CheckpointInfo):

@@ -265,3 +265,12 @@ def test_a_reader_beside_retention_always_finds_a_valid_one(store: CheckpointSto
     assert None not in seen
     assert seen == sorted(seen, key=lambda step: step or 0)
     assert [entry.step for entry in store.entries()] == [58, 59]
+
+
+def test_the_manifest_keeps_the_recipe_and_older_ones_are_read_without(store: CheckpointStore) -> None:
+    recipe = {"name": "tiny", "data": {"split": [90.0, 5.0, 5.0], "seed": None}}
+    temporary = store.temporary(1)
+    (temporary / "weights.bin").write_bytes(b"1")
+    store.publish(temporary, info(1).model_copy(update={"recipe": recipe}), versions=VERSIONS)
+    publish(store, 2)
+    assert [entry.manifest.recipe for entry in store.entries()] == [recipe, None]
