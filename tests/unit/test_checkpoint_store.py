@@ -80,14 +80,24 @@ def _cut_manifest(path: Path) -> None:
     (path / MANIFEST_NAME).write_text(text[: len(text) // 2])
 
 
+def _without_digest(path: Path, old: str, new: str) -> None:
+    """Alter a manifest of the format that did not protect itself."""
+    found = json.loads((path / MANIFEST_NAME).read_text())
+    del found["sha256"]
+    (path / MANIFEST_NAME).write_text(json.dumps({**found, "format": 1}).replace(old, new))
+
+
 def _foreign_manifest(path: Path) -> None:
-    text = (path / MANIFEST_NAME).read_text()
-    (path / MANIFEST_NAME).write_text(text.replace('"step": 3', '"step": 2').replace('"step":3', '"step":2'))
+    _without_digest(path, '"step": 3', '"step": 2')
 
 
 def _escape(path: Path) -> None:
+    _without_digest(path, "folder/rng.bin", "../step-00000001/weights.bin")
+
+
+def _flip_in_manifest(path: Path) -> None:
     text = (path / MANIFEST_NAME).read_text()
-    (path / MANIFEST_NAME).write_text(text.replace("folder/rng.bin", "../step-00000001/weights.bin"))
+    (path / MANIFEST_NAME).write_text(text.replace('"consumed_samples": 24', '"consumed_samples": 25'))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +109,7 @@ def _escape(path: Path) -> None:
         (_lose_manifest, "manifest.json: No such file"),
         (_cut_manifest, "manifest.json: Invalid JSON"),
         (_foreign_manifest, "manifest.json: is of step 2"),
+        (_flip_in_manifest, "manifest.json: its own SHA-256 differs"),
         (_escape, "not the name of a file inside the checkpoint"),
     ],
 )
