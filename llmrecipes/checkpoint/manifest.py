@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MANIFEST_NAME = "manifest.json"
 
+_DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
+"""The last lines; the digest is of what is before them."""
+
 
 def _relative(name: str) -> str:
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or name == MANIFEST_NAME:
+    if path.is_absolute() or ".." in path.parts or "\0" in name or name == MANIFEST_NAME:
         raise ValueError(f"{name!r} is not the name of a file inside the checkpoint")
     return name
 
@@ -41,12 +45,15 @@ class CheckpointInfo(BaseModel):
     layout: dict[str, int]
     """Parallel degrees it was written with, by Megatron's names, and `world_size`."""
     recipe_hash: str
+    recipe: dict[str, Any] | None = None
+    """The resolved recipe as JSON, for a run that has lost its recipe.yaml; None where an older version wrote it."""
 
 
 class Manifest(CheckpointInfo):
     """`manifest.json`: written last, so a directory that has one was written completely."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
+    """1: without a digest of its own, and with a pickled index."""
     created: str
     """UTC, ISO 8601."""
     versions: dict[str, str]
@@ -64,6 +71,30 @@ def build(info: CheckpointInfo, versions: dict[str, str], files: dict[str, FileR
     """The manifest of a checkpoint whose files are all on disk."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Manifest(**info.model_dump(), created=created, versions=versions, files=files)
+
+
+def dump(manifest: Manifest) -> bytes:
+    """`manifest.json` of a manifest, with a SHA-256 of itself."""
+    body = manifest.model_dump_json(indent=1).removesuffix("\n}").encode()
+    return body + b',\n "sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
+
+
+def parse(text: bytes) -> Manifest:
+    """Read `manifest.json`.
+
+    Raises:
+        ValueError: a byte of it was changed, or it is not a manifest.
+    """
+    last = text.rfind(b",\n")
+    protected = _DIGEST.fullmatch(text, last) if last >= 0 else None
+    if protected is None:
+        manifest = Manifest.model_validate_json(text)
+        if manifest.format != 1:
+            raise ValueError("its own SHA-256 is missing")
+        return manifest
+    if hashlib.sha256(text[:last]).hexdigest().encode() != protected[1]:
+        raise ValueError("its own SHA-256 differs")
+    return Manifest.model_validate_json(text[:last] + b"\n}")
 
 
 def digest(path: Path) -> FileRecord:

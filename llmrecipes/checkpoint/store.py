@@ -25,7 +25,16 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, FileRecord, Manifest, build, digest
+from llmrecipes.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointInfo,
+    FileRecord,
+    Manifest,
+    build,
+    digest,
+    dump,
+    parse,
+)
 from llmrecipes.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -188,7 +197,7 @@ class CheckpointStore:
         if missing := sorted(set(known) - set(files)):
             raise FileNotFoundError(f"{temporary / missing[0]} was written by another rank but is not visible here")
         manifest = build(info, dict(versions), files)
-        _write_synced(temporary / MANIFEST_NAME, manifest.model_dump_json(indent=1))
+        _write_synced(temporary / MANIFEST_NAME, dump(manifest))
         for folder in {path.parent for path in _files(temporary)}:
             _sync(folder)
         target = self.path(info.step)
@@ -313,13 +322,15 @@ def _check_hashes(path: Path, manifest: Manifest) -> None:
 
 def _read_manifest(path: Path) -> Manifest:
     try:
-        manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
+        manifest = parse((path / MANIFEST_NAME).read_bytes())
     except OSError as problem:
         raise InvalidCheckpoint(f"{MANIFEST_NAME}: {problem.strerror}") from problem
     except ValidationError as problem:
         first = problem.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InvalidCheckpoint(f"{MANIFEST_NAME}: {where + ': ' if where else ''}{first['msg']}") from problem
+    except ValueError as problem:
+        raise InvalidCheckpoint(f"{MANIFEST_NAME}: {problem}") from problem
     match = _NAME.search(path.name)
     if match is None or int(match[1]) != manifest.step:
         raise InvalidCheckpoint(f"{MANIFEST_NAME}: is of step {manifest.step}")
@@ -353,8 +364,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from llmrecipes.checkpoint.index import INDEX_NAME, encode
 from llmrecipes.checkpoint.manifest import CheckpointInfo, FileRecord, digest
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 
@@ -84,9 +85,10 @@ def write_checkpoint(
     try:
         # Only rank 0 may see a full disk here, so the others must hear of it before they wait for its plan.
         translated = _together(group, lambda: _translate(state, temporary, rank))
-        shared = _share(group, lambda: _write_shards(translated, temporary, group, rank))
+        writer = _Writer(temporary)
+        shared = _share(group, lambda: _write_shards(translated, writer, temporary, group))
         known = {name: record for records in shared for name, record in records.items()}
-        _together(group, lambda: _publish(temporary, info, store, known) if rank == 0 else None)
+        _together(group, lambda: _publish(temporary, info, store, known, writer.metadata))
     except SaveFailed:
         if rank == 0:
             store.discard(temporary)
@@ -132,6 +134,8 @@ class _Writer(dcp.FileSystemWriter):
     """
 
     failure: OSError | None = None
+    metadata: Metadata | None = None
+    """What was written; on rank 0 alone."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -145,6 +149,7 @@ class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         try:
             super().finish(metadata, results)
+            self.metadata = metadata
         except OSError as error:
             self._keep(error)
 
@@ -155,21 +160,30 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _write_shards(
-    translated: dict[str, Any], temporary: Path, group: dist.ProcessGroup, rank: int
+    translated: dict[str, Any], writer: _Writer, temporary: Path, group: dist.ProcessGroup
 ) -> dict[str, FileRecord]:
     """Write this rank's files (all ranks together); their records."""
     planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_replicated_tensors=False)
-    writer = _Writer(temporary)
     try:
         dcp.save(translated, storage_writer=writer, planner=planner, process_group=group)
     except dcp.CheckpointException as problem:
         raise RuntimeError(str(problem)) from problem
     if writer.failure is not None:
         raise writer.failure
-    return {path.name: digest(path) for path in temporary.glob(f"__{rank}_*.distcp")}
+    return {path.name: digest(path) for path in temporary.glob(f"__{dist.get_rank(group)}_*.distcp")}
 
 
-def _publish(temporary: Path, info: CheckpointInfo, store: CheckpointStore, known: dict[str, FileRecord]) -> Entry:
+def _publish(
+    temporary: Path,
+    info: CheckpointInfo,
+    store: CheckpointStore,
+    known: dict[str, FileRecord],
+    metadata: Metadata | None,
+) -> Entry | None:
+    """On rank 0, which has the metadata; nothing on the others."""
+    if metadata is None:
+        return None
+    (temporary / INDEX_NAME).write_bytes(encode(metadata))
     return store.publish(temporary, info, versions=library_versions(), known=known)
 
 

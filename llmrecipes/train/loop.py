@@ -235,6 +235,7 @@ class Loop:
             consumed_tokens=progress.consumed_tokens,
             layout=self.plan.layout,
             recipe_hash=self.recipe_hash,
+            recipe=self.recipe.model_dump(mode="json"),
         )
         self.saver.save(sharded_state(self.engine, progress), info)
         self.waited[progress.step] = time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.train.engine import MegatronEngine
 from llmrecipes.train.state import Progress, restore, sharded_state
 from llmrecipes.train.world import World
+
+logger = logging.getLogger(__name__)
 
 
 def random_layout(engine: MegatronEngine) -> dict[str, int]:
@@ -32,7 +35,18 @@ def resume(engine: MegatronEngine, store: CheckpointStore, world: World) -> Prog
     entry: Entry | None = found[0]
     if entry is None:
         return Progress()
-    same_place = all(entry.manifest.layout.get(key, 1) == degree for key, degree in random_layout(engine).items())
+    now = random_layout(engine)
+    then = {key: entry.manifest.layout.get(key, 1) for key in now}
+    same_place = then == now
+    if not same_place and world.is_first:
+        logger.info(
+            "%s was saved with %s and is resumed with %s: random states are new ones, seeded for step %d; only dropout "
+            "draws from them",
+            entry.path,
+            _degrees(then),
+            _degrees(now),
+            entry.step,
+        )
     frame = sharded_state(engine, Progress(), loading=True, random=same_place)
     progress = restore(engine, load(entry, frame))
     if progress.step > engine.recipe.train.train_iters:
@@ -42,3 +56,7 @@ def resume(engine: MegatronEngine, store: CheckpointStore, world: World) -> Prog
             fix=f"train.train_iters={progress.step} or more, or a new run id",
         )
     return progress
+
+
+def _degrees(layout: dict[str, int]) -> str:
+    return ", ".join(f"{key} {degree}" for key, degree in layout.items())

@@ -86,7 +86,7 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
         parameters=plans[1].num_parameters.total,
         active_parameters=plans[1].num_parameters.active,
     )
-    _convert(entry, whole_dense, whole_moe, plans, CheckpointStore(run_dir / "checkpoints"), recipe_hash(moe))
+    _convert(entry, whole_dense, whole_moe, plans, CheckpointStore(run_dir / "checkpoints"), moe)
     # The recipe makes a directory a run, so it comes last.
     StatusSink(run_dir, resumed_step=0, total_steps=moe.train.train_iters).close("KILLED")
     write_atomic(run_dir / ORIGIN, json.dumps(asdict(result), indent=2) + "\n")
@@ -120,7 +120,7 @@ def _require_memory(dense: Plan, moe: Plan, cluster: Cluster) -> None:
 
 
 def _convert(
-    entry: Entry, dense: Recipe, moe: Recipe, plans: tuple[Plan, Plan], store: CheckpointStore, new_hash: str
+    entry: Entry, dense: Recipe, moe: Recipe, plans: tuple[Plan, Plan], store: CheckpointStore, result: Recipe
 ) -> None:
     from llmrecipes.checkpoint.loader import load
     from llmrecipes.model.gpt import build
@@ -139,16 +139,21 @@ def _convert(
         copy_into_experts(given.module, built.module)
         del given
         # The optimizer copies its master weights here, so the experts must be in place.
-        _save(MegatronEngine(moe, plans[1], built, platform), store, new_hash)
+        _save(MegatronEngine(moe, plans[1], built, platform), store, result)
 
 
-def _save(engine: MegatronEngine, store: CheckpointStore, new_hash: str) -> None:
+def _save(engine: MegatronEngine, store: CheckpointStore, result: Recipe) -> None:
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
     from llmrecipes.train.state import Progress, sharded_state
 
     info = CheckpointInfo(
-        step=0, consumed_samples=0, consumed_tokens=0, layout=engine.plan.layout, recipe_hash=new_hash
+        step=0,
+        consumed_samples=0,
+        consumed_tokens=0,
+        layout=engine.plan.layout,
+        recipe_hash=recipe_hash(result),
+        recipe=result.model_dump(mode="json"),
     )
     with AsyncSaver(store, saver_group()) as saver:
         saver.save(sharded_state(engine, Progress()), info)

@@ -80,14 +80,24 @@ def _cut_manifest(path: Path) -> None:
     (path / MANIFEST_NAME).write_text(text[: len(text) // 2])
 
 
+def _without_digest(path: Path, old: str, new: str) -> None:
+    """Alter a manifest of the format that did not protect itself."""
+    found = json.loads((path / MANIFEST_NAME).read_text())
+    del found["sha256"]
+    (path / MANIFEST_NAME).write_text(json.dumps({**found, "format": 1}).replace(old, new))
+
+
 def _foreign_manifest(path: Path) -> None:
-    text = (path / MANIFEST_NAME).read_text()
-    (path / MANIFEST_NAME).write_text(text.replace('"step": 3', '"step": 2').replace('"step":3', '"step":2'))
+    _without_digest(path, '"step": 3', '"step": 2')
 
 
 def _escape(path: Path) -> None:
+    _without_digest(path, "folder/rng.bin", "../step-00000001/weights.bin")
+
+
+def _flip_in_manifest(path: Path) -> None:
     text = (path / MANIFEST_NAME).read_text()
-    (path / MANIFEST_NAME).write_text(text.replace("folder/rng.bin", "../step-00000001/weights.bin"))
+    (path / MANIFEST_NAME).write_text(text.replace('"consumed_samples": 24', '"consumed_samples": 25'))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +109,7 @@ def _escape(path: Path) -> None:
         (_lose_manifest, "manifest.json: No such file"),
         (_cut_manifest, "manifest.json: Invalid JSON"),
         (_foreign_manifest, "manifest.json: is of step 2"),
+        (_flip_in_manifest, "manifest.json: its own SHA-256 differs"),
         (_escape, "not the name of a file inside the checkpoint"),
     ],
 )
@@ -265,3 +276,12 @@ def test_a_reader_beside_retention_always_finds_a_valid_one(store: CheckpointSto
     assert None not in seen
     assert seen == sorted(seen, key=lambda step: step or 0)
     assert [entry.step for entry in store.entries()] == [58, 59]
+
+
+def test_the_manifest_keeps_the_recipe_and_older_ones_are_read_without(store: CheckpointStore) -> None:
+    recipe = {"name": "tiny", "data": {"split": [90.0, 5.0, 5.0], "seed": None}}
+    temporary = store.temporary(1)
+    (temporary / "weights.bin").write_bytes(b"1")
+    store.publish(temporary, info(1).model_copy(update={"recipe": recipe}), versions=VERSIONS)
+    publish(store, 2)
+    assert [entry.manifest.recipe for entry in store.entries()] == [recipe, None]

@@ -1,0 +1,433 @@
+"""Checkpoints from someone with bad intentions, who also makes the sums fit: nothing in them runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+from llmrecipes.checkpoint import loader
+from llmrecipes.checkpoint.index import INDEX_NAME
+from llmrecipes.checkpoint.loader import load, read_index
+from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, build, digest, dump
+from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.checkpoint.store import CheckpointStore, Entry
+from llmrecipes.errors import ExitCode, UserError
+
+INFO = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    rendezvous = tmp_path_factory.mktemp("world") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield saver_group()
+    dist.destroy_process_group()
+
+
+def state(fill: float = 0.0) -> dict[str, Any]:
+    return {
+        "weight": ShardedTensor.from_rank_offsets("weight", torch.full((4, 2), fill)),
+        "scalar": ShardedTensor.from_rank_offsets("scalar", torch.tensor(fill)),
+        "rng": ShardedObject("rng", [1, 2], (1,), (0,)),
+        "step": 1,
+    }
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> Path:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    with AsyncSaver(store, group, async_save=False) as saver:
+        saver.save(state(fill=7.0), INFO)
+    return store.path(1)
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """What an attack makes."""
+    return tmp_path / "pwned"
+
+
+def seal(path: Path, number: int = 2) -> Entry:
+    """Make the manifest fit the files, in the format of now or in that of older versions, and find the checkpoint."""
+    if number == 1:
+        (path / INDEX_NAME).unlink()
+    names = [file.name for file in path.iterdir() if file.name != MANIFEST_NAME]
+    manifest = build(INFO, {}, {name: digest(path / name) for name in names})
+    old = manifest.model_copy(update={"format": 1}).model_dump_json(indent=1, exclude={"recipe"})
+    (path / MANIFEST_NAME).write_bytes(dump(manifest) if number == 2 else old.encode())
+    entry = CheckpointStore(path.parent).latest_valid()
+    assert entry is not None, "the sums fit: they are no protection against intent"
+    assert entry.manifest.format == number
+    return entry
+
+
+def refused(entry: Entry) -> str:
+    """The message with which loading ends."""
+    with pytest.raises(UserError) as caught:
+        load(entry, state())
+    assert caught.value.code is ExitCode.BAD_INPUT
+    assert caught.value.rule
+    assert caught.value.where
+    return str(caught.value)
+
+
+def assert_whole(loaded: dict[str, Any]) -> None:
+    assert torch.equal(loaded["weight"], torch.full((4, 2), 7.0))
+    assert torch.equal(loaded["scalar"], torch.tensor(7.0))
+    assert loaded["rng"] == [1, 2]
+    assert loaded["step"] == 1
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+# -- the pickled index ---------------------------------------------------------------------------------------------
+
+
+def named(module: str, name: str) -> str:
+    return f"c{module}\n{name}\n"
+
+
+def text(value: str) -> str:
+    return f"V{value}\n"
+
+
+def call(function: str, *arguments: str) -> str:
+    return f"{function}({''.join(arguments)}tR"
+
+
+def slots(thing: str, **values: dict[str, str]) -> str:
+    """Set attributes of a thing, as the slots of an object are restored."""
+    state = "".join(
+        text(name) + "}" + "".join(key + inner + "s" for key, inner in value.items()) + "s"
+        for name, value in values.items()
+    )
+    return f"{thing}(N}}{state}tb"
+
+
+def index_that_runs_code(code: str) -> bytes:
+    """A pickle in front of a pickle: for the audit of older versions all of it is members of one enumeration."""
+    enumeration = named("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+    attribute = named("builtins", "getattr")
+    first = "K\x00"
+    path = ("_generate_next_value_", "__globals__", "get")
+    poison = slots(
+        enumeration,
+        _member_map_={text(name): enumeration for name in (*path, "exec")},
+        _value2member_map_={first: call(enumeration, first), text("bltns"): enumeration, text(code): enumeration},
+    )
+    found = enumeration
+    for name in path:
+        found = call(attribute, found, text(name))
+    builtins = call(found, text("bltns"))
+    return (poison + "0" + call(call(attribute, builtins, text("exec")), text(code)) + "0").encode("latin-1")
+
+
+@pytest.fixture
+def poisoned(checkpoint: Path, marker: Path) -> Path:
+    real = (checkpoint / ".metadata").read_bytes()
+    (checkpoint / ".metadata").write_bytes(index_that_runs_code(f"import os; os.mkdir({str(marker)!r})") + real)
+    return checkpoint
+
+
+def test_the_attack_works_on_a_reader_that_trusts(poisoned: Path, marker: Path) -> None:
+    maps = {name: getattr(_MEM_FORMAT_ENCODING, name) for name in ("_member_map_", "_value2member_map_")}
+    try:
+        found = dcp.FileSystemReader(poisoned).read_metadata()
+    finally:
+        for name, value in maps.items():
+            setattr(_MEM_FORMAT_ENCODING, name, value)
+    assert "weight" in found.state_dict_metadata, "it hands on the real index"
+    assert marker.exists()
+
+
+def test_code_in_front_of_the_pickled_index_is_never_read(poisoned: Path, marker: Path) -> None:
+    assert_whole(load(seal(poisoned), state()))
+    assert not marker.exists()
+
+
+def test_code_in_front_of_the_pickled_index_of_an_older_checkpoint_is_refused(poisoned: Path, marker: Path) -> None:
+    before = dict(vars(_MEM_FORMAT_ENCODING))
+    message = refused(seal(poisoned, 1))
+    assert ".metadata" in message
+    assert "not plain data" in message
+    assert not marker.exists()
+    assert dict(vars(_MEM_FORMAT_ENCODING)) == before
+
+
+def hostile_pickles(marker: Path) -> dict[str, bytes]:
+    metadata = "torch.distributed.checkpoint.metadata"
+    make = named("os", "mkdir"), text(str(marker))
+    size, path = named("torch", "Size"), named("pathlib", "Path")
+    return {
+        "call": pickle.dumps(Bomb(marker)),
+        "another attribute": (call(named("builtins", "getattr"), path, text("home")) + ".").encode(),
+        "attribute of a class by state": (named(metadata, "Metadata") + "}" + text("a") + "Nsb.").encode(),
+        "attribute of a class by slots": (slots(path, home={text("a"): "N"}) + ".").encode(),
+        "__setstate__ of a class": (slots(named(metadata, "Metadata"), __setstate__={text("a"): "N"}) + ".").encode(),
+        "class of an object": (f"{call(path)}(N}}{text('__class__')}{size}stb.").encode(),
+        "instance of a function": (f"({make[1]}ios\nmkdir\n.").encode(),
+        "dtype that is called": (call(named("torch", "float32"), text("1")) + ".").encode(),
+        "function of torch": (call(named("torch", "load"), text("x")) + ".").encode(),
+        "dotted name": b"\x80\x04\x8c\x0btorch.Size_\x8c\x08__init__\x93.",
+        "nothing": b"",
+        "cut": pickle.dumps(list(range(100)))[:50],
+        "noise": bytes(range(256)) * 20,
+        "another type": pickle.dumps({"state_dict_metadata": {}, "storage_data": {}}),
+        "deep": b"(" * 100_000 + b"t" * 100_000 + b".",
+    }
+
+
+@pytest.mark.parametrize("name", sorted(hostile_pickles(Path("x"))))
+def test_nothing_but_an_index_is_read_from_a_pickle(checkpoint: Path, marker: Path, name: str) -> None:
+    (checkpoint / ".metadata").write_bytes(hostile_pickles(marker)[name])
+    assert ".metadata" in refused(seal(checkpoint, 1))
+    assert not marker.exists()
+
+
+def alter(checkpoint: Path, change: Callable[[Any], None]) -> None:
+    metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+    change(metadata)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def place_of(metadata: Any, name: str) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn.startswith(name))
+
+
+def outside(metadata: Any) -> None:
+    place_of(metadata, "rng").relative_path = "../../elsewhere"
+
+
+def negative(metadata: Any) -> None:
+    place_of(metadata, "weight").offset = -8
+
+
+def transformed(metadata: Any) -> None:
+    place_of(metadata, "weight").transform_descriptors = ["zstd"]
+
+
+def without_place(metadata: Any) -> None:
+    metadata.storage_data.clear()
+
+
+def no_list(metadata: Any) -> None:
+    metadata.state_dict_metadata["weight"].chunks = 3
+
+
+@pytest.mark.parametrize("change", [outside, negative, transformed, without_place, no_list])
+def test_a_pickled_index_is_checked_like_any_other(checkpoint: Path, change: Callable[[Any], None]) -> None:
+    alter(checkpoint, change)
+    refused(seal(checkpoint, 1))
+
+
+class AsPython3112(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, found: object) -> Any:
+        return (getattr, (type(found), found.name)) if isinstance(found, Enum) else NotImplemented
+
+
+def test_older_checkpoints_load_with_a_note(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger=loader.__name__):
+        assert_whole(load(seal(checkpoint, 1), state()))
+    (note,) = caplog.records
+    assert "older version" in note.getMessage()
+    assert str(checkpoint) in note.getMessage()
+
+
+def test_older_checkpoints_of_debian_12_load(checkpoint: Path) -> None:
+    stream = io.BytesIO()
+    AsPython3112(stream).dump(dcp.FileSystemReader(checkpoint).read_metadata())
+    assert b"getattr" in stream.getvalue()
+    (checkpoint / ".metadata").write_bytes(stream.getvalue())
+    assert_whole(load(seal(checkpoint, 1), state()))
+
+
+def test_both_indexes_say_the_same(checkpoint: Path) -> None:
+    new = read_index(seal(checkpoint))
+    old = read_index(seal(checkpoint, 1))
+    assert new == old
+    torchs = dcp.FileSystemReader(checkpoint).read_metadata()
+    assert new.metadata.state_dict_metadata == torchs.state_dict_metadata
+    assert {key: (place.file, place.start, place.length) for key, place in new.places.items()} == {
+        key: (info.relative_path, info.offset, info.length) for key, info in torchs.storage_data.items()
+    }
+
+
+# -- the index as JSON -----------------------------------------------------------------------------------------------
+
+
+def edit(checkpoint: Path, change: Callable[[Any], Any]) -> None:
+    found = json.loads((checkpoint / INDEX_NAME).read_text())
+    (checkpoint / INDEX_NAME).write_text(json.dumps(change(found) or found))
+
+
+def tensor(found: Any, name: str = "weight") -> Any:
+    return next(record for record in found["tensors"] if record["name"] == name)
+
+
+def put(key: str | int, value: object) -> Callable[[Any], None]:
+    """Change a field of a tensor, or a number of its only chunk: offset (2), size (2), file, first byte, length."""
+
+    def change(found: Any) -> None:
+        (tensor(found) if isinstance(key, str) else tensor(found)["chunks"][0])[key] = value
+
+    return change
+
+
+def rename_file(name: str) -> Callable[[Any], None]:
+    return lambda found: found.update(files=[name])
+
+
+HOSTILE_JSON: dict[str, Callable[[Any], Any]] = {
+    "file above": rename_file("../elsewhere"),
+    "absolute file": rename_file("/etc/passwd"),
+    "file that the manifest lacks": rename_file("manifest.json"),
+    "file with a zero": rename_file("a\0b"),
+    "file number": put(4, 1),
+    "negative file number": put(4, -1),
+    "negative start": put(5, -1),
+    "huge start": put(5, 1 << 62),
+    "start beyond 64 bits": put(5, 1 << 80),
+    "huge length": put(6, 1 << 40),
+    "length that is no number": put(6, "12"),
+    "length that is a truth value": put(6, True),
+    "fractional length": put(6, 1.5),
+    "chunk outside": put(0, 1),
+    "chunk too large": put(2, 5),
+    "gap": put(2, 3),
+    "another shape": put("shape", [8]),
+    "huge shape": put("shape", [1 << 60, 1 << 60]),
+    "negative shape": put("shape", [-4, -2]),
+    "no chunks": put("chunks", []),
+    "dtype that is a function": put("dtype", "load"),
+    "dtype of another module": put("dtype", "os.system"),
+    "dtype that is not the stored one": put("dtype", "int32"),
+    "place of an object": lambda found: tensor(found).update(chunks=[[0, 0, 4, 2, *found["objects"][0]["place"]]]),
+    "object that is a tensor": lambda found: found["objects"][0].update(place=tensor(found)["chunks"][0][4:]),
+    "tensor twice": lambda found: found["tensors"].append(tensor(found)),
+    "chunk twice": lambda found: tensor(found)["chunks"].append(tensor(found)["chunks"][0]),
+    "object named like a tensor": lambda found: found["objects"][0].update(name="weight"),
+    "another key": lambda found: found.update(planner_data={}),
+    "another format": lambda found: found.update(format=2),
+    "no object": lambda found: [found],
+    "nothing": lambda found: {"format": 1, "files": [], "tensors": [], "objects": []},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE_JSON))
+def test_an_index_that_cannot_be_true_is_refused(checkpoint: Path, name: str) -> None:
+    edit(checkpoint, HOSTILE_JSON[name])
+    refused(seal(checkpoint))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[" * (1 << 20), b'{"files":' * (1 << 17), b"1" * (1 << 20)]
+)
+def test_json_that_is_none_is_refused(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / INDEX_NAME).write_bytes(content)
+    message = refused(seal(checkpoint))
+    assert INDEX_NAME in message
+    assert len(message) < 1000
+
+
+def test_a_checkpoint_without_an_index_is_refused(checkpoint: Path) -> None:
+    (checkpoint / INDEX_NAME).unlink()
+    assert "no index" in refused(seal(checkpoint))
+
+
+@pytest.mark.parametrize("name", [INDEX_NAME, "__0_0.distcp"])
+def test_a_link_out_of_the_checkpoint_is_not_followed(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    (checkpoint / name).rename(tmp_path / "elsewhere")
+    (checkpoint / name).symlink_to(tmp_path / "elsewhere")
+    assert "outside the checkpoint" in refused(seal(checkpoint))
+
+
+def test_a_run_directory_may_be_a_link(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(checkpoint.parent)
+    seal(checkpoint)
+    entry = CheckpointStore(tmp_path / "link").latest_valid()
+    assert entry is not None
+    assert_whole(load(entry, state()))
+
+
+# -- what the files hold ---------------------------------------------------------------------------------------------
+
+
+def replace_stored(checkpoint: Path, value: object, name: str) -> None:
+    """Store something else as an object or a tensor."""
+    torch.save(value, checkpoint / "bomb.distcp")
+
+    def change(found: Any) -> None:
+        found["files"].append("bomb.distcp")
+        place = [len(found["files"]) - 1, 0, (checkpoint / "bomb.distcp").stat().st_size]
+        for record in found["objects"]:
+            if record["name"].startswith(name):
+                record["place"] = place
+        for record in found["tensors"]:
+            if record["name"] == name:
+                record["chunks"][0][-3:] = place
+
+    edit(checkpoint, change)
+
+
+@pytest.mark.parametrize("name", ["rng", "weight"])
+def test_code_in_a_stored_value_is_not_run(checkpoint: Path, marker: Path, name: str) -> None:
+    replace_stored(checkpoint, [Bomb(marker)], name)
+    message = refused(seal(checkpoint))
+    assert "bomb.distcp" in message
+    assert "mkdir" in message
+    assert not marker.exists()
+
+
+def test_code_in_what_is_not_sharded_is_not_run(checkpoint: Path, marker: Path) -> None:
+    if (checkpoint / "common.pt").exists():
+        torch.save({"step": Bomb(marker)}, checkpoint / "common.pt")
+    else:
+        replace_stored(checkpoint, [{"step": Bomb(marker)}], "common_state")
+    assert "mkdir" in refused(seal(checkpoint))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, torch.zeros(2, 4), torch.zeros(4, 2, dtype=torch.float64), 3])
+def test_a_stored_tensor_has_to_be_what_the_index_says(checkpoint: Path, value: object) -> None:
+    replace_stored(checkpoint, value, "weight")
+    assert "weight" in refused(seal(checkpoint))
+
+
+def test_either_megatron_core_reads_what_the_other_does_not_shard(checkpoint: Path) -> None:
+    """0.16 keeps it in common.pt, 0.19 among the objects."""
+    key = "common_state/shard_0_1"
+    if (checkpoint / "common.pt").exists():
+        common = torch.load(checkpoint / "common.pt", weights_only=True)
+        (checkpoint / "common.pt").unlink()
+        edit(checkpoint, lambda found: found["objects"].append({"name": key, "place": [0, 0, 0]}))
+        replace_stored(checkpoint, [common], key)
+    else:
+        torch.save({"step": 1}, checkpoint / "common.pt")
+        edit(
+            checkpoint,
+            lambda found: found.update(objects=[record for record in found["objects"] if record["name"] != key]),
+        )
+    assert_whole(load(seal(checkpoint), state()))
