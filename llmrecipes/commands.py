@@ -62,6 +62,13 @@ def train(
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", min=0, help="Start again after a fault, at most N times.")
     ] = 0,
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="Resume although more steps change the learning rate or data order."),
+    ] = False,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Move what the run has recorded aside, and start at step 0.")
+    ] = False,
     nnodes: Annotated[
         int, typer.Option("--nnodes", metavar="N", min=1, help="Machines of this run; start it on each of them.")
     ] = 1,
@@ -86,7 +93,10 @@ def train(
 
     setup_logging()
     here = node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None
-    wishes = Wishes(nproc, run_id, overfit_batch, anomaly, profile_steps, sample, cluster, here, max_restarts)
+    wishes = Wishes(
+        nproc, run_id, overfit_batch, anomaly, profile_steps, sample, cluster, here, max_restarts, accept_changes,
+        from_scratch,
+    )  # fmt: skip
     return start(load(recipe, overrides or []).recipe, Places(runs_dir, data_dir), wishes, _say)
 
 

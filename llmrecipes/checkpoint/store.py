@@ -3,6 +3,7 @@
     checkpoints/step-00000100/       complete, never changed again
                 .tmp-step-00000200-… being written
                 .trash-…             being deleted
+                damaged-step-…       set aside: never loaded, counted or deleted
                 .writer.lock         held by the process that trains
 
 A checkpoint appears by one rename after all its bytes were synced, and disappears by one rename before its first
@@ -12,7 +13,6 @@ file that names the newest checkpoint: the newest valid one is found from the ma
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -25,6 +25,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from llmrecipes.checkpoint.lock import take_lock
 from llmrecipes.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointInfo,
@@ -35,6 +36,7 @@ from llmrecipes.checkpoint.manifest import (
     dump,
     parse,
 )
+from llmrecipes.checkpoint.retention import LEAST_KEPT, surviving
 from llmrecipes.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.tmp-(step-\d{8,})-.+")
 _TRASH = ".trash-"
+DAMAGED = re.compile(r"damaged-step-(\d{8,})-.+")
 _LOCK = ".writer.lock"
 _HASH_THREADS = 4
 
@@ -62,6 +65,17 @@ class Entry:
         return self.manifest.step
 
 
+@dataclass(frozen=True)
+class Damaged:
+    """A directory named like a checkpoint that cannot be used, and why."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path.name}: {self.reason}"
+
+
 class CheckpointStore:
     """Checkpoints of one run.
 
@@ -74,6 +88,7 @@ class CheckpointStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._lock: int | None = None
+        self._verified: set[int] = set()  # steps whose files this process has hashed
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -98,27 +113,44 @@ class CheckpointStore:
             step: the step.
             full: compare the SHA-256 of every file; else only names and sizes.
         """
-        try:
-            inspect(self.path(step), full=full)
-        except InvalidCheckpoint:
-            return False
-        return True
+        return _is_valid(self.path(step), full=full)
 
     def latest_valid(self) -> Entry | None:
-        """The newest checkpoint whose every file has the recorded SHA-256; broken ones are skipped with a warning.
+        """The newest checkpoint whose every file has the recorded SHA-256; damaged ones are skipped with a warning."""
+        entry, damaged = self.survey()
+        for found in damaged:
+            logger.warning("checkpoint %s is skipped: %s", found.path, found.reason)
+        return entry
+
+    def survey(self) -> tuple[Entry | None, list[Damaged]]:
+        """The newest checkpoint whose every file has the recorded SHA-256, and what is wrong with the newer ones.
 
         A writer may publish and delete meanwhile: one of the checkpoints it keeps is found.
         """
         tried: list[Path] = []
+        damaged: list[Damaged] = []
         while (directories := self._directories()) and directories != tried:
-            tried = directories
+            tried, damaged = directories, []
             for path in reversed(directories):
                 try:
-                    return inspect(path, full=True)
+                    entry = inspect(path, full=True)
                 except InvalidCheckpoint as problem:
                     if path.exists():
-                        logger.warning("checkpoint %s is skipped: %s", path, problem)
-        return None
+                        damaged.append(Damaged(path, str(problem)))
+                else:
+                    self._verified.add(entry.step)
+                    return entry, damaged
+        return None, damaged
+
+    def incomplete(self) -> list[Damaged]:
+        """Checkpoints with a broken manifest, or files that are missing or of the wrong size, newest first."""
+        found = []
+        for path in reversed(self._directories()):
+            try:
+                inspect(path, full=False)
+            except InvalidCheckpoint as problem:
+                found.append(Damaged(path, str(problem)))
+        return found
 
     def _directories(self) -> list[Path]:
         if not self.directory.is_dir():
@@ -136,7 +168,8 @@ class CheckpointStore:
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            if self._lock is None:
+                self._lock = take_lock(self.directory / _LOCK)
             self._recover()
         except OSError as problem:
             raise UserError(
@@ -202,30 +235,48 @@ class CheckpointStore:
             _sync(folder)
         target = self.path(info.step)
         self._move_into_place(temporary, target)
+        self._verified.add(info.step)
         return Entry(target, manifest)
 
     def discard(self, temporary: Path) -> None:
         """Delete a temporary directory."""
         shutil.rmtree(temporary, ignore_errors=True)
 
+    def set_aside(self, path: Path) -> Path:
+        """Rename a damaged checkpoint, so that its step can be written again and nothing deletes it.
+
+        Returns:
+            Its new path.
+
+        Raises:
+            OSError: it stays where it was.
+        """
+        target = path.rename(self.directory / f"damaged-{path.name}-{secrets.token_hex(4)}")
+        _sync(self.directory)
+        return target
+
     def prune(self, most_recent_k: int, keep_interval: int | None = None) -> list[int]:
-        """Delete checkpoints that are no longer wanted; the newest valid one always stays.
+        """Delete checkpoints that are no longer wanted.
+
+        The newest two that this process has written or verified always stay, and so does what is damaged: sizes are
+        compared here, but not hashes, and a checkpoint that only looks complete must not replace a good one.
 
         Args:
-            most_recent_k: newest valid checkpoints to keep.
+            most_recent_k: newest complete checkpoints to keep, at least two.
             keep_interval: steps that are a multiple of it are kept for good.
 
         Returns:
-            Steps that were deleted. Broken directories count for nothing: those older than what is kept go, those
-            newer stay to be looked at.
+            Steps that were deleted.
         """
-        keep = surviving([entry.step for entry in self.entries()], most_recent_k, keep_interval)
-        if not keep:
+        steps = [entry.step for entry in self.entries()]
+        verified = [step for step in steps if step in self._verified][-LEAST_KEPT:]
+        if len(verified) < LEAST_KEPT:
             return []
-        doomed = [path for path in self._directories() if _step_of(path) < max(keep) and _step_of(path) not in keep]
-        for path in doomed:
-            self._delete(path)
-        return [_step_of(path) for path in doomed]
+        keep = surviving(steps, most_recent_k, keep_interval) | set(verified)
+        doomed = [step for step in steps if step < verified[-1] and step not in keep]
+        for step in doomed:
+            self._delete(self.path(step))
+        return doomed
 
     def _move_into_place(self, temporary: Path, target: Path) -> None:
         replaced = self._to_trash(target) if target.exists() else None
@@ -243,43 +294,20 @@ class CheckpointStore:
         _sync(self.directory)
         shutil.rmtree(trash, ignore_errors=True)
 
-    def _take_lock(self) -> None:
-        if self._lock is not None:
-            return
-        descriptor = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            # A POSIX record lock: unlike flock's it is not inherited by forked data loader workers, which may
-            # outlive a killed trainer by seconds.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as problem:
-            os.close(descriptor)
-            raise UserError(
-                "another process is training this run",
-                where=str(self.directory),
-                fix="wait until it ends, or use another run id",
-            ) from problem
-        except OSError as problem:
-            logger.warning("%s: locks are not supported here (%s)", self.directory, problem.strerror)
-        self._lock = descriptor
-
     def _recover(self) -> None:
         # A writer killed between its manifest and its rename has left a complete checkpoint under the wrong name.
         for path in sorted(self.directory.iterdir()):
             if match := _TEMPORARY.fullmatch(path.name):
                 target = self.directory / match[1]
-                if _complete(path) and not _complete(target):
+                if _is_valid(path) and not _is_valid(target):
                     logger.warning("finishing checkpoint %s that an earlier process had written", target)
+                    if target.exists():
+                        self.set_aside(target)
                     self._move_into_place(path, target)
                 else:
                     shutil.rmtree(path)
             elif path.name.startswith(_TRASH):
                 shutil.rmtree(path)
-
-
-def surviving(steps: list[int], most_recent_k: int, keep_interval: int | None) -> set[int]:
-    """Which of the valid steps a retention rule keeps."""
-    recent = sorted(steps)[-max(most_recent_k, 1) :]
-    return set(recent) | {step for step in steps if keep_interval and step % keep_interval == 0}
 
 
 def inspect(path: Path, *, full: bool) -> Entry:
@@ -337,9 +365,9 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _complete(path: Path) -> bool:
+def _is_valid(path: Path, *, full: bool = True) -> bool:
     try:
-        inspect(path, full=True)
+        inspect(path, full=full)
     except InvalidCheckpoint:
         return False
     return True

@@ -75,6 +75,11 @@ def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
     return next((ranks for ranks in range(most, least, -least) if micro_batches % (ranks // dense) == 0), least)
 
 
+def decay_iters(recipe: Recipe) -> int:
+    """Step at which the learning rate has reached its minimum."""
+    return recipe.scheduler.lr_decay_iters or recipe.train.train_iters
+
+
 def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     """Derive the plan.
 
@@ -98,7 +103,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         num_query_groups=sizes.num_query_groups,
         kv_channels=sizes.kv_channels,
         max_position_embeddings=sizes.max_position_embeddings,
-        lr_decay_iters=recipe.scheduler.lr_decay_iters or recipe.train.train_iters,
+        lr_decay_iters=decay_iters(recipe),
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * recipe.train.train_iters,
         num_parameters=count(recipe.model),

@@ -327,7 +327,7 @@ class Checkpoint(Section):
     async_save: bool = True
     """Write in the background while training goes on."""
     most_recent_k: PosInt = 2
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep. Two are kept in any case, because one may turn out to be damaged."""
     keep_interval: PosInt | None = None
     """Checkpoints whose step is a multiple of this are kept for good."""
 

@@ -2,6 +2,8 @@
 
 An object with `loss` is a step, with `valid_loss` an evaluation, with `event` a note. JSON has no NaN: such values are
 null and named in `non_finite`. Values that do not apply (a loss scale in bf16) are left out.
+
+When a run is resumed, lines after the checkpoint are dropped, and lines that are lost or changed are named.
 """
 
 from __future__ import annotations
@@ -10,15 +12,19 @@ import json
 import logging
 import math
 import os
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.tracking import sums
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.tracking.sums import Sums
 
 logger = logging.getLogger(__name__)
 
+METRICS = "metrics.jsonl"
 BACKLOG_BYTES = 64 * 2**20
 """Bytes kept in memory while the disk is full; about 200,000 steps."""
 
@@ -57,42 +63,101 @@ def parse(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
-def rewind(path: Path, step: int) -> int:
+@dataclass
+class Rewound:
+    """What `rewind` found: lines dropped, the sums of the lines kept, and what is wrong with them."""
+
+    dropped: int = 0
+    sums: Sums = field(default_factory=Sums)
+    problems: list[str] = field(default_factory=list)
+
+
+def rewind(path: Path, step: int, recorded: Sums | None = None) -> Rewound:
     """Drop everything after `step`, so that the file of a resumed run reads as if it had never been interrupted.
 
     A line torn by a kill is dropped too. The file is replaced by rename, or left alone if there is nothing to drop.
 
-    Returns:
-        Lines dropped.
+    Args:
+        path: the file; it may be missing.
+        step: that of the checkpoint which is resumed.
+        recorded: the sums of the lines that should be there; None where they are not known.
     """
-    if not path.exists():
-        return 0
+    found = Rewound()
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    dropped = unreadable = 0
-    try:
-        with path.open("rb") as old, temporary.open("wb") as new:
-            for line in old:
-                values = parse(line) if line.endswith(b"\n") else None
-                if values is not None and values["step"] <= step:
-                    new.write(line)
-                else:
-                    dropped += 1
-                    unreadable += values is None
-            new.flush()
-            os.fsync(new.fileno())
-        if dropped:
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if unreadable:
-        logger.warning("%s: dropped %d unreadable line(s), left by a process that was killed", path, unreadable)
-    return dropped
+    steps, seen, torn = _Steps(), Sums(), False
+    if path.exists():
+        try:
+            with path.open("rb") as old, temporary.open("wb") as new:
+                for number, line in enumerate(old, 1):
+                    torn = not line.endswith(b"\n")
+                    if recorded is not None and number <= recorded.lines and not torn:
+                        seen.add(line)
+                    values = None if torn else parse(line)
+                    if values is None and not torn:
+                        steps.problems.append((number, f"line {number} cannot be read"))
+                    if values is not None and values["step"] <= step:
+                        new.write(line)
+                        found.sums.add(line)
+                        steps.see(number, values)
+                    else:
+                        found.dropped += 1
+                        steps.beyond = steps.beyond or values is not None
+                new.flush()
+                os.fsync(new.fileno())
+            if found.dropped:
+                temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    if torn:
+        logger.warning("%s: dropped 1 unreadable line, left by a process that was killed", path)
+    if step:
+        found.problems = steps.end(step, recorded, seen)
+    return found
+
+
+class _Steps:
+    """Whether a file's lines of steps are 1, 2, 3 … without a gap."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self.beyond = False
+        """Whether there are steps after the one that is resumed."""
+        self.problems: list[tuple[float, str]] = []
+        """Line, and what is wrong there."""
+
+    def see(self, number: int, values: dict[str, Any]) -> None:
+        if "grad_norm" not in values:
+            return
+        if values["step"] <= self.last:
+            self.problems.append((number, f"step {values['step']} is repeated in line {number}"))
+        else:
+            self._expect(number, values["step"])
+            self.last = values["step"]
+
+    def _expect(self, number: float, step: int) -> None:
+        first, last = self.last + 1, step - 1
+        if first <= last:
+            what = f"step {first} is" if first == last else f"steps {first} to {last} are"
+            self.problems.append((number, f"{what} missing"))
+
+    def end(self, step: int, recorded: Sums | None, seen: Sums) -> list[str]:
+        if recorded is None or recorded.step < step:
+            self._expect(math.inf, step + 1)
+        if recorded is None:
+            return [text for _, text in self.problems]
+        changed = [f"lines {first} to {last} are not as they were written" for first, last in seen.changed(recorded)]
+        lacking = recorded.lines - seen.lines
+        if lacking and not self.beyond:
+            changed.append(f"{lacking} fewer lines than were written")
+        # A gap that was there when the sums were written has been reported then.
+        return changed + [text for number, text in self.problems if changed or number > recorded.lines]
 
 
 class JsonlSink:
     """Appends events to metrics.jsonl.
 
     A full disk does not stop the training: lines wait in memory and are written when there is room again.
+    `problems` says which lines of the earlier part are lost or changed.
 
     Args:
         path: the file; created if missing.
@@ -103,9 +168,9 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        self._path = path
+        self._path, self._sums_path = path, path.parent / "logs" / sums.FILE
         try:
-            rewind(path, resumed_step)
+            found = rewind(path, resumed_step, sums.read(self._sums_path))
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UserError(
@@ -114,6 +179,9 @@ class JsonlSink:
                 rule="a run keeps its metrics in its own directory",
                 fix="make the directory writable or choose another one with --runs-dir",
             ) from error
+        self.problems, self._sums = found.problems, found.sums
+        self._sums.step = resumed_step
+        self._write_sums()
         self._waiting = bytearray()
         self._failed = False
         self._lost = 0
@@ -126,6 +194,12 @@ class JsonlSink:
 
     def note(self, note: Note) -> None:
         self._append(note)
+        if note.event == "checkpoint_saved" and not self._waiting:
+            self._write_sums()
+
+    def _write_sums(self) -> None:
+        with suppress(OSError):  # the ones of before still hold for the lines they cover
+            self._sums.write(self._sums_path)
 
     def _append(self, event: StepMetrics | EvalMetrics | Note) -> None:
         line = json.dumps(record(event), allow_nan=False).encode() + b"\n"
@@ -133,6 +207,7 @@ class JsonlSink:
             self._lost += 1
         else:
             self._waiting += line
+            self._sums.add(line)
         self._flush()
 
     def _flush(self) -> None:
@@ -154,4 +229,6 @@ class JsonlSink:
         lost = self._lost + self._waiting.count(b"\n")
         if lost:
             logger.error("%s: %d line(s) were lost because the disk was full", self._path, lost)
+        else:
+            self._write_sums()
         os.close(self._file)

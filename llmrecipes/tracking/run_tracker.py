@@ -16,7 +16,7 @@ from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.files import write_atomic
-from llmrecipes.tracking.jsonl import JsonlSink
+from llmrecipes.tracking.jsonl import METRICS, JsonlSink
 from llmrecipes.tracking.mlflow_mirror import MirrorConfig
 from llmrecipes.tracking.mlflow_sink import MlflowSink, flatten
 from llmrecipes.tracking.progress import ProgressSink
@@ -76,16 +76,21 @@ class RunTracker:
         )
         try:
             (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-            for name, text in zip(ARTIFACTS, documents, strict=True):
-                _record_document(run_dir, name, text, resumed_step)
+            notes = [
+                note
+                for name, text in zip(ARTIFACTS, documents, strict=True)
+                if (note := _record_document(run_dir, name, text, resumed_step))
+            ]
         except OSError as error:
             raise UserError(
                 f"cannot write: {error.strerror}",
                 where=str(error.filename or run_dir),
                 fix="make the directory writable or choose another one with --runs-dir",
             ) from error
-        record = JsonlSink(run_dir / "metrics.jsonl", resumed_step)
-
+        record = JsonlSink(run_dir / METRICS, resumed_step)
+        if record.problems:
+            logger.warning("%s: %s", run_dir / METRICS, "; ".join(record.problems))
+            notes.append(Note(step=resumed_step, event="metrics_damaged", details={"problems": record.problems}))
         settings, interval = recipe.tracking, recipe.train.log_interval
         shown = console or Console()
         openers: dict[str, Callable[[], Sink]] = {
@@ -121,7 +126,10 @@ class RunTracker:
                 others[name] = opener()
             except Exception as error:  # none of them is worth a run
                 logger.warning("%s is off for this run: %s: %s", name, type(error).__name__, error)
-        return cls(record, others)
+        tracker = cls(record, others)
+        for note in notes:
+            tracker.note(note)
+        return tracker
 
     def step(self, metrics: StepMetrics) -> None:
         """Report one optimizer step. Call it at every step; intervals are applied here."""
@@ -178,9 +186,30 @@ def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in tags.items() if value is not None}
 
 
-def _record_document(run_dir: Path, name: str, text: str, resumed_step: int) -> None:
-    """Write a document of the run; one that differs from it is kept in logs/ as what held until `resumed_step`."""
+def _record_document(run_dir: Path, name: str, text: str, resumed_step: int) -> Note | None:
+    """Write a document of the run; one that differs from it is kept in logs/ as what held until `resumed_step`.
+
+    Returns:
+        A note, where the one of before was damaged.
+    """
     path = run_dir / name
-    if path.exists() and path.read_text() != text:
-        path.replace(run_dir / "logs" / f"{path.stem}.until-step-{resumed_step:08d}{path.suffix}")
+    data = path.read_bytes() if path.exists() else text.encode()
+    damaged = path.suffix == ".json" and not _is_json(data)
+    note = None
+    if data != text.encode():
+        what = "damaged-at" if damaged else "until"
+        kept = run_dir / "logs" / f"{path.stem}.{what}-step-{resumed_step:08d}{path.suffix}"
+        path.replace(kept)
+        if damaged:
+            logger.warning("%s was damaged; it is now %s, and written again", path, kept)
+            note = Note(step=resumed_step, event="document_damaged", details={"file": name, "path": str(kept)})
     write_atomic(path, text)
+    return note
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except ValueError:
+        return False
+    return True

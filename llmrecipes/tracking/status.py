@@ -60,6 +60,8 @@ class StatusSink:
             "host": socket.gethostname(),
             "started": earlier.get("started", now),
             "valid_loss": earlier.get("valid_loss") if resumed_step else None,
+            # Who finds no checkpoint can tell from this that there was one.
+            "checkpoint": resumed_step if resumed_step or type(earlier.get("checkpoint")) is int else None,
         }
         self._written = 0.0
         self._failed = False
@@ -75,7 +77,9 @@ class StatusSink:
         self._write()
 
     def note(self, note: Note) -> None:
-        pass
+        if note.event == "checkpoint_saved":
+            self._values["checkpoint"] = note.step
+            self._write()
 
     def close(self, status: RunStatus) -> None:
         self._values["state"] = STATES[status]

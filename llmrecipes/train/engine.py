@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -30,6 +29,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.platform import Platform
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.balance import RouterBalance
+from llmrecipes.train.schedule import scheduler
 
 Batch = dict[str, torch.Tensor]
 
@@ -76,7 +76,7 @@ class MegatronEngine:
         self.chunks = [_data_parallel(recipe, built, number) for number in range(len(built.modules))]
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(_optimizer_config(recipe), self.chunks)
         _allocate_optimizer_state(self.optimizer)
-        self.scheduler = _scheduler(recipe, plan, self.optimizer)
+        self.scheduler = scheduler(recipe, self.optimizer)
         self.local_loss = 0.0
         config = built.config
         config.grad_scale_func = self.optimizer.scale_loss
@@ -256,25 +256,3 @@ def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.optimizer is not None:  # a stage may have no parameters of a kind
             part.init_state_fn(part.optimizer, part.config)
-
-
-def _scheduler(recipe: Recipe, plan: Plan, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    schedule = recipe.scheduler
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=recipe.optimizer.lr,
-        min_lr=recipe.optimizer.min_lr,
-        lr_warmup_steps=schedule.lr_warmup_iters,
-        lr_decay_steps=plan.lr_decay_iters,
-        lr_decay_style=schedule.lr_decay_style,
-        start_wd=recipe.optimizer.weight_decay,
-        end_wd=recipe.optimizer.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        # A resumed run follows the recipe of now; the checkpoint only says how far it is.
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-        wsd_decay_steps=schedule.lr_wsd_decay_iters,
-        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
-    )

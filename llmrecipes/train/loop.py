@@ -88,7 +88,7 @@ class Loop:
         stop: set by signals.
         recipe_hash: goes into checkpoints' manifests.
         peak_flops: dense FLOP/s of one GPU, for MFU; None where it is not known.
-        after_step: called after every step, for profilers.
+        after_step: called after every step.
         stop_after: save and stop after this step, as a signal would make it.
         failed_saves: steps whose checkpoint could not be written, and why.
         waited: seconds the loop waited for a save that is still being written, by step.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmrecipes.checkpoint.retention import LEAST_KEPT
 from llmrecipes.cluster import Cluster
 from llmrecipes.console import console, number
 from llmrecipes.data.prepared import Prepared
@@ -44,6 +45,10 @@ def describe(
         "data": f"{number(tokens)} training tokens, read {plan.total_tokens / max(tokens, 1):.2f} times",
         "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
     }
+    if recipe.checkpoint.most_recent_k < LEAST_KEPT:
+        rows["saves"] = (
+            f"the newest {LEAST_KEPT} checkpoints are kept, not {recipe.checkpoint.most_recent_k}: one may be damaged"
+        )
     for name, text in rows.items():
         console().print(f"{name:>7}  {text}", markup=False)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.loader import load
-from llmrecipes.checkpoint.store import CheckpointStore, Entry
-from llmrecipes.errors import UserError
+from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.tracking.events import Note
 from llmrecipes.train.engine import MegatronEngine
+from llmrecipes.train.history import move_aside, require_none_saved
 from llmrecipes.train.state import Progress, restore, sharded_state
 from llmrecipes.train.world import World
 
@@ -23,18 +26,39 @@ def random_layout(engine: MegatronEngine) -> dict[str, int]:
     return {key: getattr(engine.recipe.parallelism, key) for key in keys}
 
 
-def resume(engine: MegatronEngine, store: CheckpointStore, world: World) -> Progress:
-    """Restore the newest valid checkpoint into the engine, where there is one.
+@dataclass(frozen=True)
+class Start:
+    """Where a start of a run begins: `notes` say what had to be put out of the way for it."""
+
+    progress: Progress
+    notes: tuple[Note, ...] = ()
+
+
+def resume(engine: MegatronEngine, store: CheckpointStore, world: World, *, from_scratch: bool = False) -> Start:
+    """Restore the newest valid checkpoint into the engine.
+
+    Checkpoints that are damaged are set aside, so that their steps can be written again.
+
+    Args:
+        engine: what is restored.
+        store: the checkpoints, in the directory of the run.
+        world: this rank.
+        from_scratch: move what the run has recorded out of the way first.
 
     Returns:
-        How far the run is: the beginning, where no checkpoint is valid.
+        How far the run is: the beginning, where it has never saved a checkpoint.
+
+    Raises:
+        UserError: on every rank: it has saved one, and none is valid (`ExitCode.STOP`), or the checkpoint does not fit.
     """
-    found: list[Any] = [store.latest_valid() if world.is_first else None]
     # One rank decides: on a shared file system another might see a different listing.
+    found: list[Any] = [_found(store, from_scratch) if world.is_first else None]
     dist.broadcast_object_list(found, src=0)
-    entry: Entry | None = found[0]
+    if isinstance(found[0], dict):
+        raise UserError(**found[0])
+    entry, notes = found[0]
     if entry is None:
-        return Progress()
+        return Start(Progress(), notes)
     now = random_layout(engine)
     then = {key: entry.manifest.layout.get(key, 1) for key in now}
     same_place = then == now
@@ -55,8 +79,50 @@ def resume(engine: MegatronEngine, store: CheckpointStore, world: World) -> Prog
             where=str(entry.path),
             fix=f"train.train_iters={progress.step} or more, or a new run id",
         )
-    return progress
+    return Start(progress, notes)
 
 
 def _degrees(layout: dict[str, int]) -> str:
     return ", ".join(f"{key} {degree}" for key, degree in layout.items())
+
+
+def _found(store: CheckpointStore, from_scratch: bool) -> tuple[Entry | None, tuple[Note, ...]] | dict[str, Any]:
+    """What rank 0 tells the others: the checkpoint to resume from, or the arguments of the error they all raise."""
+    try:
+        return _from_scratch(store) if from_scratch else _newest(store)
+    except UserError as error:
+        return {"what": error.what, "where": error.where, "rule": error.rule, "fix": error.fix, "code": error.code}
+
+
+def _from_scratch(store: CheckpointStore) -> tuple[None, tuple[Note, ...]]:
+    aside = move_aside(store.directory.parent)
+    if aside is None:
+        return None, ()
+    logger.warning("what this run had recorded is now in %s; it starts at step 0", aside)
+    return None, (Note(step=0, event="history_moved", details={"path": str(aside)}),)
+
+
+def _newest(store: CheckpointStore) -> tuple[Entry | None, tuple[Note, ...]]:
+    entry, damaged = store.survey()
+    if entry is None:
+        require_none_saved(store.directory.parent, damaged)
+        return None, ()
+    seen = {found.path for found in damaged}
+    damaged += [found for found in store.incomplete() if found.path not in seen]
+    return entry, tuple(_set_aside(store, found, entry.step) for found in damaged)
+
+
+def _set_aside(store: CheckpointStore, found: Damaged, step: int) -> Note:
+    try:
+        path = store.set_aside(found.path)
+    except OSError as error:
+        raise UserError(
+            f"the damaged checkpoint cannot be renamed: {error.strerror}",
+            where=str(found.path),
+            rule="a damaged checkpoint is kept, and its step is written again",
+            fix="move it away by hand, then give the same command",
+            code=ExitCode.STOP,
+        ) from error
+    logger.warning("checkpoint %s is damaged (%s); it is now %s", found.path, found.reason, path.name)
+    details = {"checkpoint": found.path.name, "reason": found.reason, "path": str(path)}
+    return Note(step=step, event="checkpoint_damaged", details=details, alarm=True)

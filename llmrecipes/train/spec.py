@@ -32,6 +32,8 @@ class RunSpec(RankSpec):
     """Steps to profile, after two of warm-up; 0 for none."""
     stop_after: Annotated[int, Field(gt=0)] | None = None
     """Save and stop after this step, as a signal would make it."""
+    from_scratch: bool = False
+    """Move what the run has recorded out of the way, and start at step 0."""
     sample: bool = True
     """End with a text sample."""
     restart: Annotated[int, Field(ge=0)] = 0

@@ -34,6 +34,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.debug import anomaly_mode, profiled
     from llmrecipes.train.engine import MegatronEngine
     from llmrecipes.train.feed import one_batch_forever, open_feed
+    from llmrecipes.train.folder import require_there, stop_when_deleted
     from llmrecipes.train.loop import Loop, Outcome
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import resume
@@ -64,14 +65,23 @@ def run(spec: RunSpec) -> ExitCode:
                 keep_interval=recipe.checkpoint.keep_interval,
             )
         )
-        progress = resume(engine, store, world)
+        start = resume(engine, store, world, from_scratch=spec.from_scratch)
+        progress = start.progress
         if world.is_first:
             describe(recipe, plan, built, cluster, prepared, progress, spec.run_dir)
         tracker = stack.enter_context(open_tracker(spec, plan, built, world, progress))
-        after_step = stack.enter_context(profiled(spec.profile_steps, spec.run_dir / "logs", world.rank))
+        for note in start.notes:
+            tracker.note(note)
+        profile_step = stack.enter_context(profiled(spec.profile_steps, spec.run_dir / "logs", world.rank))
         if spec.anomaly:
             for module in built.modules:
                 stack.enter_context(anomaly_mode(module))
+        look = stop_when_deleted(spec.run_dir, stop, world)
+
+        def after_step() -> None:
+            profile_step()
+            look()
+
         peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
         loop = Loop(
             recipe=recipe,
@@ -92,6 +102,7 @@ def run(spec: RunSpec) -> ExitCode:
         gc.freeze()
         stack.callback(gc.unfreeze)
         outcome = loop.run(progress)
+        require_there(spec.run_dir, world)
         # The progress display ends before anything else is printed.
         tracker.close("FINISHED" if outcome is Outcome.FINISHED else "KILLED")
         with engine.settled():

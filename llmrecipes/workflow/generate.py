@@ -9,8 +9,8 @@ from pathlib import Path
 from llmrecipes.cluster import detect
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.schema import Parallelism
+from llmrecipes.workflow.recorded import run_recipe
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     from llmrecipes.train.state import load_model, model_state
     from llmrecipes.train.world import join
 
-    recipe = load_recipe(str(run_dir / "recipe.yaml")).recipe
+    recipe = run_recipe(run_dir)
     entry = CheckpointStore(run_dir / "checkpoints").latest_valid()
     if entry is None:
         raise UserError(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.tracking.files import write_atomic
+
+logger = logging.getLogger(__name__)
 
 STARTS = "starts.json"
 STARTS_WITHOUT_PROGRESS = 3
@@ -34,12 +38,8 @@ def require_progress(record: Path, job: str, restart: int, step: int, max_restar
     Raises:
         UserError: too many restarts, or too many at the same step; `ExitCode.STOP`.
     """
-    try:
-        starts: list[dict[str, Any]] = json.loads(record.read_text("utf-8"))
-    except (OSError, ValueError):
-        starts = []
-    starts.append({"job": job, "restart": restart, "step": step})
-    record.write_text(json.dumps(starts) + "\n", "utf-8")
+    starts = [*_read(record), {"job": job, "restart": restart, "step": step}]
+    write_atomic(record, json.dumps(starts) + "\n")
     if restart > max_restarts:
         raise UserError(
             f"restart {restart} of job {job}, {max_restarts} are allowed",
@@ -48,7 +48,7 @@ def require_progress(record: Path, job: str, restart: int, step: int, max_restar
             code=ExitCode.STOP,
         )
     same = 0
-    for start in reversed([start for start in starts if start["job"] == job]):
+    for start in reversed([start for start in starts if start.get("job") == job]):
         if start["step"] != step:
             break
         same += 1
@@ -61,3 +61,19 @@ def require_progress(record: Path, job: str, restart: int, step: int, max_restar
             "with the same --run-id",
             code=ExitCode.STOP,
         )
+
+
+def _read(record: Path) -> list[dict[str, Any]]:
+    """The starts of before; none if the file is damaged, and then counting begins anew."""
+    try:
+        values = json.loads(record.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError):
+        values = None
+    if not isinstance(values, list) or not all(
+        isinstance(each, dict) and {"job", "step"} <= each.keys() for each in values
+    ):
+        logger.warning("%s is damaged; restarts are counted anew", record)
+        return []
+    return values

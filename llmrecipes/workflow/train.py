@@ -16,11 +16,12 @@ from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.fixes import multiples
-from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.status import read
+from llmrecipes.train.history import require_complete
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.overfit import one_batch_recipe
+from llmrecipes.workflow.recorded import require_same_recipe
 from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
 
 RUN_ID = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-"
@@ -49,6 +50,10 @@ class Wishes:
     """Which of several machines this is; None: the only one."""
     max_restarts: int = 0
     """How often ranks that end with a fault are started again."""
+    accept_changes: bool = False
+    """Resume although another number of steps changes the learning rate or the order of the data."""
+    from_scratch: bool = False
+    """Move what the run has recorded out of the way, and start at step 0."""
 
 
 def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], None]) -> int:
@@ -75,6 +80,8 @@ def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], N
             f"{wishes.max_restarts} on several nodes", where="--max-restarts",
             rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
+    if wishes.from_scratch and wishes.run_id is None:
+        raise UserError("--from-scratch without --run-id", rule="a run without an id is a new one", fix="leave it out")
     if wishes.overfit_batch:
         recipe = one_batch_recipe(recipe)
     nodes = 1 if wishes.node is None else wishes.node.nodes
@@ -85,7 +92,7 @@ def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], N
         _set_environment_of(wishes.cluster, recipe, ranks, cluster, nodes)
     check(recipe, derive(recipe, ranks, cluster), cluster)
     spec = new_spec(recipe, places, wishes)
-    if wishes.node is not None and finished(spec.run_dir, recipe.train.train_iters):
+    if wishes.node is not None and not wishes.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
         say(f"{spec.run_dir} has done all its steps")  # and the other nodes, which would be waited for, are gone
         return int(ExitCode.DONE)
     from llmrecipes.data.prepare import prepare
@@ -109,7 +116,8 @@ def _start_again(spec: RunSpec, ranks: int, cluster: Cluster, max_restarts: int,
     job, record = f"process {os.getpid()}", spec.run_dir / "logs" / STARTS
     require_progress(record, job, 0, newest_step(spec.run_dir), max_restarts)
     for restart in range(max_restarts + 1):
-        code = start(spec.model_copy(update={"restart": restart}), ranks, cluster, apart=True)
+        again = {"restart": restart, "from_scratch": spec.from_scratch and restart == 0}
+        code = start(spec.model_copy(update=again), ranks, cluster, apart=True)
         if code in tuple(ExitCode) or restart == max_restarts:
             return code
         step = newest_step(spec.run_dir)
@@ -126,7 +134,9 @@ def new_spec(recipe: Recipe, places: Places, wishes: Wishes) -> RunSpec:
     """
     run_id = new_run_id() if wishes.run_id is None else checked_run_id(wishes.run_id)
     run_dir = places.runs_dir / recipe.name / run_id
-    _require_same_recipe(recipe, run_dir)
+    if not wishes.from_scratch:
+        require_complete(run_dir)
+        require_same_recipe(recipe, run_dir, places.data_dir, accept=wishes.accept_changes)
     _require_writable(run_dir)
     return RunSpec(
         recipe=recipe,
@@ -137,6 +147,7 @@ def new_spec(recipe: Recipe, places: Places, wishes: Wishes) -> RunSpec:
         anomaly=wishes.anomaly,
         profile_steps=wishes.profile_steps,
         sample=wishes.sample,
+        from_scratch=wishes.from_scratch,
     )
 
 
@@ -180,7 +191,8 @@ def start(spec: RunSpec, ranks: int, cluster: Cluster, node: Node | None = None,
 def finished(run_dir: Path, train_iters: int) -> bool:
     """Whether a run has done all its steps, so that a part of it which is started again has nothing to do."""
     status = read(run_dir)
-    return status.get("state") == "finished" and status.get("step", 0) >= train_iters
+    step = status.get("step")
+    return status.get("state") == "finished" and isinstance(step, int) and step >= train_iters
 
 
 def new_run_id() -> str:
@@ -236,16 +248,6 @@ def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, no
     plan = derive(recipe, ranks, site)
     check(recipe, plan, site)
     os.environ.update(missing(environment(profile, plan, ranks // nodes), os.environ))
-
-
-def _require_same_recipe(recipe: Recipe, run_dir: Path) -> None:
-    path = run_dir / "recipe.yaml"
-    if not path.exists():
-        return
-    from llmrecipes.checkpoint.compatibility import require_compatible
-
-    then = load(str(path)).recipe
-    require_compatible(recipe.model_dump(mode="json"), then.model_dump(mode="json"), where=str(run_dir))
 
 
 def _require_writable(run_dir: Path) -> None:

@@ -113,7 +113,7 @@ def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
     """Train the steps after a checkpoint, from a model that started elsewhere."""
     elsewhere = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 99})})
     with training(elsewhere) as (engine, world):
-        progress = resume(engine, CheckpointStore(folder), world)
+        progress = resume(engine, CheckpointStore(folder), world).progress
         assert progress.step == SAVED_AT
         return _run(engine, world, STEPS - SAVED_AT, progress.consumed_samples)
 

@@ -295,9 +295,9 @@ def test_a_finished_run_has_nothing_to_do_and_may_be_made_longer(train: Command,
     assert code == 0
     assert "12 done, 0 to go" in printed
     assert (run_dir / "metrics.jsonl").read_bytes() == before
-    assert train(train={"train_iters": 15})[0] == 0
+    assert train(train={"train_iters": 15}, scheduler={"lr_decay_iters": 12})[0] == 0
     assert [line["step"] for line in train_lines(run_dir)] == list(range(1, 16))
-    code, printed = train(train={"train_iters": 10})
+    code, printed = train(train={"train_iters": 10}, scheduler={"lr_decay_iters": 12})
     assert code == 2
     assert "the run has done 15 steps" in printed
 

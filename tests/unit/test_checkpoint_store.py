@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, FileRecord, digest
-from llmrecipes.checkpoint.store import CheckpointStore, surviving
+from llmrecipes.checkpoint.retention import surviving
+from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.errors import ExitCode, UserError
 
 VERSIONS = {"torch": "2"}
@@ -164,26 +165,27 @@ def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
         ([], 2, None, set()),
         ([100], 2, None, {100}),
         ([100, 200, 300], 2, None, {200, 300}),
-        ([100, 200, 300, 400], 1, 200, {200, 400}),
-        ([250, 500, 750, 1000], 1, 500, {500, 1000}),
+        ([100, 200, 300, 400], 1, 200, {200, 300, 400}),
+        ([250, 500, 750, 1000], 2, 500, {500, 750, 1000}),
     ],
 )
 def test_retention_rule(steps: list[int], k: int, interval: int | None, kept: set[int]) -> None:
     assert surviving(steps, k, interval) == kept
 
 
-def test_prune_keeps_the_only_valid_one(store: CheckpointStore) -> None:
+def test_prune_keeps_two_valid_ones_and_never_deletes_a_damaged_one(store: CheckpointStore) -> None:
     for step in (1, 2, 3, 4):
         publish(store, step)
     _truncate(store.path(1))
     _truncate(store.path(3))
     _lose_manifest(store.path(4))
-    assert store.prune(1) == [1]
-    assert store.valid(2, full=True)
-    assert store.path(4).exists(), "what is broken and newer stays to be looked at"
+    assert store.prune(1) == []
     publish(store, 5)
-    assert store.prune(1) == [2, 3, 4]
-    assert [entry.step for entry in store.entries()] == [5]
+    assert store.prune(1) == []
+    publish(store, 6)
+    assert store.prune(1) == [2]
+    assert [entry.step for entry in store.entries()] == [5, 6]
+    assert all(store.path(step).exists() for step in (1, 3, 4))
 
 
 def test_prune_does_nothing_without_a_valid_one(store: CheckpointStore) -> None:
@@ -285,3 +287,29 @@ def test_the_manifest_keeps_the_recipe_and_older_ones_are_read_without(store: Ch
     store.publish(temporary, info(1).model_copy(update={"recipe": recipe}), versions=VERSIONS)
     publish(store, 2)
     assert [entry.manifest.recipe for entry in store.entries()] == [recipe, None]
+
+
+def test_only_what_this_process_has_hashed_lets_retention_delete(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        publish(store, step)
+    later = CheckpointStore(store.directory)
+    assert later.prune(2) == []  # all of them only look complete
+    _flip(store.path(3))
+    entry, damaged = later.survey()
+    assert entry is not None
+    assert (entry.step, [found.path for found in damaged]) == (2, [store.path(3)])
+    aside = later.set_aside(store.path(3))
+    publish(later, 4)
+    assert later.prune(2) == [1]
+    assert [entry.step for entry in later.entries()] == [2, 4]
+    assert (aside / "weights.bin").exists()
+    assert later.latest_valid() is not None
+
+
+def test_a_dead_writers_checkpoint_does_not_delete_the_damaged_one_in_its_place(store: CheckpointStore) -> None:
+    publish(store, 2).rename(store.directory / ".tmp-step-00000002-dead")
+    _flip(publish(store, 2))
+    store.claim()
+    store.release()
+    assert store.valid(2, full=True)
+    assert len(list(store.directory.glob("damaged-step-00000002-*"))) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,9 @@ def test_nothing_to_drop_leaves_the_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "m"
     write(path, step(1))
     before = path.stat().st_ino
-    assert rewind(path, 1) == 0
+    assert rewind(path, 1).dropped == 0
     assert path.stat().st_ino == before
-    assert rewind(tmp_path / "missing", 0) == 0
+    assert rewind(tmp_path / "missing", 0).dropped == 0
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xfe\n", b"[1]\n", b'{"step": "1"}\n', b'{"step": true}\n', b"\n", b"{}\n"])
@@ -110,7 +111,7 @@ def test_foreign_lines_are_dropped_not_fatal(tmp_path: Path, garbage: bytes) -> 
     path = tmp_path / "m"
     write(path, step(1))
     path.write_bytes(garbage + path.read_bytes())
-    assert rewind(path, 1) == 1
+    assert rewind(path, 1).dropped == 1
     assert [line["step"] for line in lines(path)] == [1]
 
 
@@ -144,3 +145,82 @@ def test_a_directory_that_cannot_be_written_is_the_users_error(tmp_path: Path) -
 def test_record_keeps_the_values_of_an_fp16_step() -> None:
     values = record(step(7, loss_scale=65536.0, skipped=True, mfu=0.41))
     assert (values["loss_scale"], values["skipped"], values["mfu"]) == (65536.0, True, 0.41)
+
+
+# -- what is lost or changed -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """metrics.jsonl of 250 steps with its sums."""
+    (tmp_path / "logs").mkdir()
+    path = tmp_path / "metrics.jsonl"
+    write(path, *(step(number) for number in range(1, 251)))
+    return path
+
+
+def problems(path: Path, resumed_step: int = 250) -> list[str]:
+    sink = JsonlSink(path, resumed_step)
+    sink.close("FINISHED")
+    return sink.problems
+
+
+Lines = list[bytes]
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda lines: lines, []),
+        (lambda lines: [lines[0].replace(b"5.0", b"4.0"), *lines[1:]], ["lines 1 to 100 are not as they were written"]),
+        (
+            lambda lines: [*lines[:-1], lines[-1].replace(b"5.0", b"4.0")],
+            ["lines 201 to 250 are not as they were written"],
+        ),
+        (
+            lambda lines: lines[:150] + lines[153:],
+            [
+                "lines 101 to 200 are not as they were written",
+                "3 fewer lines than were written",
+                "steps 151 to 153 are missing",
+            ],
+        ),
+        (
+            lambda lines: lines[:150] + lines[149:],
+            ["lines 101 to 250 are not as they were written", "step 150 is repeated in line 151"],
+        ),
+        (
+            lambda lines: [*lines[:9], lines[9][:30] + b"\n", *lines[10:]],
+            ["lines 1 to 100 are not as they were written", "line 10 cannot be read", "step 10 is missing"],
+        ),
+        (lambda lines: lines[:240], ["10 fewer lines than were written", "steps 241 to 250 are missing"]),
+        (lambda _lines: [], ["250 fewer lines than were written", "steps 1 to 250 are missing"]),
+    ],
+    ids=["nothing", "number", "last number", "lost", "twice", "cut", "end", "all"],
+)
+def test_what_is_lost_or_changed_is_named(recorded: Path, damage: Callable[[Lines], Lines], found: list[str]) -> None:
+    recorded.write_bytes(b"".join(damage(recorded.read_bytes().splitlines(keepends=True))))
+    assert problems(recorded) == found
+
+
+def test_what_was_said_is_not_said_again(recorded: Path) -> None:
+    written = recorded.read_bytes().splitlines(keepends=True)
+    recorded.write_bytes(b"".join(written[:150] + written[153:240]))
+    assert problems(recorded)
+    assert problems(recorded) == []
+
+
+def test_lines_after_the_checkpoint_may_be_lost(recorded: Path) -> None:
+    with recorded.open("rb+") as file:
+        file.truncate(recorded.stat().st_size - 20)
+    assert problems(recorded, resumed_step=200) == []
+
+
+def test_a_file_of_an_older_version_is_taken_as_it_is(recorded: Path) -> None:
+    sums = recorded.parent / "logs" / "metrics.sums.json"
+    for damaged in (b"", b"{", b'{"lines": "x", "chunks": 1}', b'{"lines": 5, "chunks": []}', b"\xff"):
+        sums.write_bytes(damaged)
+        assert problems(recorded) == []
+    sums.unlink()
+    assert problems(recorded) == []
+    assert sums.exists()

@@ -78,7 +78,7 @@ def test_resuming_with_other_settings_keeps_the_earlier_ones(tmp_path: Path) -> 
     open_tracker(tmp_path).close("KILLED")
     open_tracker(tmp_path, resumed_step=5).close("KILLED")
     run_dir = tmp_path / "tiny" / "one"
-    assert list((run_dir / "logs").iterdir()) == []  # nothing changed, nothing is kept twice
+    assert not list((run_dir / "logs").glob("*until*"))  # nothing changed, nothing is kept twice
     longer = recipe(train=Train(train_iters=40, micro_batch_size=1, global_batch_size=1))
     open_tracker(tmp_path, resumed_step=10, made_from=longer).close("KILLED")
     earlier = run_dir / "logs" / "recipe.until-step-00000010.yaml"
@@ -186,3 +186,28 @@ def test_importing_the_tracker_loads_neither_torch_nor_mlflow() -> None:
     code = "import sys, llmrecipes.tracking.run_tracker; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "mlflow", "megatron", "datasets"} & set(loaded)
+
+
+@pytest.mark.parametrize("damaged", [b'{"python": "\xff"}', b"{", b""])
+def test_a_damaged_document_is_kept_and_written_again(tmp_path: Path, damaged: bytes) -> None:
+    open_tracker(tmp_path).close("KILLED")
+    run_dir = tmp_path / "tiny" / "one"
+    for name in ("env.json", "plan.json"):
+        (run_dir / name).write_bytes(damaged)
+    open_tracker(tmp_path, resumed_step=5).close("KILLED")
+    assert json.loads((run_dir / "env.json").read_text()) == {"python": "3"}
+    assert (run_dir / "logs" / "env.damaged-at-step-00000005.json").read_bytes() == damaged
+    notes = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [note["details"]["file"] for note in notes if note["event"] == "document_damaged"] == [
+        "plan.json",
+        "env.json",
+    ]
+
+
+def test_a_resume_notes_what_is_missing_from_the_record(tmp_path: Path) -> None:
+    with open_tracker(tmp_path) as tracker:
+        tracker.step(step(1))
+    open_tracker(tmp_path, resumed_step=3).close("KILLED")
+    notes = [json.loads(line) for line in (tmp_path / "tiny/one/metrics.jsonl").read_text().splitlines()]
+    assert notes[-1]["event"] == "metrics_damaged"
+    assert notes[-1]["details"]["problems"] == ["steps 2 to 3 are missing"]

@@ -106,6 +106,7 @@ def test_a_warning_while_it_begins_is_not_lost(
         ({"state": "finished", "step": 9}, False),  # train_iters has been raised since
         ({"state": "saved", "step": 10}, False),
         ({}, False),
+        ({"state": "finished", "step": "10"}, False),
     ],
 )
 def test_finished(status: dict[str, object], is_finished: bool, tmp_path: Path) -> None:
@@ -116,6 +117,9 @@ def test_finished(status: dict[str, object], is_finished: bool, tmp_path: Path) 
 def test_restarts_without_progress_stop(tmp_path: Path) -> None:
     record = tmp_path / "run/logs/starts.json"
     record.parent.mkdir(parents=True)
+    for damaged in (b"no JSON", b"\xff", b"{}", b"[1]", b'[{"job": "7"}]'):
+        record.write_bytes(damaged)
+        require_progress(record, "7", 0, 0, 100)
     record.write_text("no JSON")
     for restart, step in enumerate([0, 0, 0, 5, 5, 5]):
         require_progress(record, "7", restart, step, 100)

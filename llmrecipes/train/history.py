@@ -1,0 +1,123 @@
+"""Whether a run may start at step 0: only one that has never saved a checkpoint, or whose history was moved aside.
+
+A run that was killed before its first checkpoint starts again by itself, whatever steps it has recorded. A run that has
+saved one, of which nothing usable is left, does not: it would write over what is still there. That a checkpoint was
+saved is known from any of
+
+- a directory `checkpoints/step-*` or `checkpoints/damaged-*`;
+- a note `checkpoint_saved` in metrics.jsonl;
+- `checkpoint` in status.json; in one of an older version, the state `finished` or `saved` after the first step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmrecipes.checkpoint.store import DAMAGED, CheckpointStore, Damaged
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.tracking import status
+from llmrecipes.tracking.jsonl import METRICS, parse
+
+ASIDE = "before-"
+KEPT = ("logs", "checkpoints")
+"""Directories that stay when a run's history is moved: the files of this start are in them."""
+
+
+def require_complete(run_dir: Path) -> None:
+    """The check of names and sizes alone, for launchers; the first rank compares hashes.
+
+    Raises:
+        UserError: see `require_none_saved`.
+    """
+    store = CheckpointStore(run_dir / "checkpoints")
+    if run_dir.is_dir() and not store.entries():
+        require_none_saved(run_dir, store.incomplete())
+
+
+def require_none_saved(run_dir: Path, damaged: Sequence[Damaged]) -> None:
+    """Let a run without a usable checkpoint start at step 0, if it has never saved one.
+
+    Args:
+        run_dir: the run.
+        damaged: what is wrong with each of its checkpoints.
+
+    Raises:
+        UserError: it has saved one; `ExitCode.STOP`.
+    """
+    step = saved_step(run_dir)
+    if step is None and not damaged:
+        return
+    checkpoints = run_dir / "checkpoints"
+    found = [str(each) for each in damaged] or [f"{checkpoints} has no checkpoint"]
+    newest = "" if step is None else f" (the last one at step {step})"
+    raise UserError(
+        f"this run has saved checkpoints{newest}, and none can be used:\n    " + "\n    ".join(found),
+        where=str(run_dir),
+        rule="a run that has saved a checkpoint does not start again at step 0 by itself",
+        fix="put back a checkpoint from a copy; or another --run-id; or --from-scratch, which moves this run's history "
+        f"to {run_dir / ASIDE}<time> and starts at step 0",
+        code=ExitCode.STOP,
+    )
+
+
+def saved_step(run_dir: Path) -> int | None:
+    """Step of the last checkpoint that a run has recorded or set aside; None if there never was one."""
+    steps = _recorded_saves(run_dir / METRICS)
+    values = status.read(run_dir)
+    step, checkpoint = values.get("step"), values.get("checkpoint")
+    if type(checkpoint) is int:
+        steps.append(checkpoint)
+    elif "checkpoint" not in values and values.get("state") in ("finished", "saved") and type(step) is int and step > 0:
+        steps.append(step)
+    names = (DAMAGED.fullmatch(path.name) for path in _children(run_dir / "checkpoints"))
+    steps += [int(match[1]) for match in names if match]
+    return max(steps, default=None)
+
+
+def move_aside(run_dir: Path) -> Path | None:
+    """Move everything that a run has recorded into a directory of its own, in which it is a run like any other.
+
+    metrics.jsonl goes last: a process killed in between leaves a run that is still refused.
+
+    Returns:
+        The directory; None where there was nothing.
+
+    Raises:
+        UserError: something cannot be moved.
+    """
+    checkpoints = run_dir / "checkpoints"
+    steps = [path for path in _children(checkpoints) if not path.name.startswith(".")]
+    rest = [path for path in _children(run_dir) if path.name not in KEPT and not path.name.startswith((ASIDE, "."))]
+    rest.sort(key=lambda path: path.name == METRICS)
+    if not steps and not rest:
+        return None
+    aside = run_dir / f"{ASIDE}{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    try:
+        (aside / "checkpoints").mkdir(parents=True)
+        for path in steps:
+            path.rename(aside / "checkpoints" / path.name)
+        for path in rest:
+            path.rename(aside / path.name)
+    except OSError as error:
+        raise UserError(
+            f"the history of this run cannot be moved: {error.strerror}",
+            where=str(error.filename or aside),
+            fix="move it by hand, or another --run-id",
+            code=ExitCode.STOP,
+        ) from error
+    return aside
+
+
+def _recorded_saves(metrics: Path) -> list[int]:
+    try:
+        with metrics.open("rb") as stream:
+            records = [parse(line) for line in stream if b"checkpoint_saved" in line]
+    except OSError:
+        return []
+    return [int(record["step"]) for record in records if record and record.get("event") == "checkpoint_saved"]
+
+
+def _children(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir()) if directory.is_dir() else []
