@@ -23,7 +23,7 @@ from pathlib import Path
 
 import tokenizers
 
-from llmrecipes.data import corpus, manifest, tokenizer
+from llmrecipes.data import checked, corpus, tokenizer
 from llmrecipes.data.encode import load
 from llmrecipes.data.pool import EncoderSpec
 from llmrecipes.data.split import SplitRule
@@ -38,7 +38,7 @@ RULE = SplitRule((98.0, 1.0, 1.0))
 def ours(folder: Path, tokenizer_file: Path, cores: int) -> None:
     """Everything `prepare` does behind the training of the tokenizer."""
     write(folder, SOURCES, RULE, EncoderSpec(tokenizer_file, "", 0, "uint16", by_word=True), cores, lambda line: None)
-    manifest.describe(folder)
+    checked.describe(folder, checked.Ids("uint16", VOCABULARY))
 
 
 def theirs(folder: Path, texts: list[str], backend: tokenizers.Tokenizer, cores: int) -> None:

@@ -21,15 +21,18 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split as MegatronSplit
 
-from llmrecipes.data import index
+from llmrecipes.data import index, listing
 from llmrecipes.data.manifest import stem
-from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.prepared import TOKENIZER, Prepared
 from llmrecipes.data.split import SPLITS, Split
+from llmrecipes.data.tokens import TokenFile
 from llmrecipes.recipe.schema import Recipe
+
+logger = logging.getLogger(__name__)
 
 
 def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | BlendedDataset | None:
-    """Open a split for training: tokens and indices are memory-mapped, nothing is built, no rank waits for another.
+    """Open a split for training: nothing is built, and no rank waits for another but where files are checked first.
 
     Args:
         recipe: gives sequence length, seed, batch and weights.
@@ -41,9 +44,10 @@ def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | Blen
         `position_ids` of [seq_length]; None where no source has a sequence of this held-out split.
 
     Raises:
-        UserError: the indices are not prepared or damaged, or a source is too short to train on.
+        UserError: tokens or indices are not prepared or damaged, or a source is too short to train on.
     """
-    return load(recipe, prepared, split, index.check(recipe, prepared), fresh=False)
+    prepared.check([TOKENIZER, *prepared.tokens(split)], logger.info)
+    return load(recipe, prepared, split, index.check(recipe, prepared, logger.info), fresh=False)
 
 
 def load(
@@ -59,11 +63,17 @@ def load(
     weights = [prepared.weights[n] / total for n in usable]
     config = _config(recipe, prepared, split, [stem(n, split) for n in usable], weights, cache)
     size = index.samples(recipe, split)
+    # megatron-core opens arrays with `allow_pickle`: it only names them, and they are opened here.
+    config.defer_npy_index_mmap = not fresh
     if len(usable) == 1:
-        return _source(prepared, usable[0], split, size, config)
-    # The blend draws from each source its share, rounded up to one sample more.
-    parts = [_source(prepared, n, split, math.ceil(size * w) + 1, config) for n, w in zip(usable, weights, strict=True)]
-    return _blend(parts, weights, size, config, fresh=fresh)
+        opened: GPTDataset | BlendedDataset = _source(prepared, usable[0], split, size, config)
+    else:
+        # The blend draws from each source its share, rounded up to one sample more.
+        shares = [math.ceil(size * weight) + 1 for weight in weights]
+        parts = [_source(prepared, n, split, share, config) for n, share in zip(usable, shares, strict=True)]
+        opened = _blend(parts, weights, size, config, fresh=fresh)
+    config.defer_npy_index_mmap = False
+    return opened
 
 
 def _config(
@@ -84,10 +94,17 @@ def _config(
 
 def _source(prepared: Prepared, number: int, split: Split, size: int, config: GPTDatasetConfig) -> GPTDataset:
     name = stem(number, split)
-    tokens = IndexedDataset(str(prepared.path / name), mmap=True)
+    tokens = IndexedDataset(str(prepared.path / name), mmap=False)
+    tokens.bin_reader = TokenFile(prepared.path / f"{name}.bin")
     documents = np.arange(len(tokens), dtype=np.int32)
     # The second argument only names the cache: it must not change when the folder moves.
-    return GPTDataset(tokens, f"{prepared.manifest.fingerprint}/{name}", documents, size, MegatronSplit[split], config)
+    label = f"{prepared.manifest.fingerprint}/{name}"
+    source = GPTDataset(tokens, label, documents, size, MegatronSplit[split], config)
+    if config.defer_npy_index_mmap:
+        source.document_index = listing.array(Path(source.path_to_document_index))
+        source.sample_index = listing.array(Path(source.path_to_sample_index))
+        source.shuffle_index = listing.array(Path(source.path_to_shuffle_index))
+    return source
 
 
 def _blend(
@@ -107,7 +124,11 @@ def _blend(
         np.save(f"{prefix}-dataset_index.npy", built.dataset_index)
         np.save(f"{prefix}-dataset_sample_index.npy", built.dataset_sample_index)
         Path(f"{prefix}-description.txt").write_text(built.unique_description, encoding="utf-8")
-    return BlendedDataset(parts, weights, size, config)
+    blended = BlendedDataset(parts, weights, size, config)
+    if config.defer_npy_index_mmap:
+        blended.dataset_index = listing.array(Path(blended.path_to_dataset_index))
+        blended.dataset_sample_index = listing.array(Path(blended.path_to_dataset_sample_index))
+    return blended
 
 
 @contextmanager

@@ -8,16 +8,17 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from llmrecipes.data import checked, listing
+from llmrecipes.data.manifest import File
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import SPLITS, Split
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
-
-_MARK = "index.json"
 
 
 def samples(recipe: Recipe, split: Split) -> int:
@@ -39,9 +40,16 @@ def folder(recipe: Recipe, prepared: Prepared) -> Path:
     return prepared.path / "index" / name
 
 
-def exists(recipe: Recipe, prepared: Prepared) -> bool:
-    """Whether `build` is done."""
-    return (folder(recipe, prepared) / _MARK).is_file()
+def usable(recipe: Recipe, prepared: Prepared) -> bool:
+    """Whether `build` has nothing to do: the indices are there, with hashes or where they cannot be written anew.
+
+    Raises:
+        UserError: the list of their files is damaged.
+    """
+    path = folder(recipe, prepared)
+    if not (path / listing.NAME).is_file():
+        return False
+    return listing.read(path)[1] is not None or not os.access(path.parent, os.W_OK)
 
 
 def build(recipe: Recipe, prepared: Prepared, say: Callable[[str], None]) -> None:
@@ -51,8 +59,10 @@ def build(recipe: Recipe, prepared: Prepared, say: Callable[[str], None]) -> Non
         UserError: a source is too short for one sequence of training.
     """
     target = folder(recipe, prepared)
-    if exists(recipe, prepared):
+    if usable(recipe, prepared):
         return
+    if (target / listing.NAME).is_file():
+        say(f"note: the sample order in {target} was written without hashes; it is built again, and is the same")
     for split in SPLITS:
         _say_what_is_short(recipe, prepared, split, say)
     from llmrecipes.data import dataset
@@ -63,48 +73,42 @@ def build(recipe: Recipe, prepared: Prepared, say: Callable[[str], None]) -> Non
         part.mkdir(parents=True)
         for split in SPLITS:
             dataset.load(recipe, prepared, split, part, fresh=True)
-        files = {file.name: file.stat().st_size for file in part.iterdir()}
-        (part / _MARK).write_text(json.dumps(files, indent=1) + "\n", encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)  # without its mark: damaged
+        contents = checked.describe(part, prepared.ids)
+        files = {name: File(bytes=content.bytes, sha256=content.sha256) for name, content in contents.items()}
+        (part / listing.NAME).write_text(listing.text(files), encoding="utf-8")
+        shutil.rmtree(target, ignore_errors=True)  # without its listing or without hashes
         part.rename(target)
+        checked.remember(prepared.path, {f"{target.relative_to(prepared.path)}/{n}": c for n, c in contents.items()})
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def check(recipe: Recipe, prepared: Prepared) -> Path:
-    """The folder of the indices, complete and without pickled objects.
+def check(recipe: Recipe, prepared: Prepared, say: Callable[[str], None]) -> Path:
+    """The folder of the indices, once every file in it is known to be what `build` wrote.
+
+    Args:
+        recipe: whose indices.
+        prepared: the opened folder.
+        say: told when something is read.
 
     Raises:
-        UserError: not built for this recipe, or a file is missing or cut off.
+        UserError: not built for this recipe, or a file is missing, changed, no plain array or not listed.
     """
-    import numpy as np
-
     path = folder(recipe, prepared)
     try:
-        files = json.loads((path / _MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        sizes, files = listing.read(path)
+    except OSError as error:
         raise UserError(
             f"the sample order of recipe {recipe.name!r} is not prepared for this length, seed and batch",
             where=str(path),
             fix=f"llmrecipes prepare {recipe.name} with the same overrides",
         ) from error
-    again = f"delete {path} and prepare again"
-    for name, size in files.items():
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            raise UserError(
-                f"has {found} bytes, expected {size}" if found is not None else f"is missing, expected {size} bytes",
-                where=str(file),
-                fix=again,
-            )
-        if file.suffix == ".npy":
-            try:  # megatron-core loads these with allow_pickle
-                np.load(file, mmap_mode="r", allow_pickle=False)
-            except (ValueError, OSError, EOFError) as error:
-                raise UserError(
-                    f"no index: {error}", where=str(file), fix=f"delete {path} and prepare again"
-                ) from error
+    listing.require_listed(path, sizes)
+    if files is None:
+        say(f"note: {path / listing.NAME} has no hashes; only sizes and headers of the sample order are checked")
+    else:
+        within = {f"{path.relative_to(prepared.path)}/{name}": file for name, file in files.items()}
+        checked.require(prepared.path, within, prepared.ids, say)
     return path
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator, Iterator
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -12,6 +14,16 @@ from torch.utils.data import DataLoader, Dataset
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+_SECONDS_TO_END = 5.0
+"""How long after its connection a process may end."""
+
+
+class ReaderLost(RuntimeError):
+    """A reading process ended; its exit code is minus the signal that killed it."""
+
+    def __init__(self, pid: int, exitcode: int) -> None:
+        super().__init__(f"data loader process {pid} ended with exit code {exitcode}")
+        self.pid, self.exitcode = pid, exitcode
 
 
 def sample_ids(
@@ -69,6 +81,10 @@ def batches(
 
     Yields:
         `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [micro_batch_size, seq_length].
+
+    Raises:
+        ReaderLost: a worker process was killed.
+        OSError: a file could not be read, here or there.
     """
     ids = sample_ids(
         len(dataset),  # type: ignore[arg-type]
@@ -79,7 +95,7 @@ def batches(
         data_parallel_size=data_parallel_size,
     )
     loader = DataLoader(
-        dataset,
+        _Reads(dataset),
         batch_sampler=_Once(ids),
         num_workers=num_workers,
         collate_fn=_collate,
@@ -94,17 +110,52 @@ def batches(
     )
     # A worker is forked with these held back, and takes them when it has handlers; before, they would end it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    on_child = signal.getsignal(signal.SIGCHLD)
     try:
         stream = iter(loader)
     finally:
+        # torch's handler raises wherever the program is when a worker dies, in the middle of an update too; without it
+        # the death is found by the next read.
+        if signal.getsignal(signal.SIGCHLD) is not on_child:
+            signal.signal(signal.SIGCHLD, on_child or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
-        yield from stream
+        while True:
+            try:
+                batch = next(stream)
+            except StopIteration:
+                return
+            except (RuntimeError, OSError, EOFError):  # of a queue whose other end is gone
+                _require_alive(getattr(stream, "_workers", []))
+                raise
+            if isinstance(batch, OSError):
+                raise batch
+            yield batch
     finally:
         # A traceback may keep the iterator alive. A leaving process would then wait for its workers for ever: it sends
         # them one SIGTERM, and they ignore the first.
         if num_workers:
             stream._shutdown_workers()  # type: ignore[attr-defined]
+
+
+class _Reads(Dataset[Any]):
+    """Samples, or the error in place of one: torch would send its traceback as text."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, number: int) -> Any:
+        try:
+            return self._dataset[number]
+        except OSError as error:
+            return error
+
+
+def _require_alive(workers: list[BaseProcess]) -> None:
+    wait([worker.sentinel for worker in workers], _SECONDS_TO_END)
+    for worker in workers:
+        if worker.exitcode:
+            raise ReaderLost(worker.pid or 0, worker.exitcode) from None
 
 
 class _Once:
@@ -117,7 +168,10 @@ class _Once:
         return self._ids
 
 
-def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _collate(samples: list[Any]) -> dict[str, torch.Tensor] | OSError:
+    for sample in samples:
+        if isinstance(sample, OSError):
+            return sample
     return {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 from pathlib import Path
 
@@ -22,18 +21,20 @@ _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_DTYPES = {4: "int32", 8: "uint16"}
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """A part of what is kept as JSON."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class File(_Record):
+class File(Record):
     """A file of the folder."""
 
     bytes: int
     sha256: str
 
 
-class Counts(_Record):
+class Counts(Record):
     """What a split of a source holds: documents, tokens (one end token a document included), bytes of UTF-8 text."""
 
     documents: int = 0
@@ -41,7 +42,7 @@ class Counts(_Record):
     bytes: int = 0
 
 
-class SourceFiles(_Record):
+class SourceFiles(Record):
     """The source's files at the time: count, size, hash over names and sizes."""
 
     files: int
@@ -49,7 +50,7 @@ class SourceFiles(_Record):
     sha256: str
 
 
-class SourceRecord(_Record):
+class SourceRecord(Record):
     """One source: what was read, what was dropped and why, what was kept."""
 
     label: str
@@ -61,7 +62,7 @@ class SourceRecord(_Record):
     files: SourceFiles | None
 
 
-class TokenizerRecord(_Record):
+class TokenizerRecord(Record):
     """The tokenizer beside the tokens."""
 
     type: str
@@ -71,14 +72,14 @@ class TokenizerRecord(_Record):
     trained_on_bytes: int | None
 
 
-class HeldOut(_Record):
+class HeldOut(Record):
     """The text of a held-out split: bytes, and bytes after `gzip -9`."""
 
     bytes: int
     gzip_bytes: int
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """Everything about a prepared folder, in `manifest.json`."""
 
     format: int
@@ -110,16 +111,6 @@ def sha256(file: Path) -> str:
     """Hex SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def describe(folder: Path) -> dict[str, File]:
-    """Size and hash of every file of a folder; each is on disk for good when this returns."""
-    found = {}
-    for file in sorted(folder.iterdir()):
-        with file.open("rb") as stream:
-            found[file.name] = File(bytes=file.stat().st_size, sha256=hashlib.file_digest(stream, "sha256").hexdigest())
-            os.fsync(stream.fileno())
-    return found
 
 
 def load(folder: Path) -> Manifest:
@@ -165,22 +156,15 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
                 _check_index(folder / f"{stem(number, split)}.idx", counts, manifest.dtype)
 
 
-def check_hashes(folder: Path, manifest: Manifest) -> None:
-    """The full check: every file has the hash it was written with.
+def document_of(file: Path, place: int) -> tuple[int, int]:
+    """Which document of an `.idx` has a byte of its `.bin`, and how far into the document that byte is."""
+    import numpy as np
 
-    Raises:
-        UserError: the first file that has not.
-    """
-    check_sizes(folder, manifest)
-    for name, expected in manifest.files.items():
-        found = sha256(folder / name)
-        if found != expected.sha256:
-            raise UserError(
-                f"SHA-256 is {found[:16]}…, the manifest says {expected.sha256[:16]}…",
-                where=str(folder / name),
-                rule="a prepared file is what `prepare` wrote",
-                fix=_AGAIN,
-            )
+    with file.open("rb") as stream:
+        *_, documents, _ = _IDX_HEADER.unpack(stream.read(_IDX_HEADER.size))
+    pointers = np.memmap(file, "<i8", "r", _IDX_HEADER.size + 4 * documents, (documents,))
+    number = int(np.searchsorted(pointers, place, side="right")) - 1
+    return number, place - int(pointers[number])
 
 
 def _check_index(file: Path, counts: Counts, dtype: str) -> None:

@@ -8,8 +8,9 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, islice
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from llmrecipes.data.corpus import Batch
 from llmrecipes.data.encode import Encode, Encoded, encoder
+from llmrecipes.errors import UserError
 
 _ALONE = 32  # batches, 1 MiB each: processes take longer to start than these to encode
 
@@ -37,10 +39,16 @@ class EncoderSpec:
     by_word: bool
 
 
-def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Iterator[tuple[Batch, Encoded]]:
+def encode_all(
+    batches: Iterable[Batch], spec: EncoderSpec, workers: int
+) -> Generator[tuple[Batch, Encoded], None, None]:
     """Each batch with its ids, in the given order; two batches a worker are under way at most.
 
-    The first batches, and all of them with one worker, are encoded in this process.
+    The first batches, and all of them with one worker, are encoded in this process. Closing
+    the iterator ends the processes.
+
+    Raises:
+        UserError: a process was killed.
     """
     every = iter(batches)
     for batch in every if workers == 1 else islice(every, _ALONE):
@@ -50,7 +58,8 @@ def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Ite
         return
     # Spawned, not forked: a fork would copy locks held by threads of the libraries loaded here.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_live_with_parent) as pool:
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_live_with_parent)
+    try:
         waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
         for batch in chain([following], every):
             waiting.append((batch, pool.submit(_encode, spec, batch.texts())))
@@ -59,11 +68,20 @@ def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Ite
                 yield first, future.result()
         for first, future in waiting:
             yield first, future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a process of `prepare` was killed, most often by the kernel, out of memory",
+            fix=f"fewer than --workers {workers}, or more memory",
+        ) from error
+    finally:
+        # A stopped `prepare` waits for the batches under way, some 1 MiB each, not for those that are queued.
+        pool.shutdown(cancel_futures=True)
 
 
 def _live_with_parent() -> None:
-    """In a worker: leave Ctrl-C to the parent, and do not outlive it when it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """In a worker: leave signals that stop a job to the parent, and do not outlive it when it is killed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import llmrecipes
+from llmrecipes.data import checked, sources
 from llmrecipes.data import manifest as manifests
-from llmrecipes.data import sources
-from llmrecipes.data.manifest import Manifest, TokenizerRecord
+from llmrecipes.data.manifest import File, Manifest, TokenizerRecord
 from llmrecipes.data.prepared import TOKENIZER, Prepared, content, fingerprint, open_prepared
 from llmrecipes.data.split import SplitRule
 from llmrecipes.errors import UserError
@@ -54,8 +54,10 @@ def prepare(
     target = data_dir / fingerprint(recipe)
     if target.is_dir():
         prepared = open_prepared(recipe, data_dir)
+        prepared.check(prepared.manifest.files, say)
         _warn_if_changed(recipe, prepared, say)
-        if index.exists(recipe, prepared):  # also where the folder is read-only
+        if index.usable(recipe, prepared):  # also where the folder is read-only
+            index.check(recipe, prepared, say)
             say(f"data is prepared in {target}")
             return prepared
     with _writable(data_dir), _lock(data_dir, target.name, say):
@@ -72,7 +74,7 @@ def _build(recipe: Recipe, target: Path, workers: int, say: Callable[[str], None
     shutil.rmtree(part, ignore_errors=True)  # of a killed run; the lock is ours
     try:
         part.mkdir()
-        manifest = _fill(recipe, part, target.name, workers, say)
+        manifest, contents = _fill(recipe, part, target.name, workers, say)
         file = part / manifests.NAME
         with file.open("w", encoding="utf-8") as stream:
             stream.write(manifest.model_dump_json(indent=1) + "\n")
@@ -81,13 +83,16 @@ def _build(recipe: Recipe, target: Path, workers: int, say: Callable[[str], None
         _sync(part)
         part.rename(target)
         _sync(target.parent)
+        checked.remember(target, contents)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     total = sum(file.bytes for file in manifest.files.values())
     say(f"data is prepared in {target}: {total / 2**20:.1f} MiB, {time.monotonic() - started:.1f} s")
 
 
-def _fill(recipe: Recipe, part: Path, name: str, workers: int, say: Callable[[str], None]) -> Manifest:
+def _fill(
+    recipe: Recipe, part: Path, name: str, workers: int, say: Callable[[str], None]
+) -> tuple[Manifest, dict[str, checked.Content]]:
     from megatron.core.datasets.indexed_dataset import DType
 
     from llmrecipes.data.pool import EncoderSpec
@@ -102,7 +107,8 @@ def _fill(recipe: Recipe, part: Path, name: str, workers: int, say: Callable[[st
     spec = EncoderSpec(part / TOKENIZER, tokenizer.sha256, tokenizer.eod, dtype, by_word)
     records, held_out = write(part, every, rule, spec, workers, say)
     packages = ("megatron-core", "numpy", "tokenizers", "datasets", "transformers")
-    return Manifest(
+    contents = checked.describe(part, checked.Ids(dtype, tokenizer.vocab_size))
+    manifest = Manifest(
         format=manifests.FORMAT,
         fingerprint=name,
         data=content(recipe),
@@ -115,8 +121,9 @@ def _fill(recipe: Recipe, part: Path, name: str, workers: int, say: Callable[[st
         tokenizer=tokenizer,
         sources=records,
         held_out=held_out,
-        files=manifests.describe(part),
+        files={name: File(bytes=content.bytes, sha256=content.sha256) for name, content in contents.items()},
     )
+    return manifest, contents
 
 
 def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, say: Callable[[str], None]) -> TokenizerRecord:

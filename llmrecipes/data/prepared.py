@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmrecipes.data import checked, listing
 from llmrecipes.data import manifest as manifests
 from llmrecipes.data.manifest import Manifest
 from llmrecipes.data.split import SPLITS, Split, check_disjoint
 from llmrecipes.data.tokenizer import TextTokenizer, read
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
 
@@ -25,13 +30,49 @@ class Prepared:
     manifest: Manifest
     weights: tuple[float, ...]
 
+    @property
+    def ids(self) -> checked.Ids:
+        """What its token ids may be."""
+        return checked.Ids(self.manifest.dtype, self.manifest.tokenizer.vocab_size)
+
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer that made the tokens."""
+        """The tokenizer that made the tokens.
+
+        Raises:
+            UserError: it is damaged, or another one.
+        """
         record = self.manifest.tokenizer
         return read(self.path / TOKENIZER, record.eod, record.sha256)
 
+    def check(self, names: Collection[str], say: Callable[[str], None], *, again: bool = False) -> None:
+        """Check files against the manifest, and ids against the vocabulary, unless that was done on this machine.
+
+        Args:
+            names: of the files.
+            say: told when something is read.
+            again: read them whatever was done.
+
+        Raises:
+            UserError: a file is not in the manifest, is another one, or has ids outside the vocabulary.
+        """
+        files = self.manifest.files
+        if unknown := sorted(set(names) - set(files)):
+            raise UserError(
+                f"does not list {unknown[0]}",
+                where=str(self.path / manifests.NAME),
+                rule="a manifest lists every file that is read",
+                fix="delete the folder and prepare again",
+            )
+        checked.require(self.path, {name: files[name] for name in names}, self.ids, say, again=again)
+
+    def tokens(self, split: Split) -> list[str]:
+        """Files of a split's tokens."""
+        every = enumerate(self.manifest.sources)
+        stems = [manifests.stem(number, split) for number, source in every if source.splits[split].documents]
+        return [f"{stem}{suffix}" for stem in stems for suffix in (".idx", ".bin")]
+
     def verify(self) -> int:
-        """Check every file's hash, and that no document is in two splits.
+        """Read every file and check its hash, those of all sample orders too, and that no document is in two splits.
 
         Returns:
             The number of documents.
@@ -39,7 +80,10 @@ class Prepared:
         Raises:
             UserError: the first difference.
         """
-        manifests.check_hashes(self.path, self.manifest)
+        self.check(self.manifest.files, logger.info, again=True)
+        for folder, files in listing.every(self.path):
+            within = {f"{folder.relative_to(self.path)}/{name}": file for name, file in files.items()}
+            checked.require(self.path, within, self.ids, logger.info, again=True)
         return check_disjoint(
             (split, self.path / f"{manifests.stem(number, split)}.sha256")
             for number, source in enumerate(self.manifest.sources)
@@ -70,7 +114,7 @@ def fingerprint(recipe: Recipe) -> str:
 
 
 def open_prepared(recipe: Recipe, data_dir: Path) -> Prepared:
-    """Open the recipe's prepared folder after the quick check (sizes and index headers).
+    """Open the recipe's prepared folder after the quick check: sizes and index headers; `Prepared.check` does the rest.
 
     Raises:
         UserError: not prepared, or a file is missing, cut off or foreign (its name, expected and found size).
@@ -88,6 +132,13 @@ def open_prepared(recipe: Recipe, data_dir: Path) -> Prepared:
             f"belongs to {manifest.fingerprint}, not to {path.name}",
             where=str(path / manifests.NAME),
             rule="a prepared folder is named by its fingerprint",
+            fix="delete the folder and prepare again",
+        )
+    if max(manifest.tokenizer.vocab_size, manifest.tokenizer.eod + 1) > recipe.model.vocab_size:
+        raise UserError(
+            f"its tokenizer has {manifest.tokenizer.vocab_size:,} ids, the model {recipe.model.vocab_size:,}",
+            where=str(path / manifests.NAME),
+            rule="model.vocab_size is at least the tokenizer's",
             fix="delete the folder and prepare again",
         )
     manifests.check_sizes(path, manifest)

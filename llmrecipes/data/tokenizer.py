@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +55,24 @@ class TextTokenizer:
 
 
 def read(file: Path, eod: int, identity: str) -> TextTokenizer:
-    """Load a prepared folder's `tokenizer.json`."""
-    return TextTokenizer(load(file.read_text(encoding="utf-8")), eod, identity)
+    """Load a prepared folder's `tokenizer.json`.
+
+    Raises:
+        UserError: it cannot be read, or is not the one with the SHA-256 `identity`.
+    """
+    fix = "copy the file again from where it was prepared, or delete the folder and prepare again"
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read: {error.strerror}", where=str(file), fix=fix) from error
+    if (found := hashlib.sha256(content).hexdigest()) != identity:
+        raise UserError(
+            f"SHA-256 is {found[:16]}…, the manifest says {identity[:16]}…",
+            where=str(file),
+            rule="the tokenizer is the one that made the tokens",
+            fix=fix,
+        )
+    return TextTokenizer(load(content.decode()), eod, identity)
 
 
 def vocabulary(backend: tokenizers.Tokenizer) -> int:

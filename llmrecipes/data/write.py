@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +41,8 @@ def write(
         texts: dict[Split, _Text] = {}
         started = reported = time.monotonic()
         total = 0
-        for batch, encoded in encode_all(batches(every, rule, tallies), spec, workers):
+        encoding = stack.enter_context(closing(encode_all(batches(every, rule, tallies), spec, workers)))
+        for batch, encoded in encoding:
             _add(batch, encoded, folder, spec.dtype, parts, texts, stack)
             total += batch.size
             if time.monotonic() - reported > _REPORT_SECONDS:

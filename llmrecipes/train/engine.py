@@ -6,7 +6,7 @@ The loop owns the order of things, the engine owns their arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -86,12 +86,13 @@ class MegatronEngine:
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._forward_backward = get_forward_backward_func()
 
-    def train_step(self, batches: Iterator[Batch], *, stop: bool = False) -> StepResult:
+    def train_step(self, batches: Iterator[Batch], *, stop: Callable[[], bool] | None = None) -> StepResult:
         """One optimizer step on the next global batch.
 
         Args:
             batches: micro-batches of this data-parallel rank, each tensor [micro_batch_size, seq_length].
-            stop: whether this rank was asked to stop. It travels with the loss, so that agreeing costs nothing.
+            stop: whether this rank has to stop, asked when its batches are used. The answer travels with the loss, so
+                that agreeing costs nothing.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -157,7 +158,9 @@ class MegatronEngine:
         """Learning rate of the next step."""
         return float(next(group["lr"] for group in self.optimizer.param_groups if group["params"]))
 
-    def _run(self, batches: Iterator[Batch], *, forward_only: bool, stop: bool = False) -> tuple[float, bool]:
+    def _run(
+        self, batches: Iterator[Batch], *, forward_only: bool, stop: Callable[[], bool] | None = None
+    ) -> tuple[float, bool]:
         outputs = self._forward_backward(
             forward_step_func=self._forward_step,
             data_iterator=self._for_chunks(batches),
@@ -174,7 +177,7 @@ class MegatronEngine:
         for output in outputs:
             totals[:2] += output["loss"]
         self.local_loss = float(totals[0] / totals[1].clamp(min=1.0))
-        totals[2] = float(stop)
+        totals[2] = float(stop is not None and stop())
         dist.all_reduce(totals)
         loss_sum, tokens, stops = totals.tolist()
         return loss_sum / max(tokens, 1.0), stops > 0

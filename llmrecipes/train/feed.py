@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import closing
 from functools import partial
+from typing import Any
+
+from torch.utils.data import Dataset
 
 from llmrecipes.data import heldout
 from llmrecipes.data.dataset import build
-from llmrecipes.data.loader import batches
+from llmrecipes.data.loader import ReaderLost, batches
 from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.unreadable import explain
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.engine import Batch
@@ -35,7 +39,9 @@ def open_feed(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory: b
         )
     valid = build(recipe, prepared, "valid")
     read = partial(
-        batches,
+        _read,
+        recipe,
+        prepared,
         micro_batch_size=recipe.train.micro_batch_size,
         global_batch_size=recipe.train.global_batch_size,
         data_parallel_rank=world.data_parallel_rank,
@@ -49,6 +55,14 @@ def open_feed(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory: b
         valid=None if valid is None else lambda: read(valid, consumed_samples=0, num_workers=0),
         bits_per_byte=lambda loss: heldout.bits_per_byte(loss, prepared, "valid", recipe.model.seq_length),
     )
+
+
+def _read(recipe: Recipe, prepared: Prepared, dataset: Dataset[Any], **options: Any) -> Generator[Batch, None, None]:
+    with closing(batches(dataset, **options)) as source:
+        try:
+            yield from source
+        except (ReaderLost, OSError) as error:
+            raise explain(error, recipe, prepared) from error
 
 
 def one_batch_forever(feed: Feed, num_microbatches: int) -> Feed:

@@ -21,6 +21,7 @@ from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.train.balance import Balance
 from llmrecipes.train.engine import Batch, MegatronEngine, StepResult
 from llmrecipes.train.finite import require_finite
+from llmrecipes.train.reading import HeldOut, ReadAhead, first_failure
 from llmrecipes.train.state import Progress, sharded_state
 from llmrecipes.train.world import World
 
@@ -94,6 +95,7 @@ class Loop:
         waited: seconds the loop waited for a save that is still being written, by step.
         losses: training loss of every step of this start.
         valid_loss: the last one, in nats per token.
+        unread: why the last evaluation came to nothing, on some rank.
     """
 
     recipe: Recipe
@@ -112,18 +114,25 @@ class Loop:
     waited: dict[int, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     valid_loss: float | None = None
+    unread: UserError | None = None
 
     def run(self, progress: Progress) -> Outcome:
         """Train from `progress` to the last step, or until asked to stop.
 
         Raises:
             NonFinite: a loss or gradient norm is not finite.
-            UserError: the last checkpoint could not be written.
+            UserError: the last checkpoint could not be written, or a rank could not read its data; then the last whole
+                step is saved.
         """
+        train = self.recipe.train
         with closing(self.feed.train(progress.consumed_samples)) as batches:
-            return self._run(progress, batches)
+            ahead = ReadAhead(batches, self.plan.num_microbatches, train.train_iters - progress.step)
+            self._require_read(progress.step, ahead.failure)
+            outcome, last = self._run(progress, ahead)
+            self._require_read(last, ahead.failure or self.unread)
+            return outcome
 
-    def _run(self, progress: Progress, batches: Iterator[Batch]) -> Outcome:
+    def _run(self, progress: Progress, batches: ReadAhead) -> tuple[Outcome, int]:
         train = self.recipe.train
         saved = progress.step
         while progress.step < train.train_iters:
@@ -135,23 +144,33 @@ class Loop:
                 with self.engine.settled():
                     if evaluating:
                         self._evaluate(progress)
-                    if saving:
+                        stopping = stopping or self.unread is not None
+                    if saving or stopping:
                         self._save(progress)
                         saved = progress.step
             self._hear(self.saver.poll())
             if stopping and not last:
                 self._finish(saved)
                 logger.info("stopped after step %d of %d; the state is saved", progress.step, train.train_iters)
-                return Outcome.STOPPED
+                return Outcome.STOPPED, saved
         self._finish(saved)
-        return Outcome.FINISHED
+        return Outcome.FINISHED, saved
 
-    def _step(self, progress: Progress, batches: Iterator[Batch]) -> tuple[Progress, bool]:
+    def _require_read(self, step: int, failure: UserError | None) -> None:
+        failure = first_failure(failure, self.engine.platform.device)
+        if failure is not None:
+            note = Note(
+                step=step, event="unreadable", details={"where": failure.where, "error": failure.what}, alarm=True
+            )
+            self.tracker.note(note)
+            raise failure
+
+    def _step(self, progress: Progress, batches: ReadAhead) -> tuple[Progress, bool]:
         counter = self.engine.balance if self._is_shown(progress.step + 1) else None
         if counter is not None:
             counter.start()
         started = time.perf_counter()
-        result = self.engine.train_step(batches, stop=self.stop.requested)
+        result = self.engine.train_step(batches, stop=lambda: self.stop.requested or batches.failure is not None)
         seconds = time.perf_counter() - started
         balance = None if counter is None else counter.collect()
         progress = Progress(
@@ -214,7 +233,12 @@ class Loop:
         if self.feed.valid is None:
             return
         started = time.perf_counter()
-        loss = self.engine.evaluate(self.feed.valid(), self.recipe.train.eval_iters)
+        train = self.recipe.train
+        batches = HeldOut(self.feed.valid(), (train.micro_batch_size, self.recipe.model.seq_length))
+        loss = self.engine.evaluate(batches, train.eval_iters)
+        self.unread = first_failure(batches.failure, self.engine.platform.device)
+        if self.unread is not None:
+            return
         self.valid_loss = loss
         self.tracker.eval(
             EvalMetrics(

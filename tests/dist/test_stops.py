@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import NonFinite
 from llmrecipes.train.finite import require_finite
+from llmrecipes.train.reading import first_failure
 from tests.dist.table import Row
 from tests.dist.training import feed, training
 from tests.dist.worlds import GlooWorld
@@ -43,10 +46,27 @@ def stopping(row: Row) -> list[bool]:
     """Whether each rank hears of a stop that the last one was asked for, before and after."""
     with training(row.recipe) as (engine, world):
         batches, last = feed(row.recipe, world), world.rank == world.size - 1
-        heard = [engine.train_step(batches, stop=asked and last).stop for asked in (False, True)]
+        heard = [engine.train_step(batches, stop=partial(bool, asked and last)).stop for asked in (False, True)]
         everyones: list[list[bool]] = [[]] * world.size
         dist.all_gather_object(everyones, heard)
         return [answer for answers in everyones for answer in answers]
+
+
+def unreadable(codes: dict[int, ExitCode]) -> list[str]:
+    """What each rank is told where some cannot read."""
+    rank = dist.get_rank()
+    failure = UserError(f"rank {rank}", where="here", code=codes[rank]) if rank in codes else None
+    found = first_failure(failure, torch.device("cpu"))
+    everyones = [""] * dist.get_world_size()
+    dist.all_gather_object(everyones, "nothing" if found is None else f"{found.code} {found}")
+    return everyones
+
+
+def test_all_ranks_are_told_what_one_could_not_read(worlds: dict[int, GlooWorld]) -> None:
+    world = worlds[4]
+    assert world.run(unreadable, {}) == ["nothing"] * 4
+    assert world.run(unreadable, {2: ExitCode.REQUEUE}) == ["75 here: rank 2"] * 4
+    assert world.run(unreadable, {1: ExitCode.STOP, 2: ExitCode.REQUEUE}) == ["93 here: rank 1"] * 4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -180,6 +181,84 @@ def test_training_goes_on_over_a_full_disk_and_saves_when_there_is_room(
     assert [(note["step"], note["alarm"]) for note in notes(run_dir, "save_failed")] == [(4, True)]
     assert [note["step"] for note in notes(run_dir, "checkpoint_saved")] == [8, 12]
     assert CheckpointStore(small_disk).valid(12, full=True)
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """Do something before a step, once."""
+
+    def arrange(number: int, what: Callable[[], None]) -> None:
+        real = MegatronEngine.train_step
+
+        def step(engine: MegatronEngine, *arguments: Any, **options: Any) -> Any:
+            if engine.scheduler.num_steps == number - 1:
+                monkeypatch.setattr(MegatronEngine, "train_step", real)
+                what()
+            return real(engine, *arguments, **options)
+
+        monkeypatch.setattr(MegatronEngine, "train_step", step)
+
+    return arrange
+
+
+def test_a_killed_process_that_reads_is_saved_and_started_again(
+    train: Command, run_dir: Path, at_step: Callable[[int, Callable[[], None]], None]
+) -> None:
+    others = set(active_children())
+
+    def kill() -> None:
+        for child in set(active_children()) - others:
+            child.kill()
+
+    at_step(5, kill)
+    sections: dict[str, Any] = {"data": {"num_workers": 1, "prefetch_factor": 1}, "model": {"hidden_dropout": 0.1}}
+    code, printed = train(**sections)
+    assert code == 75
+    assert printed.count("error: ") == 1
+    assert "SIGKILL" in printed
+    last = train_lines(run_dir)[-1]["step"]
+    assert saved(run_dir) == [last]
+    assert last >= 5, "the step that was read ahead is done"
+    assert [note["alarm"] for note in notes(run_dir, "unreadable")] == [True]
+    code, printed = train(**sections)
+    assert code == 0, printed
+    assert f"{last} done, {12 - last} to go" in printed
+    interrupted = run_dir.rename(run_dir.with_name("interrupted"))
+    assert train(**sections)[0] == 0
+    assert curve(interrupted) == curve(run_dir)
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_tokens_that_are_cut_off_under_a_run_end_it_with_the_last_step_saved(
+    tmp_path: Path,
+    corpus: Path,
+    data_dir: Path,
+    at_step: Callable[[int, Callable[[], None]], None],
+    capfd: pytest.CaptureFixture[str],
+    split: str,
+) -> None:
+    from llmrecipes.data.prepare import prepare
+
+    recipe = tiny_on(corpus)
+    shutil.copytree(prepare(recipe, data_dir).path, tmp_path / "data" / prepare(recipe, data_dir).path.name)
+    file = prepare(recipe, tmp_path / "data").path / f"00-{split}.bin"
+    whole = file.read_bytes()
+    at_step(4, lambda: os.truncate(file, 100))
+    assert run_spec(recipe, tmp_path, tmp_path / "data") == 93
+    printed = capfd.readouterr().err
+    assert str(file) in printed
+    assert "has 100 bytes" in printed
+    assert "Traceback" not in printed
+    run_dir = tmp_path / "runs" / "tiny" / "r"
+    last = train_lines(run_dir)[-1]["step"]
+    assert saved(run_dir) == [last]
+    assert last == (4 if split == "train" else 5)  # every fifth is followed by an evaluation
+    file.write_bytes(whole)
+    assert run_spec(recipe, tmp_path, tmp_path / "data") == 0
+    assert [line["step"] for line in train_lines(run_dir)] == list(range(1, 13))
 
 
 # -- looking into it -------------------------------------------------------------------------------------------------

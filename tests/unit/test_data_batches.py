@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from llmrecipes.data import dataset, index
-from llmrecipes.data.loader import KEYS, batches, sample_ids
+from llmrecipes.data.loader import KEYS, ReaderLost, batches, sample_ids
 from llmrecipes.data.prepare import Prepared, open_prepared, prepare
-from llmrecipes.errors import UserError
+from llmrecipes.data.unreadable import explain
+from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
 from tests.unit.data_recipes import corpus, recipe
 
@@ -41,7 +44,7 @@ def train(made: tuple[Recipe, Prepared]) -> Any:
     return dataset.build(*made, "train")
 
 
-def _batches(data: Any, rank: int = 0, size: int = 1, **changes: int) -> Iterator[Batch]:
+def _batches(data: Any, rank: int = 0, size: int = 1, **changes: int) -> Generator[Batch, None, None]:
     settings: dict[str, Any] = {
         "consumed_samples": 0,
         "micro_batch_size": 2,
@@ -115,7 +118,7 @@ def test_closing_the_iterator_ends_its_processes(train: Any) -> None:
     stream = _batches(train, num_workers=2)
     next(stream)
     assert len(active_children()) == 2
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert not active_children()
 
 
@@ -124,10 +127,46 @@ def test_a_process_that_dies_ends_the_others_too(train: Any) -> None:
     next(stream)
     killed = active_children()[0]
     killed.kill()
-    with pytest.raises(RuntimeError, match="worker") as error:
+    with pytest.raises(ReaderLost) as error:
         list(stream)
+    assert (error.value.pid, error.value.exitcode) == (killed.pid, -signal.SIGKILL)
     assert not active_children()
     assert error.traceback
+
+
+def test_a_process_that_dies_is_found_by_the_next_read_and_nowhere_else(train: Any) -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    with closing(_batches(train, num_workers=1)) as stream:
+        next(stream)
+        assert signal.getsignal(signal.SIGCHLD) is before, "torch's handler raises in the middle of an update"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tokens_that_are_cut_off_meanwhile_are_an_error_with_the_file(
+    made: tuple[Recipe, Prepared], tmp_path: Path, workers: int
+) -> None:
+    shutil.copytree(made[1].path.parent, tmp_path / "data")
+    prepared = open_prepared(made[0], tmp_path / "data")
+    file = prepared.path / "00-train.bin"
+    with closing(_batches(dataset.build(made[0], prepared, "train"), num_workers=workers)) as stream:
+        next(stream)
+        os.truncate(file, 1000)
+        with pytest.raises(OSError, match="ends at byte") as error:
+            list(stream)
+    assert error.value.filename == str(file)
+    explained = explain(error.value, made[0], prepared)
+    assert explained.code == ExitCode.STOP
+    assert explained.where == str(file)
+
+
+def test_what_ended_a_process_decides_whether_to_start_again(made: tuple[Recipe, Prepared]) -> None:
+    killed = explain(ReaderLost(7, -signal.SIGKILL), *made)
+    assert killed.code == ExitCode.REQUEUE
+    assert "SIGKILL" in killed.what
+    assert "shm" in explain(ReaderLost(7, -signal.SIGBUS), *made).fix
+    assert explain(ReaderLost(7, 1), *made).code == ExitCode.REQUEUE
+    stale = explain(OSError(errno.ESTALE, os.strerror(errno.ESTALE), "x.bin"), *made)
+    assert (stale.code, stale.where) == (ExitCode.REQUEUE, "x.bin")
 
 
 def test_loader_processes_outlive_the_signals_of_a_scheduler(train: Any) -> None:
@@ -187,15 +226,10 @@ def test_an_index_that_is_not_there_or_damaged_is_named(made: tuple[Recipe, Prep
     shutil.copytree(made[1].path.parent, tmp_path / "data")
     prepared = open_prepared(made[0], tmp_path / "data")
     file = next(index.folder(made[0], prepared).glob("*-train-shuffle_index.npy"))
-    size = file.stat().st_size
-    np.save(file, np.array([{"a": 1}] * 3, dtype=object), allow_pickle=True)
+    os.truncate(file, file.stat().st_size - 4)
     with pytest.raises(UserError, match=r"expected \d+") as caught:
         dataset.build(made[0], prepared, "train")
     assert caught.value.where == str(file)
-    with file.open("ab") as stream:
-        stream.write(b"\0" * (size - file.stat().st_size))
-    with pytest.raises(UserError, match="no index"):
-        dataset.build(made[0], prepared, "train")
 
 
 def test_an_empty_held_out_split_is_none(tmp_path: Path) -> None:

@@ -328,7 +328,7 @@ def test_a_split_too_short_for_a_sequence_is_said(tmp_path: Path) -> None:
     prepared = prepare(used, tmp_path / "data", workers=1, progress=lines.append)
     assert prepared.usable("train", 512) == [0]
     assert any("the test split has fewer than 513 tokens" in line for line in lines)
-    assert index.exists(used, prepared)
+    assert index.usable(used, prepared)
 
 
 def test_a_hugging_face_tokenizer_from_a_folder(tmp_path: Path, made: tuple[Recipe, Prepared]) -> None:

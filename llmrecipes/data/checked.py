@@ -1,0 +1,303 @@
+"""Prepared files against their hashes, when they are first used on a machine.
+
+What was checked is remembered by size, times and inode: beside the data where that can be written, so that all nodes of
+a shared file system need one check; else in the user's cache or in a temporary folder of this machine. A copy has
+another inode and another change time, so it is checked again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from llmrecipes.data.manifest import File, Record, document_of
+from llmrecipes.errors import UserError
+
+REMEMBERED = ".verified.json"
+_CHUNK = 8 << 20
+_THREADS = 8  # hashing leaves the interpreter; more threads than this outrun most file systems
+
+
+class Content(Record):
+    """What a file holds: size, SHA-256 and, of tokens, the smallest and largest id."""
+
+    bytes: int
+    sha256: str
+    smallest: int | None = None
+    largest: int | None = None
+
+
+class Seen(Record):
+    """A file as it was when it was checked, and what it held then."""
+
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    content: Content
+
+    def is_of(self, stat: os.stat_result, expected: File) -> bool:
+        """Whether the file is still the one that was checked, and is the expected one."""
+        now = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        then = (self.content.bytes, self.mtime_ns, self.ctime_ns, self.inode)
+        return now == then and self.content.sha256 == expected.sha256
+
+
+_SEEN = TypeAdapter(dict[str, Seen])
+
+
+@dataclass(frozen=True)
+class Ids:
+    """What token ids may be: the NumPy name of their type, and one more than the largest."""
+
+    dtype: str
+    vocab_size: int
+
+
+def describe(folder: Path, ids: Ids) -> dict[str, Content]:
+    """What every file of a folder holds; each is on disk for good when this returns."""
+    files, stop = sorted(folder.iterdir()), threading.Event()
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    with ThreadPoolExecutor(_THREADS) as pool:
+        try:
+            every = pool.map(lambda file: _examine(file, ids, stop).content, files)
+            return {file.name: content for file, content in zip(files, every, strict=True)}
+        finally:
+            stop.set()  # a signal need not wait for terabytes
+
+
+def remember(folder: Path, contents: Mapping[str, Content]) -> None:
+    """Note files that were just written as checked.
+
+    Args:
+        folder: a prepared folder.
+        contents: by path in it.
+    """
+    _write(folder, {name: _seen(_stat(folder / name), content) for name, content in contents.items()})
+
+
+def require(
+    folder: Path, files: Mapping[str, File], ids: Ids, say: Callable[[str], None], *, again: bool = False
+) -> None:
+    """Check files that were not checked on this machine yet: one process of it reads, the others wait.
+
+    Args:
+        folder: a prepared folder.
+        files: what they should be, by path in the folder; `.bin` files hold ids.
+        ids: what these may be.
+        say: told when something is read.
+        again: read all of them, whatever is remembered.
+
+    Raises:
+        UserError: the first file that is missing, is another one, or has ids outside the vocabulary.
+    """
+    found = {} if again else _known(folder, files)
+    if missing := {name: file for name, file in files.items() if name not in found}:
+        with _one_process(folder):
+            if not again:
+                found = _known(folder, files)  # another process may have checked them
+                missing = {name: file for name, file in files.items() if name not in found}
+            if missing:
+                size = sum(file.bytes for file in missing.values())
+                say(f"checking {_size(size)} of prepared data in {folder}")
+                found |= _read(folder, missing, ids, say)
+    for name, content in found.items():
+        if not 0 <= (content.smallest or 0) <= (content.largest or 0) < ids.vocab_size:
+            raise _outside(folder / name, ids)
+
+
+def _known(folder: Path, files: Mapping[str, File]) -> dict[str, Content]:
+    notes = [_load(place) for place in _places(folder)]
+    known = {}
+    for name, expected in files.items():
+        stat = _stat(folder / name)
+        for note in notes:
+            if name in note and note[name].is_of(stat, expected):
+                known[name] = note[name].content
+    return known
+
+
+def _read(folder: Path, files: Mapping[str, File], ids: Ids, say: Callable[[str], None]) -> dict[str, Content]:
+    """Read files and compare them with what they should be; those that are right are remembered, whatever happens."""
+    right: dict[str, Seen] = {}
+    stop = threading.Event()
+    by_size = sorted(files, key=lambda name: files[name].bytes)
+    with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
+        try:
+            for name, seen in zip(by_size, pool.map(lambda n: _examine(folder / n, ids, stop), by_size), strict=True):
+                expected, content = files[name], seen.content
+                if (content.bytes, content.sha256) != (expected.bytes, expected.sha256):
+                    raise _another(folder / name, content, expected)
+                right[name] = seen
+        finally:
+            stop.set()  # a signal need not wait for terabytes
+            pool.shutdown(cancel_futures=True)
+            if not _write(folder, right):
+                say("note: no folder to remember that in (XDG_CACHE_HOME, TMPDIR): the next start checks again")
+    return {name: seen.content for name, seen in right.items()}
+
+
+def _examine(file: Path, ids: Ids, stop: threading.Event) -> Seen:
+    """Hash and ids of a file in one pass."""
+    digest, size = hashlib.sha256(), 0
+    smallest: int | None = None
+    largest: int | None = None
+    with _readable(file), file.open("rb", buffering=0) as stream:
+        stat = os.fstat(stream.fileno())
+        buffer = memoryview(bytearray(min(_CHUNK, max(stat.st_size, 1))))
+        while not stop.is_set() and (count := _fill(stream.readinto, buffer)):
+            size += count
+            digest.update(buffer[:count])
+            if file.suffix == ".bin":
+                itemsize = np.dtype(ids.dtype).itemsize
+                part = np.frombuffer(buffer[: count - count % itemsize], ids.dtype)
+                if len(part):
+                    low, high = int(part.min()), int(part.max())
+                    smallest = low if smallest is None else min(low, smallest)
+                    largest = high if largest is None else max(high, largest)
+    return _seen(stat, Content(bytes=size, sha256=digest.hexdigest(), smallest=smallest, largest=largest))
+
+
+def _fill(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> int:
+    """Bytes read into the buffer; fewer than it holds only at the end of the file."""
+    filled = 0
+    while filled < len(buffer) and (count := readinto(buffer[filled:])):
+        filled += count
+    return filled
+
+
+def _seen(stat: os.stat_result, content: Content) -> Seen:
+    return Seen(mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino, content=content)
+
+
+def _another(file: Path, found: Content, expected: File) -> UserError:
+    what = f"SHA-256 is {found.sha256[:16]}…, it was written with {expected.sha256[:16]}…"
+    if found.bytes != expected.bytes:
+        what = f"has {found.bytes:,} bytes, it was written with {expected.bytes:,}"
+    return UserError(
+        what,
+        where=str(file),
+        rule="a prepared file is what `prepare` wrote",
+        fix="copy the file again from where it was prepared, or delete the folder and prepare again",
+    )
+
+
+def _outside(file: Path, ids: Ids) -> UserError:
+    """The first id outside the vocabulary, found by reading the file once more."""
+    tokens = np.memmap(file, ids.dtype, mode="r")
+    position, token = next(
+        (start + int(bad[0]), int(part[bad[0]]))
+        for start in range(0, len(tokens), _CHUNK)
+        if len(bad := np.flatnonzero(((part := tokens[start : start + _CHUNK]) < 0) | (part >= ids.vocab_size)))
+    )
+    document, offset = document_of(file.with_suffix(".idx"), position * tokens.itemsize)
+    return UserError(
+        f"token {offset // tokens.itemsize:,} of document {document:,} has id {token}",
+        where=str(file),
+        rule=f"ids are 0 to {ids.vocab_size - 1:,}, the vocabulary of tokenizer.json",
+        fix="delete the folder and prepare again",
+    )
+
+
+# -- what is remembered, and where -----------------------------------------------------------------------------------
+
+
+def _places(folder: Path) -> list[Path]:
+    """Where it may be remembered what was checked, the best place first."""
+    name = f"verified-{_key(folder)}.json"
+    places = [folder / REMEMBERED]
+    with suppress(RuntimeError):  # a user without a home, as in a container
+        places.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llmrecipes", name))
+    if private := _private():
+        places.append(private / name)
+    return places
+
+
+def _key(folder: Path) -> str:
+    return hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+
+
+def _private() -> Path | None:
+    """A folder of this user and machine alone; None where there is none."""
+    folder = Path(tempfile.gettempdir(), f"llmrecipes-{os.geteuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        stat = folder.lstat()
+    except OSError:
+        return None
+    ours = stat.st_uid == os.geteuid() and not stat.st_mode & 0o022  # others could write into it what they like
+    return folder if ours and folder.is_dir() and not folder.is_symlink() else None
+
+
+def _load(place: Path) -> dict[str, Seen]:
+    try:
+        return _SEEN.validate_json(place.read_bytes())
+    except (OSError, ValueError):
+        return {}  # damaged or not there: the files are read
+
+
+def _write(folder: Path, seen: Mapping[str, Seen]) -> bool:
+    """Add to what is remembered, in the first place that can be written; False where there is none."""
+    if not seen:
+        return True
+    for place in _places(folder):
+        part = place.with_name(f"{place.name}.{os.uname().nodename}.{os.getpid()}")
+        with suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                part.write_bytes(_SEEN.dump_json({**_load(place), **seen}))
+                part.replace(place)
+            finally:
+                part.unlink(missing_ok=True)
+            return True
+    return False
+
+
+@contextmanager
+def _one_process(folder: Path) -> Iterator[None]:
+    """One process of this machine at a time reads a folder."""
+    from filelock import FileLock
+
+    private = _private()
+    if private is None:
+        yield
+        return
+    with FileLock(private / f"verified-{_key(folder)}.lock"):
+        yield
+
+
+def _stat(file: Path) -> os.stat_result:
+    with _readable(file):
+        return file.stat()
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot read: {error.strerror or error}",
+            where=str(file),
+            rule="a prepared file is what `prepare` wrote",
+            fix="copy the file again from where it was prepared, or delete the folder and prepare again",
+        ) from error
+
+
+def _size(count: int) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}"
+        count //= 1024
+    return f"{count:,.0f} TiB"

@@ -1,0 +1,97 @@
+"""What a folder of sample indices says about itself, and the checks against what it holds.
+
+megatron-core would read its arrays with `allow_pickle`, which can run code. Here every file of the folder has to be
+listed, and an array is opened only as the plain integers that its header says it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from llmrecipes.data.manifest import File
+from llmrecipes.errors import UserError
+
+NAME = "index.json"
+_RULE = "a folder of sample indices is what `prepare` wrote"
+
+_HASHED = TypeAdapter(dict[str, File])
+_SIZES = TypeAdapter(dict[str, int])  # as it was written before there were hashes
+
+
+def text(files: dict[str, File]) -> str:
+    """A listing as it is kept."""
+    return _HASHED.dump_json(files, indent=1).decode() + "\n"
+
+
+def read(folder: Path) -> tuple[dict[str, int], dict[str, File] | None]:
+    """Sizes of the listed files, and their hashes; no hashes in a folder of an earlier version.
+
+    Raises:
+        OSError: there is no listing.
+        UserError: it is damaged.
+    """
+    content = (folder / NAME).read_bytes()
+    try:
+        files = _HASHED.validate_json(content)
+        return {name: file.bytes for name, file in files.items()}, files
+    except ValidationError as error:
+        try:
+            return _SIZES.validate_json(content), None
+        except ValidationError:
+            raise UserError("is no list of files", where=str(folder / NAME), rule=_RULE, fix=_again(folder)) from error
+
+
+def every(prepared: Path) -> Iterator[tuple[Path, dict[str, File]]]:
+    """All folders of sample indices in a prepared folder that have hashes, checked by `require_listed`."""
+    for mark in sorted(prepared.glob(f"index/*/{NAME}")):
+        sizes, files = read(mark.parent)
+        require_listed(mark.parent, sizes)
+        if files is not None:
+            yield mark.parent, files
+
+
+def require_listed(folder: Path, sizes: dict[str, int]) -> None:
+    """Every listed file has its size and, of an array, a header of plain integers; there is no other file.
+
+    Raises:
+        UserError: the first that is missing, cut off, no such array or not listed.
+    """
+    # NFS keeps a deleted file that is open elsewhere under such a name.
+    there = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".nfs")} - {NAME}
+    if foreign := sorted(there - set(sizes)):
+        raise UserError(f"is not listed in {NAME}", where=str(folder / foreign[0]), rule=_RULE, fix=_again(folder))
+    for name, size in sizes.items():
+        file = folder / name
+        found = file.stat().st_size if name in there and file.is_file() else None
+        if found != size:
+            what = f"is missing, expected {size} bytes" if found is None else f"has {found} bytes, expected {size}"
+            raise UserError(what, where=str(file), rule=_RULE, fix=_again(folder))
+        if file.suffix != ".txt":
+            array(file)
+
+
+def array(file: Path) -> np.memmap:
+    """A memory-mapped array of an index; nothing but its header is read.
+
+    Raises:
+        UserError: no `.npy` file of plain integers that fill it.
+    """
+    try:
+        opened = np.lib.format.open_memmap(file, mode="r")  # knows neither archives nor pickles
+        if opened.dtype.kind not in "iu" or opened.offset + opened.nbytes != file.stat().st_size:
+            raise ValueError(f"{opened.nbytes} bytes of {opened.dtype} in {file.stat().st_size}")
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        fix = _again(file.parent)
+        raise UserError(
+            f"no index: {reason}", where=str(file), rule="an index is a .npy file of integers", fix=fix
+        ) from error
+    return opened
+
+
+def _again(folder: Path) -> str:
+    return f"delete {folder} and prepare again"

@@ -1,0 +1,399 @@
+"""Prepared data that is no longer what `prepare` wrote, by accident or on purpose: found before it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmrecipes import cli
+from llmrecipes.data import checked, dataset, index, listing, pool, write
+from llmrecipes.data import corpus as corpus_module
+from llmrecipes.data.manifest import sha256
+from llmrecipes.data.prepare import Prepared, open_prepared, prepare
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.recipe.load import to_yaml
+from llmrecipes.recipe.schema import Recipe
+from tests.unit.data_recipes import corpus, recipe
+
+Reads = list[str]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Prepared]:
+    root = tmp_path_factory.mktemp("made")
+    used = recipe(corpus(root / "first"), corpus(root / "second", seed=1))
+    return used, prepare(used, root / "data", workers=1)
+
+
+@pytest.fixture
+def copied(made: tuple[Recipe, Prepared], tmp_path: Path) -> tuple[Recipe, Path, Path]:
+    """The recipe, a data folder to damage, and the prepared folder in it."""
+    original = made[1].path
+    shutil.copytree(original.parent, tmp_path / "data")
+    return made[0], tmp_path / "data", tmp_path / "data" / original.name
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """Names of the files that are hashed, as that happens."""
+    real, names = checked._examine, []
+
+    def examine(file: Path, *arguments: Any) -> Any:
+        names.append(file.name)
+        return real(file, *arguments)
+
+    monkeypatch.setattr(checked, "_examine", examine)
+    return names
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def refused(used: Recipe, data: Path) -> UserError:
+    """How `prepare`, which every run begins with, refuses a folder."""
+    with pytest.raises(UserError) as caught:
+        prepare(used, data, workers=1)
+    assert caught.value.code == ExitCode.BAD_INPUT
+    return caught.value
+
+
+# -- hashes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 40, -1])
+@pytest.mark.parametrize("name", ["tokenizer.json", "00-train.bin", "01-train.idx", "00-valid.idx", "test.txt.gz"])
+def test_a_changed_byte_is_found_before_a_run_starts(copied: tuple[Recipe, Path, Path], name: str, place: int) -> None:
+    used, data, path = copied
+    flip(path / name, place)
+    assert refused(used, data).where == str(path / name)
+
+
+def test_every_rank_finds_what_it_would_read(copied: tuple[Recipe, Path, Path]) -> None:
+    used, data, path = copied
+    prepared = open_prepared(used, data)
+    flip(path / "01-valid.bin", 10)
+    assert dataset.build(used, prepared, "train") is not None
+    with pytest.raises(UserError, match="SHA-256") as caught:
+        dataset.build(used, prepared, "valid")
+    assert caught.value.where == str(path / "01-valid.bin")
+    flip(path / "tokenizer.json", 100)
+    with pytest.raises(UserError, match="SHA-256"):
+        prepared.tokenizer()
+
+
+def test_a_changed_sample_order_is_found(copied: tuple[Recipe, Path, Path]) -> None:
+    used, data, _ = copied
+    prepared = prepare(used, data)
+    for file in sorted(index.folder(used, prepared).glob("*-train-*_index.npy")):
+        whole = file.read_bytes()
+        flip(file, -1)
+        with pytest.raises(UserError, match="SHA-256") as caught:
+            index.check(used, prepared, print)
+        assert caught.value.where == str(file)
+        file.write_bytes(whole)
+    index.check(used, prepared, print)
+
+
+def test_the_command_ends_with_2_and_one_message(
+    copied: tuple[Recipe, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used, data, path = copied
+    file = tmp_path / "t.yaml"
+    file.write_text(to_yaml(used))
+    flip(path / "00-train.bin", 7)
+    assert cli.run(["train", str(file), "--data-dir", str(data), "--runs-dir", str(tmp_path / "runs")]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("error: ") == 1
+    assert str(path / "00-train.bin") in printed
+    assert "Traceback" not in printed
+
+
+def test_an_id_outside_the_vocabulary_is_named_with_its_document(copied: tuple[Recipe, Path, Path]) -> None:
+    used, data, path = copied
+    file = path / "00-train.bin"
+    tokens = np.fromfile(file, np.uint16)
+    first = int(np.frombuffer((path / "00-train.idx").read_bytes(), np.int32, 1, 34)[0])
+    tokens[first + 2] = 512  # the third of the second document
+    tokens.tofile(file)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][file.name]["sha256"] = sha256(file)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    error = refused(used, data)
+    assert error.where == str(file)
+    assert error.what == "token 2 of document 1 has id 512"
+    assert "0 to 511" in error.rule
+    assert refused(used, data).what == error.what, "remembered, with what it held"
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_read(copied: tuple[Recipe, Path, Path]) -> None:
+    used, data, path = copied
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["00-train.bin"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"does not list 00-train.bin"):
+        dataset.build(used, open_prepared(used, data), "train")
+
+
+# -- remembering -----------------------------------------------------------------------------------------------------
+
+
+def test_files_are_read_once_and_a_copy_once_more(copied: tuple[Recipe, Path, Path], reads: Reads) -> None:
+    used, data, _ = copied
+    prepared = prepare(used, data)
+    assert set(reads) == {*prepared.manifest.files, *listing.read(index.folder(used, prepared))[0]}
+    assert len(reads) == len(set(reads))
+    reads.clear()
+    prepare(used, data)
+    for split in ("train", "valid"):
+        dataset.build(used, prepared, split)
+    data.rename(data.with_name("moved"))
+    prepare(used, data.with_name("moved"))
+    assert reads == []
+
+
+def test_what_was_just_prepared_is_not_read_again(tmp_path: Path, reads: Reads) -> None:
+    used = recipe(corpus(tmp_path / "text", documents=50))
+    prepare(used, tmp_path / "data", workers=1)
+    assert len(reads) == len(set(reads))
+    reads.clear()
+    prepare(used, tmp_path / "data", workers=1)
+    assert reads == []
+
+
+def test_a_changed_file_is_read_alone(copied: tuple[Recipe, Path, Path], reads: Reads) -> None:
+    used, data, path = copied
+    prepare(used, data)
+    reads.clear()
+    (path / "00-train.bin").touch()
+    prepare(used, data)
+    assert reads == ["00-train.bin"]
+
+
+@pytest.mark.parametrize("content", ["{", '{"00-train.bin": 3}', ""])
+def test_damaged_notes_are_no_notes(copied: tuple[Recipe, Path, Path], reads: Reads, content: str) -> None:
+    used, data, path = copied
+    prepare(used, data)
+    reads.clear()
+    (path / checked.REMEMBERED).write_text(content)
+    prepare(used, data)
+    assert "00-train.bin" in reads
+
+
+def test_beside_read_only_data_the_cache_remembers_and_without_one_it_is_said(
+    copied: tuple[Recipe, Path, Path], reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, data, path = copied
+    (path / checked.REMEMBERED).unlink()
+    (path / checked.REMEMBERED).mkdir()  # nothing can be written there, by root neither
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(checked, "_private", lambda: None)
+    prepare(used, data)
+    assert list((tmp_path / "cache" / "llmrecipes").iterdir())
+    reads.clear()
+    prepare(used, data)
+    assert reads == []
+
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("no folder")
+    said: list[str] = []
+    for _ in range(2):
+        reads.clear()
+        prepare(used, data, progress=said.append)
+        assert "00-train.bin" in reads
+    assert sum("the next start checks again" in line for line in said) >= 2
+
+
+def test_one_process_of_a_machine_reads_and_the_others_wait(
+    copied: tuple[Recipe, Path, Path], reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, data, _ = copied
+    prepared = open_prepared(used, data)
+    both = threading.Barrier(2)
+    known = checked._known
+
+    def meet(*arguments: Any) -> Any:
+        found = known(*arguments)
+        if not getattr(threading.current_thread(), "met", False):
+            threading.current_thread().met = True  # type: ignore[attr-defined]
+            both.wait(60)  # neither has read anything when both have looked
+        return found
+
+    monkeypatch.setattr(checked, "_known", meet)
+    threads = [threading.Thread(target=prepared.check, args=(prepared.tokens("train"), print)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(reads) == sorted(prepared.tokens("train"))
+
+
+def test_verify_reads_everything_whatever_is_remembered(copied: tuple[Recipe, Path, Path], reads: Reads) -> None:
+    used, data, path = copied
+    prepared = prepare(used, data)
+    reads.clear()
+    prepared.verify()
+    assert set(reads) == {*prepared.manifest.files, *listing.read(index.folder(used, prepared))[0]}
+    # As an attacker would do it: the note says that the changed file is the one that was checked.
+    file = path / "00-train.bin"
+    flip(file, 3)
+    notes = json.loads((path / checked.REMEMBERED).read_text())
+    stat = file.stat()
+    notes[file.name] |= {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
+    (path / checked.REMEMBERED).write_text(json.dumps(notes))
+    prepare(used, data)
+    with pytest.raises(UserError, match="SHA-256"):
+        prepared.verify()
+
+
+# -- sample orders that would run code -------------------------------------------------------------------------------
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self._marker),)
+
+
+@pytest.mark.parametrize("listed", ["nothing", "sizes", "hashes", "another"])
+@pytest.mark.parametrize("kind", ["pickle", "objects"])
+def test_a_sample_order_runs_no_code(
+    copied: tuple[Recipe, Path, Path], tmp_path: Path, kind: str, listed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, data, _ = copied
+    prepared, marker = open_prepared(used, data), tmp_path / "marker"
+    folder = index.folder(used, prepared)
+    file = next(folder.glob("*-GPTDataset-train-shuffle_index.npy"))
+    if listed == "another":
+        file = file.with_name(f"x-{file.name}")
+    if kind == "pickle":
+        file.write_bytes(pickle.dumps(Code(marker)))
+    else:
+        np.save(file, np.array([Code(marker)], dtype=object), allow_pickle=True)
+    mark = folder / listing.NAME
+    files = json.loads(mark.read_text())
+    if listed == "nothing":
+        mark.write_text("{}")
+    elif listed == "sizes":
+        files[file.name] = {"bytes": file.stat().st_size}
+        mark.write_text(json.dumps({name: entry["bytes"] for name, entry in files.items()}))
+        monkeypatch.setattr(os, "access", lambda *_: False)  # otherwise it would be built again
+    elif listed == "hashes":
+        files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        mark.write_text(json.dumps(files))
+    refused(used, data)
+    with pytest.raises(UserError):
+        dataset.build(used, prepared, "train")
+    assert not marker.exists()
+    np.load(file, allow_pickle=True)
+    assert marker.is_dir(), "this is what reading it does"
+
+
+def test_an_empty_list_of_no_files_is_refused(copied: tuple[Recipe, Path, Path]) -> None:
+    used, data, _ = copied
+    prepared = open_prepared(used, data)
+    folder = index.folder(used, prepared)
+    for file in folder.iterdir():
+        file.unlink()
+    (folder / listing.NAME).write_text("{}")
+    with pytest.raises(UserError, match="no index"):
+        dataset.build(used, prepared, "train")
+    assert [file.name for file in folder.iterdir()] == [listing.NAME]
+
+
+def test_an_archive_in_place_of_an_array_is_refused(copied: tuple[Recipe, Path, Path]) -> None:
+    used, data, _ = copied
+    folder = index.folder(used, open_prepared(used, data))
+    file = next(folder.glob("*-train-shuffle_index.npy"))
+    with file.open("wb") as stream:
+        np.savez(stream, a=np.arange(3))
+    files = json.loads((folder / listing.NAME).read_text())
+    files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    (folder / listing.NAME).write_text(json.dumps(files))
+    assert refused(used, data).what.startswith("no index")
+
+
+def test_a_sample_order_without_hashes_is_built_again_and_is_the_same(
+    copied: tuple[Recipe, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, data, _ = copied
+    prepared = open_prepared(used, data)
+    folder = index.folder(used, prepared)
+    before = (folder / listing.NAME).read_text()
+    (folder / listing.NAME).write_text(json.dumps(listing.read(folder)[0]))
+    said: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        prepare(used, data, progress=said.append)
+        assert dataset.build(used, prepared, "train") is not None
+    assert any("only sizes and headers" in line for line in said)
+    prepare(used, data, progress=said.append)
+    assert any("written without hashes" in line for line in said)
+    assert (folder / listing.NAME).read_text() == before
+
+
+# -- a prepare that is stopped ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stop_with_75() -> Iterator[None]:
+    def stop(number: int, _frame: Any) -> None:
+        raise SystemExit(int(ExitCode.REQUEUE))
+
+    before = signal.signal(signal.SIGTERM, stop)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stopped_prepare_leaves_no_part_and_no_process(
+    made: tuple[Recipe, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_with_75: None, workers: int
+) -> None:
+    def stopped(*arguments: Any) -> None:
+        add(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    add = write._add
+    monkeypatch.setattr(write, "_add", stopped)
+    monkeypatch.setattr(pool, "_ALONE", 0)
+    monkeypatch.setattr(corpus_module, "_BATCH_BYTES", 4096)
+    with pytest.raises(SystemExit) as caught:
+        prepare(made[0], tmp_path, workers=workers)
+    assert caught.value.code == 75
+    assert [file.name for file in tmp_path.iterdir() if not file.name.endswith(".lock")] == []
+    assert not active_children()
+
+
+@pytest.mark.slow
+def test_a_process_of_prepare_that_is_killed_is_one_message(
+    made: tuple[Recipe, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*arguments: Any) -> None:
+        for child in active_children():
+            child.kill()
+        add(*arguments)
+
+    add = write._add
+    monkeypatch.setattr(write, "_add", kill)
+    monkeypatch.setattr(pool, "_ALONE", 0)
+    monkeypatch.setattr(corpus_module, "_BATCH_BYTES", 4096)
+    with pytest.raises(UserError, match="out of memory"):
+        prepare(made[0], tmp_path, workers=2)
+    assert not list(tmp_path.glob(".*.part"))
