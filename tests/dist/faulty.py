@@ -123,6 +123,24 @@ def _twice_the_rate(patch: Patch) -> None:
     patch.setattr(engine, "_optimizer_config", faster)
 
 
+def _replica_drifts(patch: Patch) -> None:
+    """The last bit of one weight of the second replica: far below every tolerance."""
+    from llmrecipes.train.engine import MegatronEngine
+
+    step = MegatronEngine.train_step
+
+    def drifting(engine: MegatronEngine, *args: Any, **kwargs: Any) -> Any:
+        result = step(engine, *args, **kwargs)
+        if dist.get_rank() == 1:
+            weight = dict(engine.modules[0].named_parameters())[DRIFTING].detach()
+            torch.nextafter(weight, torch.full_like(weight, torch.inf), out=weight)
+        return result
+
+    patch.setattr(MegatronEngine, "train_step", drifting)
+
+
+DRIFTING = "decoder.layers.1.mlp.linear_fc1.weight"
+DRIFT = "weights of one replica drift"
 FAULTS: dict[str, Callable[[Patch], None]] = {
     "norm gradients not reduced over sequence-parallel ranks": _norms_not_reduced,
     "loss divided by the number of micro-batches": _loss_over_micro_batches,
@@ -132,4 +150,5 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "routers start from other weights": _to_routers(_own_values),
     "router gradients not reduced": _to_routers(_own_gradient),
     "another learning rate": _twice_the_rate,
+    DRIFT: _replica_drifts,
 }
