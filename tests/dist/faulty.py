@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from megatron.core import parallel_state
 from llmrecipes.model.gpt import BuiltModel
 from llmrecipes.platform import select
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.engine import MegatronEngine
+from llmrecipes.train.state import Progress
 from llmrecipes.train.world import model_parallel
 from llmrecipes.verify.spec import VerifySpec
 from llmrecipes.verify.worker import train
+from tests.dist.training import Outcome
 
 Patch = pytest.MonkeyPatch
 
@@ -31,6 +35,22 @@ def train_with(fault: str | None, spec: VerifySpec) -> None:
         if fault is not None:
             FAULTS[fault](patch)
         train(spec, world, select())
+
+
+def resume_without_masters(recipe: Recipe, folder: Path) -> Outcome | None:
+    """`go_on`, with master weights rebuilt from those of the model. To be called on every rank of a joined world."""
+    from tests.dist import training
+
+    plain = training.resume
+
+    def rebuilt(engine: MegatronEngine, *args: Any) -> Progress:
+        progress = plain(engine, *args)
+        engine.optimizer.reload_model_params()
+        return progress
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "resume", rebuilt)
+        return training.go_on(recipe, folder)
 
 
 def _norms_not_reduced(patch: Patch) -> None:
@@ -125,8 +145,6 @@ def _twice_the_rate(patch: Patch) -> None:
 
 def _replica_drifts(patch: Patch) -> None:
     """The last bit of one weight of the second replica: far below every tolerance."""
-    from llmrecipes.train.engine import MegatronEngine
-
     step = MegatronEngine.train_step
 
     def drifting(engine: MegatronEngine, *args: Any, **kwargs: Any) -> Any:
