@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 MIB = 1 << 20
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -84,7 +84,7 @@ class Cluster:
         )
 
     @property
-    def device(self) -> str:
+    def device(self) -> Literal["cpu", "cuda"]:
         """`cuda` where there is a GPU, else `cpu`."""
         return "cuda" if self.gpus else "cpu"
 

@@ -1,4 +1,4 @@
-"""One NVIDIA GPU for each process. megatron-core runs unpatched here, but for Adam where no fused one is installed."""
+"""One NVIDIA GPU for each process. megatron-core runs unpatched here, but for what `substitutes` says."""
 
 from __future__ import annotations
 

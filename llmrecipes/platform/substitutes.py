@@ -1,15 +1,18 @@
-"""What megatron-core lacks where TransformerEngine is not installed, on GPUs too."""
+"""What is changed in megatron-core on CPUs and GPUs alike."""
 
 from __future__ import annotations
 
 import importlib.util
 
 from llmrecipes.platform.adam import install_adam
+from llmrecipes.platform.jitter import install_jitter
 from llmrecipes.platform.patching import replace, resolve
 
 
 def install_substitutes() -> None:
-    """Give megatron-core what it takes from TransformerEngine and does without; do nothing where that is installed."""
+    """Correct what is wrong in evaluation, and give megatron-core what it takes from TransformerEngine where that is
+    not installed."""
+    install_jitter()
     install_adam()
     if importlib.util.find_spec("transformer_engine") is not None:
         return

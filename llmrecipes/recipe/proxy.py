@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
-from llmrecipes.recipe.proxy_model import small_layout, small_model
+from llmrecipes.recipe.proxy_model import Device, small_layout, small_model
 from llmrecipes.recipe.schema import (
     Checkpoint,
     Data,
@@ -24,16 +24,20 @@ MAX_NAME = 63
 ITERS = 20
 
 
-def proxy(recipe: Recipe) -> Recipe:
-    """The small version that `smoke` trains on a CPU, on at most 8 ranks.
+def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
+    """The small version that `smoke` and `verify` train, on at most 8 ranks; `scaled` compares their layouts.
 
     Kept: norm, positions, activation and gate, biases, tying, grouping of queries, routing of experts, latent
     attention, dropout, initialisation, precision, recomputation, every kind of parallelism, optimizer, shape of the
     schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by the
     standard library, the tokenizer by a small BPE (no network), an explicit TransformerEngine by `auto` and
     torch.compile by none (neither is there on every CPU), MLflow by none (a rehearsal is not an experiment).
+
+    Args:
+        recipe: the full recipe.
+        device: what the ranks will run on; on a CPU experts are not split (`expert_tensor_parallel_size` 1).
     """
-    parallel = small_layout(recipe)
+    parallel = small_layout(recipe, device)
     model = small_model(recipe, parallel)
     return Recipe(
         name=recipe.name[: MAX_NAME - len(SUFFIX)] + SUFFIX,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from llmrecipes.recipe.rules import MIN_BPE_VOCAB
 from llmrecipes.recipe.schema import Model, Parallelism, Recipe
+
+Device = Literal["cpu", "cuda"]
 
 MAX_DEGREE = 2
 MAX_LAYERS = 4
@@ -20,12 +22,16 @@ MAX_EXPERTS = 8
 MAX_EXPERT_GROUPS = 4
 
 
-def small_layout(recipe: Recipe) -> Parallelism:
+def small_layout(recipe: Recipe, device: Device) -> Parallelism:
     """The recipe's kinds of parallelism, each on two ranks: at most 8, where experts share the dense layers' ranks.
 
-    Experts are whole on one rank, as gloo needs it; tensor-parallel ranks that shared each of them have some each. A
-    first or last stage with more, as many or fewer layers than the others has 2, 1 or 1 of them, where the others have
-    1, 1 or 2; twice that with virtual stages.
+    On a CPU experts are whole on one rank, because gloo cannot gather uneven numbers of tokens; tensor-parallel ranks
+    that shared each of them have some each. A first or last stage with more, as many or fewer layers than the others
+    has 2, 1 or 1 of them, where the others have 1, 1 or 2; twice that with virtual stages.
+
+    Args:
+        recipe: the full recipe.
+        device: what the ranks will run on.
     """
     parallel = recipe.parallelism
     update: dict[str, Any] = {
@@ -35,7 +41,10 @@ def small_layout(recipe: Recipe) -> Parallelism:
             "expert_model_parallel_size",
         )
     }  # fmt: skip
-    if recipe.model.num_moe_experts:
+    inner = parallel.expert_tensor_parallel_size
+    if recipe.model.num_moe_experts and device == "cuda":
+        update["expert_tensor_parallel_size"] = inner and min(inner, MAX_DEGREE)
+    elif recipe.model.num_moe_experts:
         update["expert_tensor_parallel_size"] = 1
         if update["tensor_model_parallel_size"] > 1:
             # Without expert parallelism megatron-core splits experts as the dense layers, which gloo cannot do.

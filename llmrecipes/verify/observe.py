@@ -13,8 +13,8 @@ import torch.distributed as dist
 from llmrecipes.model.gpt import BuiltModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.train.engine import Batch, MegatronEngine
-from llmrecipes.verify import shards
-from llmrecipes.verify.spec import Record, Step
+from llmrecipes.verify import replicas, shards
+from llmrecipes.verify.spec import Record, ReplicaDifference, Step
 
 FINAL, BEFORE, GRADIENTS = "final", "before", "gradients"
 """Weights after the last step, weights that the kept step started from, and its gradients."""
@@ -67,16 +67,24 @@ def observe(
     file = f"{dist.get_rank()}.pt"
     steps: list[Step] = []
     kept = None
+    apart: ReplicaDifference | None = None
     for number in range(1, iters + 1):
         result = engine.train_step(batches)
         steps.append(Step(loss=result.loss, grad_norm=math.nan if result.grad_norm is None else result.grad_norm))
+        apart = apart or _replicas(snapshot.before, number - 1)
         if kept is None and _agreed(keep(number, steps[-1]), engine.platform.device):
             kept = number
             shards.write(folder / BEFORE / file, snapshot.before)
             shards.write(folder / GRADIENTS / file, snapshot.gradients)
     with engine.settled():
-        shards.write(folder / FINAL / file, shards.weights(engine.modules))
-    return Record(layout=plan.layout, steps=tuple(steps), kept_step=kept)
+        final = shards.weights(engine.modules)
+    apart = apart or _replicas(final, iters)
+    shards.write(folder / FINAL / file, final)
+    return Record(layout=plan.layout, steps=tuple(steps), kept_step=kept, replicas=apart)
+
+
+def _replicas(weights: list[shards.Shard], step: int) -> ReplicaDifference | None:
+    return replicas.first_difference(replicas.gathered(replicas.digests(weights)), step)
 
 
 def _agreed(answer: bool, device: torch.device) -> bool:

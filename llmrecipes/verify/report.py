@@ -8,7 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from llmrecipes.verify.result import PARAMETERS, Result
+from llmrecipes.recipe.scaled import SHORT
+from llmrecipes.verify.result import PARAMETERS, REPLICAS, Result
 from llmrecipes.verify.scale import QUANTITIES, relative
 
 WORDS = {"loss": "loss", "grad_norm": "gradient norm"}
@@ -39,37 +40,67 @@ def report(result: Result) -> Group:
 
 
 def verdict(result: Result) -> str:
-    """Whether the layout is the same training, or the first thing that differs."""
+    """Whether what ran is the same training, or the first thing that differs; and what did not run."""
     worst = ", ".join(f"{WORDS[quantity]} {_power(result.max_relative(quantity))}" for quantity in QUANTITIES)
     worst += f", weights after step {len(result.steps)} {_power(result.max_rel_param)}"
-    first = result.first_difference
-    if first is None:
-        return f"\nSAME training within {result.tolerance:g}. Largest relative differences: {worst}"
-    lines = [f"\nANOTHER training: beyond {result.tolerance:g}. Largest relative differences: {worst}"]
-    if first.quantity == PARAMETERS:
-        what = f"weights after step {first.step}"
+    if result.ok:
+        within = f"within {result.tolerance:g}, replicas bit for bit"
+        lines = [f"\nSAME training on {degrees(result)}: {within}. Largest relative differences: {worst}"]
     else:
-        what = f"{WORDS[first.quantity]} of step {first.step}: {first.layout:.9g}, not {first.reference:.9g}"
-    lines.append(f"  first difference  {what}")
-    if first.tensor is None:
-        lines.append("  first tensor      none: all weights and gradients of that step agree")
-    else:
-        where = "" if first.tensor.layer is None else f" (layer {first.tensor.layer})"
-        lines.append(f"  first tensor      {first.tensor.name}{where}, by {_power(first.tensor.relative)}")
-        lines.append(f"  {first.tensor.kind:16}  {first.tensor.differing} of {first.tensor.tensors} differ")
-    return "\n".join(lines)
+        beyond = "" if _replicas_alone(result) else f": beyond {result.tolerance:g}"
+        lines = [f"\nANOTHER training{beyond}. Largest relative differences: {worst}", *_first(result)]
+    return "\n".join([*lines, *_lines(*result.scaled.lines("not verified"))])
 
 
 def layout_words(result: Result) -> str:
-    """The degrees above one, and the ranks: `TP2 PP2 DP2, 8 ranks`."""
+    """The degrees above one, and the ranks: `TP2 PP2 DP2 SP, 8 ranks`."""
+    return f"{degrees(result)}, {result.layout.layout['world_size']} ranks"
+
+
+def degrees(result: Result) -> str:
+    """The degrees above one that ran: `TP2 PP2 DP2 SP`."""
     layout = result.layout.layout
-    short = {"tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "expert": "EP"}
-    names = {f"{name}_model_parallel_size": label for name, label in short.items()}
-    names |= {"context_parallel_size": "CP", "data_parallel_size": "DP"}
-    degrees = [f"{label}{layout[name]}" for name, label in names.items() if layout.get(name, 1) > 1]
-    if layout.get("sequence_parallel"):
-        degrees.append("SP")
-    return f"{' '.join(degrees) or 'one rank'}, {layout['world_size']} ranks"
+    kinds = [name for name in SHORT if name in result.scaled.asked or name == "data_parallel_size"]
+    found = [f"{SHORT[name]}{layout[name]}" for name in kinds if layout[name] > 1]
+    if layout["sequence_parallel"]:
+        found.append("SP")
+    return " ".join(found) or "one rank"
+
+
+def _first(result: Result) -> list[str]:
+    """What differs first, and copies of a weight that differ."""
+    first, replicas = result.first_difference, result.replicas
+    lines: list[tuple[str, str]] = []
+    if first is not None and first.quantity != REPLICAS:
+        if first.quantity == PARAMETERS:
+            what = f"weights after step {first.step}"
+        else:
+            what = f"{WORDS[first.quantity]} of step {first.step}: {first.layout:.9g}, not {first.reference:.9g}"
+        lines.append(("first difference", what))
+        if first.tensor is None:
+            lines.append(("first tensor", "none: all weights and gradients of that step agree"))
+        else:
+            name = _tensor(first.tensor.name, first.tensor.layer)
+            lines.append(("first tensor", f"{name}, by {_power(first.tensor.relative)}"))
+            lines.append((first.tensor.kind, f"{first.tensor.differing} of {first.tensor.tensors} differ"))
+    if replicas is not None:
+        when = f"after step {replicas.step}" if replicas.step else "from the start"
+        where = f"rank {replicas.rank} differs from rank {replicas.main_rank} {when}"
+        lines.append(("replicas", f"{_tensor(replicas.tensor, replicas.layer)}: {where}"))
+        lines.append(("", f"{replicas.differing} of {replicas.copies} copies differ"))
+    return _lines(*lines)
+
+
+def _replicas_alone(result: Result) -> bool:
+    return result.first_difference is not None and result.first_difference.quantity == REPLICAS
+
+
+def _tensor(name: str, layer: int | None) -> str:
+    return name if layer is None else f"{name} (layer {layer})"
+
+
+def _lines(*rows: tuple[str, str]) -> list[str]:
+    return [f"  {heading:16}  {text}" for heading, text in rows]
 
 
 def scale(value: float, tolerance: float) -> str:

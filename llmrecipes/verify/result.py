@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from llmrecipes.recipe.scaled import Scaled
 from llmrecipes.verify.scale import QUANTITIES, first_beyond, relative
-from llmrecipes.verify.spec import Record, Step
+from llmrecipes.verify.spec import Record, ReplicaDifference, Step
 
-PARAMETERS = "parameters"
+PARAMETERS, REPLICAS = "parameters", "replicas"
+NOT_VERIFIED = "not_verified"
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,10 @@ class FirstDifference:
     """The first number beyond the tolerance."""
 
     step: int
-    """From 1."""
+    """From 1; of `replicas` the step whose update left them different, 0 where they started so."""
     quantity: str
-    """`loss`, `grad_norm`, or `parameters` where all of those agree but the weights after the last step do not."""
+    """`loss`, `grad_norm`, `parameters` where all of those agree but the weights after the last step do not, or
+    `replicas` where all of these agree but the copies of a weight on several ranks are not the same bit for bit."""
     reference: float
     layout: float
     tensor: FirstTensor | None
@@ -61,11 +64,21 @@ class Result:
     max_rel_param: float
     """Worst of all weights after the last step."""
     first_difference: FirstDifference | None
+    scaled: Scaled
+    """The recipe's degrees beside those that ran."""
 
     @property
     def ok(self) -> bool:
-        """Whether all losses, gradient norms and weights agree within the tolerance."""
+        """Whether all losses, gradient norms and weights agree within the tolerance, and all replicas exactly.
+
+        It is about what ran; `scaled.not_run` is what did not.
+        """
         return self.first_difference is None
+
+    @property
+    def replicas(self) -> ReplicaDifference | None:
+        """First copy of a weight that differs from another rank's."""
+        return self.layout.replicas
 
     @property
     def steps(self) -> list[tuple[Step, Step]]:
@@ -86,6 +99,8 @@ class Result:
             "max_rel_param": _finite(self.max_rel_param),
             "ok": self.ok,
             "first_difference": self.first_difference.as_dict() if self.first_difference else None,
+            "replicas": self.replicas.model_dump() if self.replicas else None,
+            **self.scaled.as_dict(NOT_VERIFIED),
         }
 
     def as_record(self) -> dict[str, Any]:

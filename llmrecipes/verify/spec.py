@@ -36,6 +36,27 @@ class Step(BaseModel):
     """Global gradient norm before clipping."""
 
 
+class ReplicaDifference(BaseModel):
+    """The first copy of a weight that is not the one on the lowest rank that holds it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    """Optimizer steps before it was seen; 0: the ranks started with it."""
+    tensor: str
+    """As megatron-core's modules are called, with layer and expert."""
+    layer: int | None
+    """Decoder layer, from 0; None for what is outside of the layers."""
+    rank: int
+    """The rank whose copy differs."""
+    main_rank: int
+    """The lowest rank with the same part of the tensor."""
+    differing: int
+    """Copies that differ, of all tensors and ranks."""
+    copies: int
+    """Copies that were compared with a lower rank's."""
+
+
 class Record(BaseModel):
     """A training as it was observed."""
 
@@ -46,6 +67,8 @@ class Record(BaseModel):
     steps: tuple[Step, ...]
     kept_step: int | None
     """Step, from 1, whose weights and gradients were kept."""
+    replicas: ReplicaDifference | None
+    """First copy of a weight that differs from that of another rank."""
 
     def write(self, folder: Path) -> None:
         """Write it as JSON."""

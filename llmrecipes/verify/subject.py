@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.proxy import proxy
+from llmrecipes.recipe.proxy_model import Device
 from llmrecipes.recipe.schema import Parallelism, Recipe
 
 MIN_ADAM_EPS = 1e-6
@@ -13,17 +14,18 @@ own size, so that with a smaller eps rounding alone would move such weights, in 
 PLAIN = Parallelism(use_distributed_optimizer=False)
 
 
-def subject(recipe: Recipe, iters: int) -> Recipe:
+def subject(recipe: Recipe, iters: int, device: Device) -> Recipe:
     """The small version of a recipe whose layout is verified, in fp32 and without random numbers.
 
     Args:
         recipe: the full recipe.
         iters: steps that will be trained.
+        device: what the ranks will run on.
 
     Raises:
         UserError: the recipe computes something else on another layout by intention.
     """
-    small = proxy(recipe)
+    small = proxy(recipe, device)
     _require_same_meaning(small)
     return small.model_copy(
         update={

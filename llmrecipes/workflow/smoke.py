@@ -16,6 +16,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.proxy import proxy
+from llmrecipes.recipe.scaled import Scaled, scaled
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.train import Places, start
@@ -36,6 +37,10 @@ class SmokeResult:
     last_loss: float
     first_difference: int | None
     run_dir: str
+    layout: dict[str, int]
+    """Degrees that ran by name, and `world_size`."""
+    scaled: Scaled
+    """The recipe's degrees beside those that ran."""
 
     @property
     def ok(self) -> bool:
@@ -44,7 +49,8 @@ class SmokeResult:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
-        return {**asdict(self), "ok": self.ok}
+        values = {name: value for name, value in asdict(self).items() if name != "scaled"}
+        return {**values, **self.scaled.as_dict("not_run"), "ok": self.ok}
 
     def as_text(self) -> str:
         """Lines for people."""
@@ -59,6 +65,7 @@ class SmokeResult:
             f"  saved    step {self.resumed_at}\n"
             f"  resumed  {compared}\n"
             f"  kept in  {self.run_dir}"
+            + "".join(f"\n  {heading:8} {text}" for heading, text in self.scaled.lines("not run"))
         )
 
 
@@ -74,10 +81,11 @@ def smoke(recipe: Recipe, places: Places, nproc: int | None, say: Callable[[str]
     Raises:
         UserError: the proxy does not run here either, or a rehearsal ended with an error.
     """
-    small = proxy(recipe)
     cluster = detect()
+    small = proxy(recipe, cluster.device)
     ranks = default_world_size(small, cluster) if nproc is None else nproc
-    check(small, derive(small, ranks, cluster), cluster)
+    plan = derive(small, ranks, cluster)
+    check(small, plan, cluster)
     from llmrecipes.data.prepare import prepare
 
     prepare(small, places.data_dir, progress=say)
@@ -103,6 +111,8 @@ def smoke(recipe: Recipe, places: Places, nproc: int | None, say: Callable[[str]
         last_loss=one[-1]["loss"],
         first_difference=next(different, None),
         run_dir=str(folder),
+        layout=plan.layout,
+        scaled=scaled(recipe, plan.layout),
     )
 
 

@@ -16,8 +16,9 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.scaled import Degree, Scaled, scaled
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.verify.result import PARAMETERS, FirstDifference, FirstTensor, Result, first_differing_step
+from llmrecipes.verify.result import PARAMETERS, REPLICAS, FirstDifference, FirstTensor, Result, first_differing_step
 from llmrecipes.verify.spec import Record, VerifySpec
 from llmrecipes.verify.subject import reference, subject
 from llmrecipes.workflow.train import Places, new_run_id
@@ -80,8 +81,8 @@ def verify(
         raise UserError(
             f"{question.tolerance:g}", where="--tolerance", rule="a relative difference above 0", fix="1e-5"
         )
-    small = subject(recipe, question.iters)
     cluster = detect()
+    small = subject(recipe, question.iters, cluster.device)
     plan = _plan(small, question.nproc, cluster)
     one = reference(small, plan.data_parallel_size)
     for what, of in ((small, plan), (one, derive(one, 1, cluster))):
@@ -99,7 +100,7 @@ def verify(
     say(f"verify {recipe.name}: the same on {plan.world_size} ranks")
     spread.folder.mkdir()
     train_layout(spread, plan.world_size, cluster)
-    result = _compare(recipe.name, alone, spread, cluster)
+    result = _compare(recipe.name, alone, spread, cluster, _scaled(recipe, small, plan))
     (folder / "verify.json").write_text(json.dumps(result.as_record(), indent=2) + "\n", "utf-8")
     from llmrecipes.verify.drawing import svg
 
@@ -120,6 +121,14 @@ def _plan(small: Recipe, nproc: int | None, cluster: Cluster) -> Plan:
             if least == 1:
                 raise  # and one replica on one rank is the reference itself
     return derive(small, least if nproc is None else nproc, cluster)
+
+
+def _scaled(recipe: Recipe, small: Recipe, plan: Plan) -> Scaled:
+    found = scaled(recipe, plan.layout)
+    if plan.data_parallel_size > 1:
+        return found
+    twice = f"one replica of the layout ran; --nproc {2 * smallest_world(small.parallelism)} runs two"
+    return found.without(Degree("data_parallel_size", None, 1, twice))
 
 
 def _alone(spec: VerifySpec, cluster: Cluster) -> None:
@@ -145,7 +154,7 @@ def _alone(spec: VerifySpec, cluster: Cluster) -> None:
             )
 
 
-def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster) -> Result:
+def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster, degrees: Scaled) -> Result:
     from llmrecipes.verify.observe import BEFORE, FINAL, GRADIENTS
     from llmrecipes.verify.tensors import TensorDifference, differences
 
@@ -173,4 +182,8 @@ def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster)
     elif tensor := first("weights after the last step", final):
         worst = next(found for found in final if found.name == tensor.name)
         difference = FirstDifference(len(one.steps), PARAMETERS, worst.reference_norm, worst.norm, tensor)
-    return Result(name, spread.tolerance, one, layout, max(found.relative for found in final), difference)
+    elif copy := layout.replicas:
+        tensor = FirstTensor(copy.tensor, copy.layer, REPLICAS, math.nan, copy.differing, copy.copies)
+        difference = FirstDifference(copy.step, REPLICAS, math.nan, math.nan, tensor)
+    worst_weights = max(found.relative for found in final)
+    return Result(name, spread.tolerance, one, layout, worst_weights, difference, degrees)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from megatron.core import parallel_state
 from llmrecipes.model.gpt import BuiltModel
 from llmrecipes.platform import select
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.engine import MegatronEngine
+from llmrecipes.train.state import Progress
 from llmrecipes.train.world import model_parallel
 from llmrecipes.verify.spec import VerifySpec
 from llmrecipes.verify.worker import train
+from tests.dist.training import Outcome
 
 Patch = pytest.MonkeyPatch
 
@@ -31,6 +35,22 @@ def train_with(fault: str | None, spec: VerifySpec) -> None:
         if fault is not None:
             FAULTS[fault](patch)
         train(spec, world, select())
+
+
+def resume_without_masters(recipe: Recipe, folder: Path) -> Outcome | None:
+    """`go_on`, with master weights rebuilt from those of the model. To be called on every rank of a joined world."""
+    from tests.dist import training
+
+    plain = training.resume
+
+    def rebuilt(engine: MegatronEngine, *args: Any) -> Progress:
+        progress = plain(engine, *args)
+        engine.optimizer.reload_model_params()
+        return progress
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "resume", rebuilt)
+        return training.go_on(recipe, folder)
 
 
 def _norms_not_reduced(patch: Patch) -> None:
@@ -123,6 +143,22 @@ def _twice_the_rate(patch: Patch) -> None:
     patch.setattr(engine, "_optimizer_config", faster)
 
 
+def _replica_drifts(patch: Patch) -> None:
+    """The last bit of one weight of the second replica: far below every tolerance."""
+    step = MegatronEngine.train_step
+
+    def drifting(engine: MegatronEngine, *args: Any, **kwargs: Any) -> Any:
+        result = step(engine, *args, **kwargs)
+        if dist.get_rank() == 1:
+            weight = dict(engine.modules[0].named_parameters())[DRIFTING].detach()
+            torch.nextafter(weight, torch.full_like(weight, torch.inf), out=weight)
+        return result
+
+    patch.setattr(MegatronEngine, "train_step", drifting)
+
+
+DRIFTING = "decoder.layers.1.mlp.linear_fc1.weight"
+DRIFT = "weights of one replica drift"
 FAULTS: dict[str, Callable[[Patch], None]] = {
     "norm gradients not reduced over sequence-parallel ranks": _norms_not_reduced,
     "loss divided by the number of micro-batches": _loss_over_micro_batches,
@@ -132,4 +168,5 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "routers start from other weights": _to_routers(_own_values),
     "router gradients not reduced": _to_routers(_own_gradient),
     "another learning rate": _twice_the_rate,
+    DRIFT: _replica_drifts,
 }

@@ -16,11 +16,12 @@ from llmrecipes.cli import run
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.verify.report import verdict
 from llmrecipes.verify.result import Result
 from llmrecipes.verify.scale import relative
 from llmrecipes.workflow.train import Places
 from llmrecipes.workflow.verify import Question, verify
-from tests.dist.faulty import FAULTS, train_with
+from tests.dist.faulty import DRIFT, DRIFTING, FAULTS, train_with
 from tests.dist.worlds import GlooWorld
 
 pytestmark = pytest.mark.dist
@@ -170,8 +171,40 @@ def test_a_wrong_last_update_is_seen_in_the_weights(checked: Verify) -> None:
     assert result.max_relative("loss") < 1e-5 < result.max_rel_param
 
 
+def test_replicas_that_drift_apart_are_named_though_every_number_agrees(checked: Verify) -> None:
+    # Each replica updates its own copy; the distributed optimizer would overwrite them.
+    result = checked({}, {"use_distributed_optimizer": False}, 2, DRIFT)
+    assert max(result.max_relative("loss"), result.max_relative("grad_norm"), result.max_rel_param) < 1e-5
+    answer = result.as_dict()
+    assert answer["ok"] is False
+    assert answer["replicas"].pop("copies") > 20
+    assert answer["replicas"] == {
+        "step": 1, "tensor": DRIFTING, "layer": 1, "rank": 1, "main_rank": 0, "differing": 1,
+    }  # fmt: skip
+    difference = answer["first_difference"]
+    assert (difference["step"], difference["quantity"], difference["first_tensor"]) == (1, "replicas", DRIFTING)
+    assert "rank 1 differs from rank 0 after step 1" in verdict(result)
+
+
+def test_what_was_not_run_is_not_called_the_same(checked: Verify) -> None:
+    split = {**TP2, "tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 4, "expert_model_parallel_size": 4}
+    result = checked({**EXPERTS, "moe_ffn_hidden_size": 128}, split, 2, iters=1)
+    answer = result.as_dict()
+    assert answer["ok"] is True
+    assert answer["asked"]["expert_tensor_parallel_size"] == 4
+    assert answer["layout"]["expert_tensor_parallel_size"] == 1
+    changed = [(each["degree"], each["asked"], each["ran"]) for each in answer["reduced"]]
+    assert changed == [("tensor_model_parallel_size", 4, 2), ("expert_model_parallel_size", 4, 2)]
+    missing = [(each["degree"], each["asked"]) for each in answer["not_verified"]]
+    assert missing == [("expert_tensor_parallel_size", 4), ("data_parallel_size", None)]
+    assert all(each["reason"] for each in answer["not_verified"])
+    text = verdict(result)
+    assert "SAME training on TP2 EP2 SP:" in text
+    assert "not verified      expert_tensor_parallel_size 4: gloo" in text
+
+
 def test_every_fault_is_tried() -> None:
-    assert {case.fault for case in FOUND} == set(FAULTS)
+    assert {case.fault for case in FOUND} | {DRIFT} == set(FAULTS)
 
 
 @pytest.mark.slow
@@ -185,7 +218,8 @@ def test_the_command_says_so_by_its_exit_code(
     assert run([*common, "--json"]) == 0
     answer = json.loads(capfd.readouterr().out)
     assert list(answer) == [
-        *("recipe", "layout", "iters", "max_rel_loss", "max_rel_grad_norm", "max_rel_param", "ok", "first_difference")
+        *("recipe", "layout", "iters", "max_rel_loss", "max_rel_grad_norm", "max_rel_param", "ok", "first_difference"),
+        *("replicas", "asked", "reduced", "added", "not_verified"),
     ]
     assert (answer["ok"], answer["first_difference"], answer["iters"]) == (True, None, 2)
     assert answer["layout"]["tensor_model_parallel_size"] == answer["layout"]["world_size"] == 2

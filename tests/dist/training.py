@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from llmrecipes.train.engine import Batch, MegatronEngine
 from llmrecipes.train.resume import resume
 from llmrecipes.train.state import Progress, sharded_state
 from llmrecipes.train.world import World, model_parallel
+from llmrecipes.verify import replicas, shards
+from llmrecipes.verify.spec import ReplicaDifference
 from tests.dist.table import SAVED_AT, STEPS
 from tests.helpers import ROOMY, random_batches
 
@@ -43,6 +46,10 @@ class Outcome:
     """Validation loss after the last step."""
     tensors: dict[str, np.ndarray]
     """Every global parameter and buffer by name, put together from the ranks that hold it."""
+    replicas: ReplicaDifference | None = None
+    """First copy of a parameter or buffer that is not the one of the lowest rank, bit for bit."""
+    lost: list[str] = field(default_factory=list)
+    """Weights, master weights and moments that a resume did not restore bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +62,16 @@ class Difference:
     tensor: float
     worst: str
     """Name of the tensor that differs most."""
+    exact: str
+    """What has to be the same bit for bit and is not; empty where all is."""
 
     @property
     def largest(self) -> float:
-        return max(self.loss, self.norm, self.tensor)
+        return math.inf if self.exact else max(self.loss, self.norm, self.tensor)
 
     def __str__(self) -> str:
-        return f"loss {self.loss:.1e}, gradient norm {self.norm:.1e}, parameters {self.tensor:.1e} ({self.worst})"
+        numbers = f"loss {self.loss:.1e}, gradient norm {self.norm:.1e}, parameters {self.tensor:.1e} ({self.worst})"
+        return f"{numbers}; {self.exact}" if self.exact else numbers
 
 
 def compare(outcome: Outcome, reference: Outcome) -> Difference:
@@ -73,11 +83,15 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
     tensors = {name: _distance(value, reference.tensors[name]) for name, value in outcome.tensors.items()}
     worst = max(tensors, key=lambda name: tensors[name])
     count = len(outcome.losses)
+    exact = [f"replicas differ: {outcome.replicas}"] if outcome.replicas else []
+    if outcome.lost:
+        exact.append(f"not restored bit for bit: {', '.join(outcome.lost)}")
     return Difference(
         _largest([*outcome.losses, outcome.valid], [*reference.losses[-count:], reference.valid]),
         _largest(outcome.norms, reference.norms[-count:]),
         tensors[worst],
         worst,
+        "; ".join(exact),
     )
 
 
@@ -105,8 +119,11 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
         with AsyncSaver(CheckpointStore(folder), saver_group()) as saver:
             with engine.settled():
                 saver.save(sharded_state(engine, progress), info)
+                saved = _everything(engine, world)
             (report,) = saver.wait()
             assert report.error is None, report.error
+        if world.is_first:
+            np.savez(_beside(folder), allow_pickle=False, **saved)
 
 
 def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
@@ -115,7 +132,9 @@ def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
     with training(elsewhere) as (engine, world):
         progress = resume(engine, CheckpointStore(folder), world).progress
         assert progress.step == SAVED_AT
-        return _run(engine, world, STEPS - SAVED_AT, progress.consumed_samples)
+        loaded = _everything(engine, world)
+        outcome = _run(engine, world, STEPS - SAVED_AT, progress.consumed_samples)
+    return None if outcome is None else replace(outcome, lost=_changed(loaded, _beside(folder)))
 
 
 @contextmanager
@@ -143,17 +162,41 @@ def _run(engine: MegatronEngine, world: World, steps: int, consumed: int = 0) ->
     results = [engine.train_step(batches) for _ in range(steps)]
     with engine.settled():
         valid = engine.evaluate(feed(engine.recipe, world), 1)
-        tensors = _whole_tensors(engine, world)
+        tensors = _whole_tensors([module.sharded_state() for module in engine.modules], world)
+        digests = replicas.gathered(replicas.digests(shards.weights(engine.modules)))
     if not world.is_first:
         return None
-    return Outcome([r.loss for r in results], [r.grad_norm or math.nan for r in results], valid, tensors)
+    apart = replicas.first_difference(digests, STEPS)
+    return Outcome([r.loss for r in results], [r.grad_norm or math.nan for r in results], valid, tensors, apart)
 
 
-def _whole_tensors(engine: MegatronEngine, world: World) -> dict[str, np.ndarray]:
-    """Global parameters and buffers on the first rank; empty on the others."""
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.npz")
+
+
+def _everything(engine: MegatronEngine, world: World) -> dict[str, np.ndarray]:
+    """Weights, master weights and moments by name, on the first rank."""
+    state = sharded_state(engine, Progress(), random=False)
+    return _whole_tensors([value for value in state.values() if isinstance(value, dict)], world)
+
+
+def _changed(loaded: dict[str, np.ndarray], saved: Path) -> list[str]:
+    """Names whose tensors are not those that were saved, bit for bit."""
+    with np.load(saved, allow_pickle=False) as before:
+        # Master weights and two moments for each weight.
+        assert sum(name.startswith("optimizer.state.") for name in before.files) >= len(before.files) // 2
+        names = sorted({*loaded, *before.files})
+        return [
+            name
+            for name in names
+            if name not in loaded or name not in before or loaded[name].tobytes() != before[name].tobytes()
+        ]
+
+
+def _whole_tensors(states: Sequence[dict[str, Any]], world: World) -> dict[str, np.ndarray]:
+    """Global tensors of sharded state dicts on the first rank; empty on the others."""
     mine = []
-    for module in engine.modules:
-        state = module.sharded_state()
+    for state in states:
         apply_factories(state)
         for shard in nested_values(state):
             if not isinstance(shard, ShardedTensor) or not is_main_replica(shard.replica_id):
@@ -163,7 +206,8 @@ def _whole_tensors(engine: MegatronEngine, world: World) -> dict[str, np.ndarray
                 slice(start, start + size)
                 for start, size in zip(shard.global_offset[depth:], shard.local_shape, strict=True)
             )
-            mine.append((global_name(shard), shard.global_shape[depth:], part, shard.data.detach().float().cpu()))
+            data = shard.data.detach().float().cpu().view(shard.local_shape)
+            mine.append((global_name(shard), shard.global_shape[depth:], part, data))
     everyones: list[list] | None = [[] for _ in range(world.size)] if world.is_first else None
     dist.gather_object(mine, everyones)
     whole: dict[str, np.ndarray] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from llmrecipes.train.engine import MegatronEngine
 from tests.helpers import LLAMA, engine_of, largest_difference, random_batches, steps, tiny
@@ -126,6 +127,24 @@ def test_clipping_scales_the_update_and_zero_turns_it_off() -> None:
     assert free.abs().max() > 0
 
 
+def test_moments_decay_by_the_betas_of_the_recipe() -> None:
+    options = {"lr": PEAK, "weight_decay": 0.1, "clip_grad": 0.0, "adam_eps": 1e-6}
+    betas = {"adam_beta1": 0.5, "adam_beta2": 0.7}
+    engine = engine_of(tiny(optimizer={**options, **betas}, scheduler={"lr_decay_style": "constant"}))
+    weight = dict(engine.modules[0].named_parameters())[WEIGHT]
+    expected, usual = (torch.nn.Parameter(weight.detach().clone()) for _ in range(2))
+    by_hand = torch.optim.AdamW([expected], lr=PEAK, weight_decay=0.1, eps=1e-6, betas=(0.5, 0.7))
+    by_default = torch.optim.AdamW([usual], lr=PEAK, weight_decay=0.1, eps=1e-6)
+    source = random_batches(engine.recipe)
+    for _ in range(3):
+        steps(engine, 1, source)
+        expected.grad = usual.grad = weight.main_grad.detach().clone()
+        by_hand.step()
+        by_default.step()
+    torch.testing.assert_close(weight.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
+    assert (weight.detach() - usual.detach()).abs().max() > 1e-3
+
+
 # -- the batch -------------------------------------------------------------------------------------------------------
 
 
@@ -217,3 +236,24 @@ def test_the_loss_scale_does_not_show_in_the_numbers_and_grows_again() -> None:
 
 def test_other_precisions_report_no_loss_scale() -> None:
     assert steps(engine_of(tiny()), 1)[0].loss_scale is None
+
+
+# -- compilation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same() -> None:
+    """Two equal layers share one graph; the loss has one of its own."""
+
+    def run(compiled: bool) -> list[float]:
+        results = steps(engine_of(tiny(train={"torch_compile": compiled})), 3)
+        return [result.loss for result in results] + [result.grad_norm or math.nan for result in results]
+
+    torch._dynamo.reset()
+    counters.clear()
+    plain = run(False)
+    assert counters["stats"]["unique_graphs"] == 0
+    compiled = run(True)
+    assert counters["stats"]["unique_graphs"] >= 2
+    assert counters["inductor"], "nothing was compiled"
+    assert largest_difference(plain, compiled) < 1e-5

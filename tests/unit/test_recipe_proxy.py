@@ -15,6 +15,7 @@ from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.scaled import scaled
 from llmrecipes.recipe.schema import Recipe
 
 GIB = 1 << 30
@@ -42,6 +43,7 @@ KEPT_MODEL = (
 
 def assert_rehearses(recipe: Recipe) -> None:
     """The proxy is a valid small recipe on its own ranks and twice as many, and nothing but numbers is lost."""
+    assert_same_kinds_on_gpus(recipe)
     small = proxy(recipe)
     assert Recipe.model_validate(small.model_dump()) == small
     assert check(small) == []
@@ -74,6 +76,35 @@ def assert_rehearses(recipe: Recipe) -> None:
     assert small.model.num_layers <= 8
     assert max(small.model.hidden_size, small.model.seq_length) <= 128
     assert (small.model.num_moe_experts or 0) <= 8
+
+
+def assert_same_kinds_on_gpus(recipe: Recipe) -> None:
+    """Every degree above 1 is 2 on GPUs, where NCCL gathers the tokens of experts that are split themselves."""
+    small = proxy(recipe, "cuda")
+    assert check(small) == []
+    ranks = smallest_world(small.parallelism)
+    assert ranks <= 8
+    plan = derive(small, ranks, replace(LAPTOP, gpus=(GPU,) * ranks))
+    found = scaled(recipe, plan.layout)
+    assert (found.added, found.not_run) == ((), ())
+    assert {name: plan.layout[name] for name in found.asked} == {name: min(n, 2) for name, n in found.asked.items()}
+
+
+def test_what_a_cpu_cannot_run_is_said() -> None:
+    changes = ["parallelism.tensor_model_parallel_size=4", "parallelism.sequence_parallel=true"]
+    whole = load("mixtral-8x7b", [*changes, "parallelism.expert_model_parallel_size=1",
+                                  "parallelism.expert_tensor_parallel_size=null"]).recipe  # fmt: skip
+    small = proxy(whole)
+    found = scaled(whole, derive(small, smallest_world(small.parallelism), LAPTOP).layout)
+    assert found.asked["expert_tensor_parallel_size"] == 4  # that of the dense layers
+    assert [(each.degree, each.asked, each.ran) for each in found.not_run] == [("expert_tensor_parallel_size", 4, 1)]
+    assert [(each.degree, each.asked, each.ran) for each in found.added] == [("expert_model_parallel_size", 1, 2)]
+    assert all(each.reason for each in (*found.not_run, *found.added))
+    assert "not verified" in dict(found.lines("not verified"))
+    dense = load("gpt-tiny").recipe
+    found = scaled(dense, derive(proxy(dense), 1, LAPTOP).layout)
+    assert not [name for name in found.asked if name.startswith("expert_")]
+    assert found.lines("not verified") == []
 
 
 @pytest.mark.parametrize("name", names())
@@ -145,7 +176,7 @@ def _drawn(draw: random.Random) -> Recipe:
     if experts:
         parallel |= {
             "expert_model_parallel_size": draw.choice((1, 2, 3, 4, 8)),
-            "expert_tensor_parallel_size": draw.choice((None, 1)),
+            "expert_tensor_parallel_size": draw.choice((None, 1, 2)),
         }
     micro = draw.choice((1, 3))
     return Recipe.model_validate(

@@ -58,6 +58,38 @@ def test_counts_are_those_of_all_micro_batches(world: World) -> None:
         assert 0 < layer.entropy < math.log(EXPERTS)
 
 
+def test_jitter_disturbs_the_input_of_routers_by_eps_and_only_in_training(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eps = 0.25
+    engine = make_engine(moe_recipe(moe_input_jitter_eps=eps))
+    gating = TopKRouter.gating
+    given: list[torch.Tensor] = []
+    factors: list[torch.Tensor] = []
+
+    def remember(_router: TopKRouter, inputs: tuple[torch.Tensor, ...]) -> None:
+        given.append(inputs[0].detach().clone())
+
+    def seen(router: TopKRouter, values: torch.Tensor) -> torch.Tensor:
+        factors.append(values.detach() / given[-1])
+        logits: torch.Tensor = gating(router, values)
+        return logits
+
+    monkeypatch.setattr(TopKRouter, "gating", seen)
+    for router in routers(engine):
+        router.register_forward_pre_hook(remember)
+    engine.train_step(micro_batches())
+    trained = torch.cat([each.flatten() for each in factors])
+    # Uniform over the whole interval: the ends and the mean say so.
+    assert 1 - eps - 1e-5 <= trained.min() < 1 - 0.9 * eps
+    assert 1 + 0.9 * eps < trained.max() <= 1 + eps + 1e-5
+    assert trained.mean() == pytest.approx(1, abs=0.01)
+    factors.clear()
+    one, other = (engine.evaluate(micro_batches(), 1) for _ in range(2))
+    assert one == other
+    assert all((each == 1).all() for each in factors) and factors
+
+
 @pytest.mark.parametrize(
     ("model", "each", "dropped"),
     [

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from llmrecipes import cli
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.load import load
+from llmrecipes.recipe.proxy import proxy
+from llmrecipes.recipe.scaled import scaled
 from llmrecipes.train import state
-from tests.helpers import tiny_on, write_recipe
+from llmrecipes.workflow.smoke import SmokeResult
+from tests.helpers import ROOMY, tiny_on, write_recipe
 
 
 def smoke(corpus: Path, data_dir: Path, folder: Path, *options: str) -> int:
@@ -25,6 +31,7 @@ def test_a_rehearsal_trains_saves_resumes_and_compares(
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["first_difference"], found["resumed_at"]) == (True, None, found["steps"] // 2)
     assert found["last_loss"] < found["first_loss"]
+    assert (found["layout"]["world_size"], found["reduced"], found["not_run"]) == (1, [], [])
     assert {path.name for path in Path(found["run_dir"]).iterdir()} == {"uninterrupted", "resumed"}
 
 
@@ -37,3 +44,15 @@ def test_a_resume_that_forgets_the_random_state_is_found_out(
     printed = capsys.readouterr().out
     assert "smoke rehearsed: FAILED" in printed
     assert "DIFFERS from the uninterrupted run at step 11" in printed
+
+
+def test_a_rehearsal_says_what_it_left_out() -> None:
+    recipe = load("mixtral-8x7b", ["parallelism.expert_tensor_parallel_size=2"]).recipe
+    small = proxy(recipe)
+    layout = derive(small, smallest_world(small.parallelism), ROOMY).layout
+    result = SmokeResult("m", 20, 10, 2.0, 1.0, None, "runs", layout, scaled(recipe, layout))
+    assert result.ok
+    assert [each["degree"] for each in result.as_dict()["not_run"]] == ["expert_tensor_parallel_size"]
+    assert {"PP 4 to 2", "EP 8 to 2"} <= {each.change for each in result.scaled.reduced}
+    lines = [line.split(maxsplit=2) for line in result.as_text().splitlines()]
+    assert ["not", "run", "expert_tensor_parallel_size"] in [line[:2] + line[2].split()[:1] for line in lines[1:]]

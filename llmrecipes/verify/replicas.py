@@ -1,0 +1,60 @@
+"""Copies of one weight on several ranks have to be the same bit for bit: their digests are compared, not their data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from llmrecipes.verify.shards import Shard
+from llmrecipes.verify.spec import ReplicaDifference
+from llmrecipes.verify.tensors import readable
+
+Digest = tuple[str, tuple[int, ...], bytes]
+"""Global name, offset in the global tensor, and a hash of the bytes."""
+
+
+class _Main(NamedTuple):
+    rank: int
+    digest: bytes
+
+
+def digests(shards: Iterable[Shard]) -> list[Digest]:
+    """Hashes of this rank's weights: about 100 bytes for each tensor, whatever its size."""
+    return [
+        (shard.name, shard.offset, hashlib.blake2b(shard.tensor.numpy().tobytes(), digest_size=16).digest())
+        for shard in shards
+    ]
+
+
+def gathered(own: list[Digest]) -> list[list[Digest]]:
+    """Every rank's digests; all ranks take part."""
+    everyones: list[list[Digest]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, own)
+    return everyones
+
+
+def first_difference(everyones: Sequence[Sequence[Digest]], step: int) -> ReplicaDifference | None:
+    """The first tensor, in the order of the ranks and of their model, whose copies are not all the same.
+
+    Args:
+        everyones: digests by rank.
+        step: optimizer steps so far.
+    """
+    main: dict[tuple[str, tuple[int, ...]], _Main] = {}
+    copies, different = 0, []
+    for rank, own in enumerate(everyones):
+        for name, offset, digest in own:
+            known = main.setdefault((name, offset), _Main(rank, digest))
+            copies += known.rank != rank
+            if known.digest != digest:
+                different.append((name, rank, known.rank))
+    if not different:
+        return None
+    key, rank, other = different[0]
+    name, layer = readable(key)
+    return ReplicaDifference(
+        step=step, tensor=name, layer=layer, rank=rank, main_rank=other, differing=len(different), copies=copies
+    )
