@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import time
 from collections import deque
@@ -14,6 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskProgressColumn, TextColumn
 from rich.table import Column
 
+from llmrecipes.console import duration
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 
 SECONDS_BETWEEN_LINES = 1.0
@@ -118,19 +118,3 @@ def note_line(note: Note, total: int) -> str:
     )
     alarm = "ALARM  " if note.alarm else ""
     return f"note {note.step}/{total}  {alarm}{note.event.replace('_', ' ')}  {details}".rstrip()
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: `4.2s`, `42s`, `3m12s`, `5h07m`, `2d03h`; `?` for what is not finite."""
-    if not math.isfinite(seconds):
-        return "?"
-    if seconds < 9.95:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

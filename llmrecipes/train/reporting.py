@@ -44,7 +44,7 @@ def describe(
         "data": f"{number(tokens)} training tokens, read {plan.total_tokens / max(tokens, 1):.2f} times",
         "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
     }
-    for name, text in rows.items():
+    for name, text in [*rows.items(), *(("warning", text) for text in plan.warnings)]:
         console().print(f"{name:>7}  {text}", markup=False)
 
 

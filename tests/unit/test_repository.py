@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
@@ -283,3 +285,15 @@ def test_every_make_target_is_listed() -> None:
     phony = set(re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split())  # type: ignore[index]
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert phony == set(re.findall(r"^  make ([\w-]+)  +\S", listed, re.MULTILINE))
+
+
+def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "llmrecipes").mkdir()
+    for name in ("__init__.py", "py.typed"):
+        shutil.copy(PACKAGE / name, tmp_path / "llmrecipes")
+    code = "import setuptools.build_meta as build; print(build.build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as wheel:
+        assert "llmrecipes/py.typed" in wheel.namelist()

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from llmrecipes.console import duration
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
-from llmrecipes.tracking.progress import ProgressSink, duration, step_line
+from llmrecipes.tracking.progress import ProgressSink, step_line
 
 
 def step(number: int, **changes: Any) -> StepMetrics:
