@@ -11,7 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from llmrecipes import __version__, bench_command, commands, doctor_command, submit_command
+from llmrecipes import (
+    __version__,
+    bench_command,
+    commands,
+    compare_command,
+    doctor_command,
+    submit_command,
+    tensorboard_command,
+)
 from llmrecipes.commands import (
     ClusterOption,
     JsonOption,
@@ -163,6 +171,8 @@ def docs(check: Annotated[bool, typer.Option("--check", help="Only say whether t
 
 commands.register(app)
 app.command("submit")(submit_command.submit)
+app.command("compare")(compare_command.compare)
+app.command("tensorboard")(tensorboard_command.tensorboard)
 app.command("doctor")(doctor_command.doctor)
 app.add_typer(bench_command.app, name="bench")
 

@@ -24,7 +24,7 @@ LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 
 # Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
 LAYERS = (
-    ("errors", "console"),
+    ("errors", "console", "plot"),
     ("recipe",),
     ("cluster",),
     ("clusters",),
@@ -36,7 +36,7 @@ LAYERS = (
     ("verify", "doctor", "bench"),
     ("workflow", "show", "show_clusters", "show_layout"),
     ("commands",),
-    ("submit_command", "doctor_command", "bench_command"),
+    ("submit_command", "doctor_command", "bench_command", "compare_command", "tensorboard_command"),
     ("cli", "__main__"),
 )
 LIGHT = (
@@ -53,7 +53,18 @@ LIGHT = (
     "show_layout",
     "cli",
 )
-HEAVY = {"torch", "megatron", "mlflow", "datasets", "transformers", "tokenizers", "tensorboard", "pandas", "pyarrow"}
+HEAVY = {
+    "torch",
+    "megatron",
+    "mlflow",
+    "wandb",
+    "datasets",
+    "transformers",
+    "tokenizers",
+    "tensorboard",
+    "pandas",
+    "pyarrow",
+}
 PUBLIC_HOSTS = {"pypi.org", "files.pythonhosted.org", "download.pytorch.org"}
 
 
@@ -205,7 +216,7 @@ def test_every_dependency_has_its_reason() -> None:
 
 def test_every_import_is_declared() -> None:
     providers = packages_distributions()
-    known = declared("gpu")
+    known = declared("gpu", "wandb")
     shipped_with = {"pydantic_core": "pydantic", "pynvml": "nvidia-ml-py"}
     optional = {"transformer_engine", "apex"}  # used where the user's machine has them
     missing = []
