@@ -11,7 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from llmrecipes import bench_command, commands, doctor_command, submit_command
+from llmrecipes import (
+    __version__,
+    bench_command,
+    commands,
+    compare_command,
+    doctor_command,
+    submit_command,
+    tensorboard_command,
+)
 from llmrecipes.commands import (
     ClusterOption,
     JsonOption,
@@ -33,6 +41,31 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    import platform
+    from importlib import metadata
+
+    print(f"llmrecipes {__version__}")
+    for name in ("megatron-core", "torch"):
+        try:
+            print(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:  # a login node may only plan and submit
+            print(f"{name} is not installed")
+    print(f"Python {platform.python_version()}")
+    raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """Pretraining runs of GPT models on Megatron-core, each from one recipe file."""
+
+
 @app.command("list")
 def list_recipes(as_json: JsonOption = False) -> None:
     """The recipes there are, with their size."""
@@ -51,6 +84,13 @@ def show_recipe(
     nproc: RanksOption = None,
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
+    plan_only: Annotated[bool, typer.Option("--plan", help="The plan alone, without the recipe.")] = False,
+    step_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--step-seconds", metavar="S", min=1e-6, help="Time of a step where you know it, for the time of all."
+        ),
+    ] = None,
 ) -> None:
     """The resolved recipe and everything that follows from it on this machine, or on a cluster."""
     from llmrecipes import show
@@ -64,9 +104,9 @@ def show_recipe(
     ranks = default_world_size(loaded.recipe, cluster) if nproc is None else nproc
     plan = derive(loaded.recipe, ranks, cluster)
     if as_json:
-        print(json.dumps(show.as_dict(loaded, plan, cluster), indent=2))
+        print(json.dumps(show.as_dict(loaded, plan, cluster, step_seconds), indent=2))
     else:
-        show.print_plan(loaded, plan, cluster)
+        show.print_plan(loaded, plan, cluster, plan_only=plan_only, step_seconds=step_seconds)
 
 
 @app.command("layout")
@@ -131,6 +171,8 @@ def docs(check: Annotated[bool, typer.Option("--check", help="Only say whether t
 
 commands.register(app)
 app.command("submit")(submit_command.submit)
+app.command("compare")(compare_command.compare)
+app.command("tensorboard")(tensorboard_command.tensorboard)
 app.command("doctor")(doctor_command.doctor)
 app.add_typer(bench_command.app, name="bench")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import warnings
 from functools import cache
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 DEPRECATIONS = ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed.distributed_data_parallel")
 """Modules of megatron-core 0.19 whose only warnings are deprecations for those who call them."""
+
+WIDTH_OF_FILES = 240
 
 
 def setup_logging(level: int = logging.INFO, rank: int = 0) -> None:
@@ -33,7 +36,9 @@ def console() -> Console:
     """The rich console on stdout; imported on demand because `llmrecipes list` has to answer at once."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    # A file or a pipe has no width that tables could be wrapped at.
+    wide = None if sys.stdout.isatty() else WIDTH_OF_FILES
+    return Console(highlight=False, soft_wrap=wide is not None, width=wide)
 
 
 def number(value: float) -> str:
@@ -42,3 +47,19 @@ def number(value: float) -> str:
         if value >= size:
             return f"{value / size:.1f}{unit}"
     return f"{value:g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `4.2s`, `42s`, `3m12s`, `5h07m`, `2d03h`; `?` for what is not finite."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

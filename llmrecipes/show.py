@@ -6,12 +6,13 @@ from itertools import groupby
 from typing import Any
 
 from llmrecipes.cluster import Cluster
-from llmrecipes.console import console, number
+from llmrecipes.console import console, duration, number
 from llmrecipes.errors import UserError
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.load import Loaded, load, to_yaml
+from llmrecipes.recipe.schema import Recipe
 
 
 def summaries(names: list[str]) -> list[dict[str, Any]]:
@@ -42,31 +43,64 @@ def _summary(name: str) -> dict[str, Any]:
     return {"name": name, "parameters": parameters, "tokens": tokens, "description": recipe.description}
 
 
-def as_dict(loaded: Loaded, plan: Plan, cluster: Cluster) -> dict[str, Any]:
-    """Everything `show` knows, for programs."""
+def as_dict(loaded: Loaded, plan: Plan, cluster: Cluster, step_seconds: float | None = None) -> dict[str, Any]:
+    """Everything `show` knows, for programs. `step_seconds` is null until somebody has measured it."""
+    whole = None if step_seconds is None else step_seconds * loaded.recipe.train.train_iters
     return {
         "recipe": loaded.recipe.model_dump(mode="json"),
         "hash": loaded.hash,
         "plan": plan.as_dict(),
         "cluster": cluster.as_dict(),
+        "step_seconds": step_seconds,
+        "total_seconds": whole,
     }
 
 
-def print_plan(loaded: Loaded, plan: Plan, cluster: Cluster) -> None:
-    """The resolved recipe, then the plan as a table."""
+def print_plan(
+    loaded: Loaded, plan: Plan, cluster: Cluster, *, plan_only: bool = False, step_seconds: float | None = None
+) -> None:
+    """The resolved recipe unless `plan_only`, then the plan as a table, then its warnings."""
     from rich.table import Table
 
     out = console()
-    out.print(f"# {loaded.path}, sha256 {loaded.hash[:12]}", markup=False)
-    out.print(to_yaml(loaded.recipe), markup=False, end="")
+    if not plan_only:
+        out.print(f"# {loaded.path}, sha256 {loaded.hash[:12]}", markup=False)
+        out.print(to_yaml(loaded.recipe), markup=False)
     table = Table(title=f"Plan on {_machine(cluster)}", title_justify="left", box=None, pad_edge=False)
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_column("from", style="dim")
-    for row in rows(plan, cluster):
+    for row in [*rows(plan, cluster), *_disk(loaded.recipe, plan), *_time(loaded.recipe, plan, cluster, step_seconds)]:
         table.add_row(*row)
-    out.print()
     out.print(table)
+    for warning in plan.warnings:
+        out.print(f"\nwarning: {warning}", markup=False)
+
+
+def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
+    kept = recipe.checkpoint.most_recent_k
+    newest = "the newest is kept" if kept == 1 else f"the newest {kept} are kept"
+    # One more is on disk while it is written: the oldest goes when the new one is complete.
+    most = f"at most {gib((kept + 1) * plan.checkpoint_bytes)}"
+    more = f", and each of step {recipe.checkpoint.keep_interval:,} × n" if recipe.checkpoint.keep_interval else ""
+    return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}: {most} on disk{more}")]
+
+
+def _time(recipe: Recipe, plan: Plan, cluster: Cluster, seconds: float | None) -> list[tuple[str, str, str]]:
+    if seconds is None:
+        return [("time of a step", "unknown", f"until measured: llmrecipes bench step {recipe.name}")]
+    whole = seconds * recipe.train.train_iters
+    lines = [
+        ("time of a step", f"{seconds:g} s", "--step-seconds"),
+        ("time of all steps", duration(whole), f"{plan.world_size * whole / 3600:,.1f} rank-hours"),
+        ("tokens a second", f"{plan.tokens_per_step / seconds:,.0f}", f"{plan.world_size} ranks"),
+    ]
+    peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
+    if peak is not None:
+        rate = plan.tokens_per_step / seconds / (plan.world_size * peak * 1e12)
+        causal = f"{rate * plan.flops_per_token_causal:.1%} with causal attention"
+        lines.append(("MFU", f"{rate * plan.flops_per_token_full:.1%}", causal))
+    return lines
 
 
 def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:

@@ -13,6 +13,7 @@ from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
     from llmrecipes.launch.kubernetes.options import Options as KubernetesOptions
+    from llmrecipes.workflow.preview import Preview
     from llmrecipes.workflow.submit import Applied
 
 TARGETS = ("slurm", "k8s")
@@ -88,6 +89,7 @@ def submit(
 ) -> None:
     """Hand a recipe to a cluster's scheduler, after it was planned for the nodes it will get."""
     from llmrecipes.launch.slurm import Options, as_text
+    from llmrecipes.workflow.preview import of_kubernetes, of_slurm
     from llmrecipes.workflow.submit import plan_for, submit_kubernetes, submit_slurm
     from llmrecipes.workflow.train import Places
 
@@ -105,8 +107,9 @@ def submit(
     _require_own(to, for_kubernetes if to == "slurm" else for_slurm)
     planned = plan_for(recipe, overrides or [], cluster, nodes, ranks_per_node)
     if to == "k8s":
-        applied = submit_kubernetes(planned, _kubernetes(image, max_restarts, for_kubernetes), run_id, dry_run)
-        _print_applied(applied, dry_run, as_json)
+        wanted = _kubernetes(image, max_restarts, for_kubernetes)
+        applied = submit_kubernetes(planned, wanted, run_id, dry_run)
+        _print_applied(applied, of_kubernetes(applied, wanted.queue, wanted.secrets), dry_run, as_json)
         return
     options = Options(
         partition=partition,
@@ -121,14 +124,17 @@ def submit(
         more=tuple(sbatch or ()),
     )
     done = submit_slurm(planned, Places(runs_dir, data_dir), options, run_id, dry_run)
+    preview = of_slurm(done)
     if as_json:
-        print(json.dumps(done.as_dict(), indent=2))
-    elif dry_run:
+        print(json.dumps({**done.as_dict(), "summary": preview.as_dict()}, indent=2))
+        return
+    if dry_run:
         print(as_text(done.command))
     else:
         print(f"job {done.job_id}: {planned.plan.world_size} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}")
         print(f"run  {done.run_dir}")
         print(f"log  {done.run_dir}/logs/slurm-{done.job_id}.out")
+    _print_preview(preview, dry_run)
 
 
 def _require_own(to: str, others: dict[str, Any]) -> None:
@@ -151,13 +157,23 @@ def _kubernetes(image: str | None, max_restarts: int | None, given: dict[str, An
     return Options(image=image, secrets=parse_secrets(given["secret"] or ()), **values)
 
 
-def _print_applied(applied: Applied, dry_run: bool, as_json: bool) -> None:
+def _print_preview(preview: Preview, dry_run: bool) -> None:
+    """On stderr, so that a dry run's output can be piped; of what was submitted, warnings alone."""
+    sys.stdout.flush()
+    lines = preview.lines() if dry_run else (f"warning: {text}" for text in preview.warnings)
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def _print_applied(applied: Applied, preview: Preview, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(applied.as_dict(), indent=2))
-    elif dry_run:
+        print(json.dumps({**applied.as_dict(), "summary": preview.as_dict()}, indent=2))
+        return
+    if dry_run:
         print(applied.as_yaml(), end="")
     else:
         print(applied.answer)
         ranks, nodes, where = applied.planned.plan.world_size, applied.planned.nodes, f"--namespace {applied.namespace}"
         print(f"run  {applied.run_id}: {ranks} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}")
         print(f"log  kubectl logs {where} --selector app.kubernetes.io/instance={applied.name} --follow --prefix")
+    _print_preview(preview, dry_run)

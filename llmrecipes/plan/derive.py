@@ -7,14 +7,18 @@ from typing import Any
 
 from llmrecipes.cluster import Cluster
 from llmrecipes.errors import UserError
+from llmrecipes.plan.checkpoint import checkpoint_bytes
 from llmrecipes.plan.flops import flops_per_token
 from llmrecipes.plan.layout import Layout, layout
-from llmrecipes.plan.memory import Memory, estimate
+from llmrecipes.plan.memory import GIB, Memory, estimate
 from llmrecipes.plan.parameters import Parameters, count, count_on_rank
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.fixes import multiples
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
+
+LEAST_HEADROOM = 0.05
+"""Share of a rank's memory that should be left, because the need is an estimate and allocators fragment."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Plan:
     `tokens_per_step` and `total_tokens` count training tokens; FLOPs are per token, forward and backward, without
     recomputation (`full`: all attention positions, `causal`: half of them). `num_parameters_on_rank` and `memory` are
     those of the rank that has most. `memory_capacity_bytes` is what one rank can have: its GPU's free memory, or an
-    equal share of the machine's available memory. `fits` compares it with `memory.total`.
+    equal share of the machine's available memory. `fits` compares it with `memory.total`, and `memory_headroom` is the
+    share of it that is left, negative where the run does not fit. `checkpoint_bytes` are those of one checkpoint.
     """
 
     recipe: str
@@ -47,6 +52,7 @@ class Plan:
     flops_per_token_causal: float
     memory: Memory
     memory_capacity_bytes: int
+    checkpoint_bytes: int
 
     @property
     def layout(self) -> dict[str, int]:
@@ -57,9 +63,31 @@ class Plan:
     def fits(self) -> bool:
         return self.memory.total <= self.memory_capacity_bytes
 
+    @property
+    def memory_headroom(self) -> float:
+        return 1 - self.memory.total / max(self.memory_capacity_bytes, 1)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is likely to go wrong although the run fits, a sentence each."""
+        if not self.fits or self.memory_headroom >= LEAST_HEADROOM:
+            return ()
+        needed, capacity = self.memory.total / GIB, self.memory_capacity_bytes / GIB
+        return (
+            f"memory headroom is {self.memory_headroom:.1%}: a rank needs {needed:.1f} of {capacity:.1f} GiB, and the "
+            f"need is an estimate; below {LEAST_HEADROOM:.0%} a run may end out of memory "
+            "(smaller train.micro_batch_size, more recomputation, or more ranks)",
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for plan.json."""
-        return {**asdict(self), "memory": self.memory.as_dict(), "fits": self.fits}
+        return {
+            **asdict(self),
+            "memory": self.memory.as_dict(),
+            "memory_headroom": round(self.memory_headroom, 4),
+            "fits": self.fits,
+            "warnings": list(self.warnings),
+        }
 
 
 def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
@@ -90,6 +118,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     micro_batches = num_microbatches(recipe, laid_out)
     stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)
+    parameters = count(recipe.model)
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
     return Plan(
         recipe=recipe.name,
@@ -106,7 +135,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         lr_decay_iters=decay_iters(recipe),
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * recipe.train.train_iters,
-        num_parameters=count(recipe.model),
+        num_parameters=parameters,
         num_parameters_on_rank=max(
             count_on_rank(recipe.model, laid_out, stage, cluster.device).total for stage in stages
         ),
@@ -114,6 +143,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         flops_per_token_causal=flops_per_token(recipe.model, causal=True),
         memory=estimate(recipe, laid_out, micro_batches, cluster.device),
         memory_capacity_bytes=_capacity(cluster, world_size),
+        checkpoint_bytes=checkpoint_bytes(recipe, parameters.total),
     )
 
 

@@ -247,9 +247,24 @@ def _retention(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _wandb(recipe: Recipe) -> Iterator[Problem]:
+    tracking = recipe.tracking
+    for name in ("wandb_project", "wandb_exp_name", "wandb_entity", "wandb_save_dir"):
+        value = getattr(tracking, name)
+        if value is not None and not tracking.wandb:
+            yield Problem(
+                f"tracking.{name}",
+                f"{value!r} with wandb false",
+                f"{name} belongs to W&B alone",
+                f"leave {name} out, or tracking.wandb true",
+            )
+        elif value is not None and not value.strip():
+            yield Problem(f"tracking.{name}", "empty", f"{name} is a name", f"leave {name} out")
+
+
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
-    _loss_scale, _overlap, _sources, _tokenizer, _retention,
+    _loss_scale, _overlap, _sources, _tokenizer, _retention, _wandb,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     layout_rules.tensor, layout_rules.sequence, layout_rules.pipeline, layout_rules.expert,
 )  # fmt: skip

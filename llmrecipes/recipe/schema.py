@@ -341,8 +341,19 @@ class Tracking(Section):
     """MLflow experiment; unset: the recipe's name."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run directory."""
+    wandb: bool = False
+    """Log to Weights & Biases. Needs the extra `wandb`; the API key comes from `WANDB_API_KEY`, never from a recipe."""
+    wandb_project: str | None = None
+    """W&B project; unset: the recipe's name."""
+    wandb_exp_name: str | None = None
+    """Name of the W&B run; unset: the run id."""
+    wandb_entity: str | None = None
+    """W&B user or team; unset: that of the API key."""
+    wandb_save_dir: str | None = None
+    """Folder for W&B's own files; unset: the run directory."""
     system_metrics_interval: PosFloat | None = 10.0
-    """Seconds between samples of processor, memory, disk, network and GPU load in MLflow; null turns them off."""
+    """Seconds between samples of processor, memory, disk, network and GPU load in MLflow and W&B; null turns them
+    off."""
 
 
 class Recipe(Section):

@@ -19,7 +19,7 @@ from llmrecipes.tracking.store import redact
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from llmrecipes.tracking.mlflow_mirror import MirrorConfig
+    from llmrecipes.tracking.mlflow_mirror import MlflowConfig
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,14 @@ class MlflowRun:
         MlflowException and what databases and networks raise: the caller tries again later.
     """
 
-    def __init__(self, config: MirrorConfig) -> None:
+    def __init__(self, config: MlflowConfig) -> None:
         self._config = config
         self._file = Path(config.run_dir) / FILE
         self._client = MlflowClient(config.uri)
         experiment_id = self._experiment()
         run = self._find(experiment_id)
         self.run_id: str = run.info.run_id
+        self.experiment_id: str = run.info.experiment_id
         self._last = {kind: self.last_step(kind) for kind in ("loss", "valid_loss")}
         self._describe(run)
 

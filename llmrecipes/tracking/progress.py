@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
+from llmrecipes.console import duration
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 
 SECONDS_BETWEEN_LINES = 1.0
 STEPS_FOR_TIME_LEFT = 50
+WIDE = 120
+"""Columns of a terminal that has room for everything about a step in one line."""
+SHORT = ("loss", "speed", "skipped", "left")
+"""What a narrower one shows beside the bar."""
 
 
 class ProgressSink:
     """Shows step, loss, learning rate, gradient norm, tokens/s, MFU, memory and time left.
 
-    On a terminal one live line is redrawn. Elsewhere (a file, a pipe, Slurm's log) it is plain lines: every
-    `log_interval`-th step, but at most one a second; the first and the last step, evaluations and notes always.
+    On a terminal a bar moves at every step (drawn four times a second at most). Elsewhere (a file, a pipe, Slurm's log)
+    it is plain lines: every `log_interval`-th step, but at most one a second; the first and the last step, evaluations
+    and notes always.
+
+    Args:
+        messages: lines that other threads have for the user; they are printed between two steps.
     """
 
     def __init__(
@@ -34,12 +43,14 @@ class ProgressSink:
         resumed_step: int,
         total_steps: int,
         log_interval: int,
+        messages: SimpleQueue[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console
         self._total = total_steps
         self._first = resumed_step + 1
         self._log_interval = log_interval
+        self._messages: SimpleQueue[str] = SimpleQueue() if messages is None else messages
         self._clock = clock
         self._printed = float("-inf")
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_TIME_LEFT)
@@ -47,23 +58,25 @@ class ProgressSink:
         if console.is_terminal:
             # Folded where the terminal is narrow: what would be cut off is the time left.
             text = TextColumn("{task.description}", table_column=Column(overflow="fold"))
-            columns = (TaskProgressColumn(), text)
-            self._live = Progress(*columns, console=console, refresh_per_second=4)
+            bar = BarColumn(bar_width=min(max(console.width - 70, 10), 30))
+            self._live = Progress(bar, MofNCompleteColumn(), text, console=console, refresh_per_second=4)
             self._task = self._live.add_task("first step ...", total=total_steps, completed=resumed_step)
             self._live.start()
+        self._print_messages()
 
     def step(self, metrics: StepMetrics) -> None:
+        self._print_messages()
         self._seconds.append(metrics.step_seconds)
-        text = step_line(metrics, self._total, statistics.median(self._seconds))
+        parts = step_parts(metrics, self._total, statistics.median(self._seconds))
         if self._live is not None:
-            if metrics.step % self._log_interval == 0 or metrics.step in (self._first, self._total):
-                self._live.update(self._task, completed=metrics.step, description=escape(text))
+            shown = parts.values() if self._console.width >= WIDE else [parts[name] for name in SHORT if name in parts]
+            self._live.update(self._task, completed=metrics.step, description=escape("  ".join(shown)))
             return
         if metrics.step in (self._first, self._total) or (
             metrics.step % self._log_interval == 0 and self._clock() - self._printed >= SECONDS_BETWEEN_LINES
         ):
             self._printed = self._clock()
-            self._print(text)
+            self._print(f"step {metrics.step}/{self._total}  {'  '.join(parts.values())}")
 
     def eval(self, metrics: EvalMetrics) -> None:
         self._print(eval_line(metrics, self._total))
@@ -72,8 +85,13 @@ class ProgressSink:
         self._print(note_line(note, self._total), style="bold red" if note.alarm else None)
 
     def close(self, status: RunStatus) -> None:
+        self._print_messages()
         if self._live is not None:
             self._live.stop()
+
+    def _print_messages(self) -> None:
+        while not self._messages.empty():  # this is the only reader
+            self._print(self._messages.get())
 
     def _print(self, text: str, style: str | None = None) -> None:
         if self._live is not None:
@@ -82,24 +100,22 @@ class ProgressSink:
             print(text, file=self._console.file, flush=True)
 
 
-def step_line(metrics: StepMetrics, total: int, seconds_a_step: float) -> str:
-    """One step as text: `step 10/600  loss 5.1234  lr 3.0e-04  grad 1.23  12,345 tok/s  mem 1.2 GiB  left 3m12s`."""
-    parts = [
-        f"step {metrics.step}/{total}",
-        f"loss {metrics.loss:.4f}",
-        f"lr {metrics.lr:.1e}",
-        f"grad {metrics.grad_norm:.2f}",
-        f"{metrics.tokens_per_second:,.0f} tok/s",
-    ]
+def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[str, str]:
+    """One step as words by what they are about: `loss 5.1234`, `lr 3.0e-04`, ..., `left 3m12s`, in this order."""
+    parts = {
+        "loss": f"loss {metrics.loss:.4f}",
+        "lr": f"lr {metrics.lr:.1e}",
+        "grad": f"grad {metrics.grad_norm:.2f}",
+        "speed": f"{metrics.tokens_per_second:,.0f} tok/s",
+    }
     if metrics.mfu is not None:
         causal = f" (causal {metrics.mfu_causal:.1%})" if metrics.mfu_causal is not None else ""
-        parts.append(f"MFU {metrics.mfu:.1%}{causal}")
+        parts["mfu"] = f"MFU {metrics.mfu:.1%}{causal}"
     if metrics.memory_bytes:
-        parts.append(f"mem {metrics.memory_bytes / 2**30:.1f} GiB")
+        parts["memory"] = f"mem {metrics.memory_bytes / 2**30:.1f} GiB"
     if metrics.skipped:
-        parts.append("skipped: fp16 overflow")
-    parts.append(f"left {duration((total - metrics.step) * seconds_a_step)}")
-    return "  ".join(parts)
+        parts["skipped"] = "skipped: fp16 overflow"
+    return parts | {"left": f"left {duration((total - metrics.step) * seconds_a_step)}"}
 
 
 def eval_line(metrics: EvalMetrics, total: int) -> str:
@@ -118,19 +134,3 @@ def note_line(note: Note, total: int) -> str:
     )
     alarm = "ALARM  " if note.alarm else ""
     return f"note {note.step}/{total}  {alarm}{note.event.replace('_', ' ')}  {details}".rstrip()
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: `4.2s`, `42s`, `3m12s`, `5h07m`, `2d03h`; `?` for what is not finite."""
-    if not math.isfinite(seconds):
-        return "?"
-    if seconds < 9.95:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,12 +19,14 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.files import write_atomic
 from llmrecipes.tracking.jsonl import METRICS, JsonlSink
-from llmrecipes.tracking.mlflow_mirror import MirrorConfig
+from llmrecipes.tracking.mirror_sink import MirrorSink
+from llmrecipes.tracking.mlflow_mirror import MlflowConfig
 from llmrecipes.tracking.mlflow_sink import MlflowSink, flatten
 from llmrecipes.tracking.progress import ProgressSink
 from llmrecipes.tracking.status import StatusSink
 from llmrecipes.tracking.store import artifact_root, is_local, tracking_uri
 from llmrecipes.tracking.tensorboard import TensorBoardSink
+from llmrecipes.tracking.wandb_sink import WandbSink, require_library, wandb_config
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ ARTIFACTS = ("recipe.yaml", "plan.json", "env.json")
 
 
 class RunTracker:
-    """Hands every event to metrics.jsonl, status.json, the terminal, TensorBoard and MLflow.
+    """Hands every event to metrics.jsonl, status.json, the terminal, TensorBoard, MLflow and W&B.
 
     metrics.jsonl is first and must work when the run starts. Any of the others that fails is dropped with one warning;
     the training goes on. As a context manager it closes itself with the status that fits the way the block was left.
@@ -67,8 +71,9 @@ class RunTracker:
             console: where progress is shown; standard output if not given.
 
         Raises:
-            UserError: the run directory cannot be written.
+            UserError: the run directory cannot be written, or a library that the recipe asks for is missing.
         """
+        require_library(recipe)
         documents = (
             to_yaml(recipe),
             json.dumps(plan, indent=2) + "\n",
@@ -93,33 +98,45 @@ class RunTracker:
             notes.append(Note(step=resumed_step, event="metrics_damaged", details={"problems": record.problems}))
         settings, interval = recipe.tracking, recipe.train.log_interval
         shown = console or Console()
+        messages: SimpleQueue[str] = SimpleQueue()  # of the mirrors, whose threads must not print into the progress bar
         openers: dict[str, Callable[[], Sink]] = {
             "status.json": lambda: StatusSink(run_dir, resumed_step=resumed_step, total_steps=total_steps),
             "progress": lambda: ProgressSink(
-                shown, resumed_step=resumed_step, total_steps=total_steps, log_interval=interval
+                shown,
+                resumed_step=resumed_step,
+                total_steps=total_steps,
+                log_interval=interval,
+                messages=messages,
             ),
         }
         if settings.tensorboard:
             openers["TensorBoard"] = lambda: TensorBoardSink(
                 run_dir / "tensorboard", resumed_step=resumed_step, log_interval=interval
             )
+        all_tags = _tags(environment) | {"recipe.hash": recipe_hash(recipe)} | dict(tags or {})
         if settings.mlflow:
             uri = tracking_uri(runs_dir)
-            config = MirrorConfig(
+            experiment = settings.experiment or recipe.name
+            if is_local(uri):
+                messages.put(_where_to_look(runs_dir, experiment, run_dir.name))
+            mlflow = MlflowConfig(
                 run_dir=str(run_dir.resolve()),
                 uri=uri,
                 artifact_root=artifact_root(runs_dir) if is_local(uri) else None,
-                experiment=settings.experiment or recipe.name,
+                experiment=experiment,
                 run_name=run_dir.name,
                 params=flatten(recipe),
-                tags=_tags(environment) | {"recipe.hash": recipe_hash(recipe)} | dict(tags or {}),
+                tags=all_tags,
                 artifacts=list(ARTIFACTS),
                 log_interval=interval,
                 resumed_step=resumed_step,
                 total_steps=total_steps,
                 system_metrics_interval=settings.system_metrics_interval,
             )
-            openers["MLflow"] = lambda: MlflowSink(config)
+            openers["MLflow"] = lambda: MlflowSink(mlflow, messages.put)
+        if settings.wandb:
+            wandb = wandb_config(recipe, run_dir, all_tags, list(ARTIFACTS), resumed_step, total_steps)
+            openers["W&B"] = lambda: WandbSink(wandb, messages.put)
         others: dict[str, Sink] = {}
         for name, opener in openers.items():
             try:
@@ -147,11 +164,14 @@ class RunTracker:
         self._tell_others(lambda sink: sink.note(note))
 
     def close(self, status: RunStatus) -> None:
-        """End the run; further calls do nothing. Waits for MLflow, but not longer than half a minute."""
+        """End the run; further calls do nothing. Waits for MLflow and W&B, but not longer than half a minute."""
         if self._closed:
             return
         self._closed = True
         self._record.close(status)
+        for sink in self._others.values():
+            if isinstance(sink, MirrorSink):
+                sink.end(status)  # all at once, before the first of them is waited for
         self._tell_others(lambda sink: sink.close(status))
 
     def _tell_others(self, call: Callable[[Sink], None]) -> None:
@@ -177,6 +197,11 @@ def _status_of(error: BaseException | None) -> RunStatus:
     if error is None or (isinstance(error, SystemExit) and code in (None, 0)):
         return "FINISHED"
     return "KILLED" if isinstance(error, KeyboardInterrupt) or code == ExitCode.REQUEUE else "FAILED"
+
+
+def _where_to_look(runs_dir: Path, experiment: str, run_name: str) -> str:
+    elsewhere = "" if runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(runs_dir))}"
+    return f" MLflow  llmrecipes ui{elsewhere}: experiment {experiment}, run {run_name}"
 
 
 def _tags(environment: Mapping[str, Any]) -> dict[str, str]:

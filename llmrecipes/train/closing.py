@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
+from pathlib import Path
 
 from llmrecipes.console import console
 from llmrecipes.data import heldout
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.generate import Sampling, generate
+from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.spec import RunSpec
 
 PROMPTS = {"stdlib": "def "}
+DATA = Path("data")
+"""Where `llmrecipes generate` looks for prepared data unless it is told."""
 SAMPLE_TOKENS = 120
 LEARNT_BY_HEART = 0.05
 """Mean loss in nats per token below which a batch counts as learnt by heart."""
@@ -36,7 +41,20 @@ def close(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
         )
     if spec.sample and loop.world.holds_whole_model:
         _sample(spec, prepared, loop)
-    console().print(f"\nagain: llmrecipes generate {spec.run_dir} --prompt 'def '", markup=False)
+    console().print(f"\nagain: {generate_command(spec)}", markup=False)
+
+
+def sample_prompt(recipe: Recipe) -> str:
+    """What the sample continues: text of the kind that the first source has."""
+    return PROMPTS.get(recipe.data.sources[0].type, "The ")
+
+
+def generate_command(spec: RunSpec) -> str:
+    """The command that continues the same prompt again, quoted for a shell."""
+    words = ["llmrecipes", "generate", str(spec.run_dir), "--prompt", sample_prompt(spec.recipe)]
+    if spec.data_dir != DATA:
+        words += ["--data-dir", str(spec.data_dir)]
+    return shlex.join(words)
 
 
 def overfit_verdict(losses: list[float], dropout: float) -> str:
@@ -70,7 +88,7 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
 
 def _sample(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     tokenizer = prepared.tokenizer()
-    prompt = PROMPTS.get(spec.recipe.data.sources[0].type, "The ")
+    prompt = sample_prompt(spec.recipe)
     ids = generate(
         loop.engine.modules[0],
         tokenizer.encode(prompt),

@@ -49,7 +49,7 @@ def describe(
         rows["saves"] = (
             f"the newest {LEAST_KEPT} checkpoints are kept, not {recipe.checkpoint.most_recent_k}: one may be damaged"
         )
-    for name, text in rows.items():
+    for name, text in [*rows.items(), *(("warning", text) for text in plan.warnings)]:
         console().print(f"{name:>7}  {text}", markup=False)
 
 

@@ -18,6 +18,7 @@ from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.fixes import multiples
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.status import read
+from llmrecipes.tracking.wandb_sink import require_library
 from llmrecipes.train.history import require_complete
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.overfit import one_batch_recipe
@@ -91,6 +92,7 @@ def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], N
     if wishes.cluster is not None:
         _set_environment_of(wishes.cluster, recipe, ranks, cluster, nodes)
     check(recipe, derive(recipe, ranks, cluster), cluster)
+    require_library(recipe)
     spec = new_spec(recipe, places, wishes)
     if wishes.node is not None and not wishes.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
         say(f"{spec.run_dir} has done all its steps")  # and the other nodes, which would be waited for, are gone

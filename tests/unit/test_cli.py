@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from llmrecipes import cli
+from llmrecipes import __version__, cli
 from llmrecipes.recipe.load import load, names
 
 HEAVY = ("torch", "megatron", "mlflow", "datasets", "transformers", "tokenizers", "numpy", "rich.console")
@@ -58,6 +59,36 @@ def test_show_prints_the_resolved_recipe_and_the_plan(capsys: pytest.CaptureFixt
     assert shown["hash"] == load("gpt-tiny", ["optimizer.lr=1e-3"]).hash
     assert shown["plan"]["num_microbatches"] * shown["recipe"]["train"]["micro_batch_size"] == 16
     assert shown["plan"]["fits"] is True
+
+
+def test_version_names_what_a_bug_report_needs_and_loads_nothing_heavy() -> None:
+    heavy = f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    code = f"import sys; from llmrecipes import cli; cli.run(['--version']); {heavy}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *lines, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    assert lines[0] == f"llmrecipes {__version__}"
+    assert dict(line.split() for line in lines[1:3]) == {name: version(name) for name in ("megatron-core", "torch")}
+
+
+def test_show_plan_leaves_the_recipe_out_and_the_time_open(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", "gpt-tiny", "--nproc", "1", "--plan")
+    assert code == 0
+    assert "num_layers:" not in out
+    rows = {line.split("  ")[0]: line for line in out.splitlines()}
+    assert "unknown" in rows["time of a step"] and "llmrecipes bench step gpt-tiny" in rows["time of a step"]
+    assert "65 MiB" in rows["checkpoint"]
+    measured = run(capsys, "show", "gpt-tiny", "--nproc", "1", "--plan", "--step-seconds", "2")[1]
+    assert "16m40s" in measured and "unknown" not in measured
+    assert json.loads(run(capsys, "show", "gpt-tiny", "--nproc", "1", "--json")[1])["step_seconds"] is None
+
+
+def test_show_warns_where_little_memory_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("show", "llama3-70b", "--cluster", "h100-ib", "--nodes", "8")
+    assert "warning: memory headroom is 2.0%" in run(capsys, *asked, "--plan")[1]
+    plan = json.loads(run(capsys, *asked, "--json")[1])["plan"]
+    assert plan["fits"] and len(plan["warnings"]) == 1
+    assert not json.loads(run(capsys, *asked[:-1], "16", "--json")[1])["plan"]["warnings"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -154,6 +155,36 @@ def test_dry_run_needs_no_slurm_and_leaves_nothing(
     assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("sbatch \\\n    --parsable \\\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_ends_with_what_the_job_gets_and_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    asked = ["submit", "llama3-70b", "--cluster", "h100-ib", "--nodes", "8", "--time", "8:00:00", "--dry-run"]
+    assert cli.run(asked) == 0
+    told = capsys.readouterr()
+    assert shlex.split(told.out.replace("\\\n", " "))[0] == "sbatch"  # the command alone can be piped
+    for what in (
+        "64 × NVIDIA H100",
+        "77.5 GiB of 79.1 GiB",
+        "8:00:00",
+        "meta-llama/Meta-Llama-3-70B",
+        "headroom is 2.0%",
+    ):
+        assert what in told.err
+    assert cli.run([*asked, "--sbatch=--partition=big", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)["summary"]
+    assert (summary["nodes"], summary["gpus"], summary["ranks"]) == (8, 64, 64)
+    assert (summary["place"], summary["time_limit"]) == ({"partition": "big"}, "8:00:00")
+    assert summary["gated"] == [{"key": "data.tokenizer.path", "name": "meta-llama/Meta-Llama-3-70B"}]
+    assert summary["has_token"] is False and len(summary["warnings"]) == 1
+    assert summary["checkpoint_bytes"] == 70_553_706_496 * 14
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert cli.run([*asked, "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed)["summary"]["has_token"] is True and "hf_secret" not in printed
 
 
 def test_the_number_of_the_job_is_told_and_a_refusal_in_slurms_words(

@@ -194,6 +194,28 @@ def test_a_recipe_that_no_number_of_gpus_holds_says_so() -> None:
     assert "no number of NVIDIA H100 80GB HBM3 is enough" in caught.value.fix
 
 
+def test_little_headroom_is_a_warning_and_enough_is_none() -> None:
+    llama = recipe("llama3-8b")
+    plan = derive(llama, 8, NODE)
+    need = plan.memory.total
+    plans = {
+        share: derive(llama, 8, replace(NODE, gpus=(replace(GPU, memory_free_bytes=int(need * share)),) * 8))
+        for share in (0.99, 1.02, 1.2)
+    }
+    assert {share: (each.fits, len(each.warnings)) for share, each in plans.items()} == {
+        0.99: (False, 0), 1.02: (True, 1), 1.2: (True, 0),
+    }  # fmt: skip
+    assert "headroom is 2.0%" in plans[1.02].warnings[0]
+    assert plans[1.02].as_dict()["warnings"] == list(plans[1.02].warnings)
+    assert plans[1.02].as_dict()["memory_headroom"] == pytest.approx(1 - 1 / 1.02, abs=1e-4)
+
+
+@pytest.mark.parametrize(("precision", "bytes_a_parameter"), [("fp32", 16), ("bf16", 14), ("fp16", 14)])
+def test_a_checkpoint_has_weights_and_fp32_state(precision: str, bytes_a_parameter: int) -> None:
+    changed = recipe("gpt-tiny", f"train.precision={precision}")
+    assert derive(changed, 1, LAPTOP).checkpoint_bytes == 4_273_664 * bytes_a_parameter
+
+
 def test_ranks_share_the_memory_of_a_machine_without_gpus() -> None:
     changed = recipe("gpt-tiny", "train.micro_batch_size=4")
     assert derive(changed, 4, LAPTOP).memory_capacity_bytes == 3 * GIB

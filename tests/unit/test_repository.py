@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
@@ -22,7 +24,7 @@ LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 
 # Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
 LAYERS = (
-    ("errors", "console"),
+    ("errors", "console", "plot"),
     ("recipe",),
     ("cluster",),
     ("clusters",),
@@ -34,7 +36,7 @@ LAYERS = (
     ("verify", "doctor", "bench"),
     ("workflow", "show", "show_clusters", "show_layout"),
     ("commands",),
-    ("submit_command", "doctor_command", "bench_command"),
+    ("submit_command", "doctor_command", "bench_command", "compare_command", "tensorboard_command"),
     ("cli", "__main__"),
 )
 LIGHT = (
@@ -51,7 +53,18 @@ LIGHT = (
     "show_layout",
     "cli",
 )
-HEAVY = {"torch", "megatron", "mlflow", "datasets", "transformers", "tokenizers", "tensorboard", "pandas", "pyarrow"}
+HEAVY = {
+    "torch",
+    "megatron",
+    "mlflow",
+    "wandb",
+    "datasets",
+    "transformers",
+    "tokenizers",
+    "tensorboard",
+    "pandas",
+    "pyarrow",
+}
 PUBLIC_HOSTS = {"pypi.org", "files.pythonhosted.org", "download.pytorch.org"}
 
 
@@ -203,7 +216,7 @@ def test_every_dependency_has_its_reason() -> None:
 
 def test_every_import_is_declared() -> None:
     providers = packages_distributions()
-    known = declared("gpu")
+    known = declared("gpu", "wandb")
     shipped_with = {"pydantic_core": "pydantic", "pynvml": "nvidia-ml-py"}
     optional = {"transformer_engine", "apex"}  # used where the user's machine has them
     missing = []
@@ -283,3 +296,15 @@ def test_every_make_target_is_listed() -> None:
     phony = set(re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split())  # type: ignore[index]
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert phony == set(re.findall(r"^  make ([\w-]+)  +\S", listed, re.MULTILINE))
+
+
+def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "llmrecipes").mkdir()
+    for name in ("__init__.py", "py.typed"):
+        shutil.copy(PACKAGE / name, tmp_path / "llmrecipes")
+    code = "import setuptools.build_meta as build; print(build.build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as wheel:
+        assert "llmrecipes/py.typed" in wheel.namelist()

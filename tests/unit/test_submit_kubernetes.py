@@ -58,6 +58,22 @@ def test_a_dry_run_prints_what_would_be_applied(
     assert (told["ranks"], told["nodes"], told["submitted"], told["run_id"]) == (2, 2, False, "r1")
 
 
+def test_a_dry_run_ends_with_what_the_pods_get_and_need(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["submit", "llama3-8b", *COMMAND[2:], "--cluster", "h100-ib", "--nodes", "1", "--dry-run", "--queue", "q"]
+    assert run(asked) == 0
+    told = capsys.readouterr()
+    assert [thing["kind"] for thing in yaml.safe_load_all(told.out)] == [
+        "ConfigMap",
+        "NetworkPolicy",
+        "Job",
+    ]  # YAML alone can be piped
+    assert "needs a Hugging Face token: HF_TOKEN" in told.err and "8 ranks" in told.err
+    assert run([*asked, "--json", "--secret", "HF_TOKEN=huggingface"]) == 0
+    summary = json.loads(capsys.readouterr().out)["summary"]
+    assert summary["has_token"] is True
+    assert summary["place"] == {"namespace": "default", "queue": "q"}
+
+
 def test_kubectl_is_given_the_same(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*COMMAND, "--dry-run"]) == 0
     shown = capsys.readouterr().out

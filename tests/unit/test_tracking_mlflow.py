@@ -26,7 +26,7 @@ from rich.console import Console
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
-from llmrecipes.tracking import ui
+from llmrecipes.tracking import ui, web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.tracking.store import redact, tracking_uri
@@ -236,7 +236,7 @@ def test_a_server_that_dies_neither_stops_nor_delays_training_and_gets_the_rest_
     experiment = "remote"
     with ui.server(tmp_path, 0) as (address, process):
         port = int(address.rpartition(":")[2])
-        assert ui.free_port(port) != port  # taken: another one is chosen
+        assert web.free_port(port) != port  # taken: another one is chosen
         with urllib.request.urlopen(address) as page:  # noqa: S310  # http on loopback
             assert b"MLflow" in page.read()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
@@ -281,7 +281,7 @@ def test_a_server_that_dies_neither_stops_nor_delays_training_and_gets_the_rest_
 def test_an_unreachable_server_costs_a_warning_without_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:sesame@127.0.0.1:{ui.free_port(0)}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:sesame@127.0.0.1:{web.free_port(0)}")
     run_dir = tmp_path / "tiny" / "r"
     run_dir.mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')  # may be in MLflow since an earlier attempt

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from llmrecipes.console import duration
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
-from llmrecipes.tracking.progress import ProgressSink, duration, step_line
+from llmrecipes.tracking.progress import ProgressSink
 
 
 def step(number: int, **changes: Any) -> StepMetrics:
@@ -56,10 +58,10 @@ def test_a_plain_line_has_everything_and_is_never_wrapped() -> None:
 
 
 def test_a_gpu_shows_mfu_in_both_conventions() -> None:
-    text = step_line(step(10, mfu=0.553, mfu_causal=0.501, skipped=True), 600, 0.5)
-    assert "MFU 55.3% (causal 50.1%)" in text
-    assert "skipped: fp16 overflow" in text
-    assert "MFU" not in step_line(step(10), 600, 0.5)
+    sink, file, _ = plain(total=600, log_interval=1)
+    sink.step(step(1, mfu=0.553, mfu_causal=0.501, skipped=True))
+    assert "MFU 55.3% (causal 50.1%)" in file.getvalue()
+    assert "skipped: fp16 overflow" in file.getvalue()
 
 
 def test_plain_lines_keep_the_interval_and_at_most_one_a_second() -> None:
@@ -99,16 +101,62 @@ def test_evaluations_and_notes_are_always_printed_and_taken_literally() -> None:
     ]
 
 
-def test_a_terminal_gets_a_live_line_and_lines_above_it() -> None:
+def terminal(width: int, total: int, log_interval: int, resumed_step: int = 0) -> tuple[ProgressSink, io.StringIO]:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=150)
-    sink = ProgressSink(console, resumed_step=5, total_steps=10, log_interval=1)
-    sink.step(step(6))
-    sink.note(Note(step=6, event="checkpoint_saved"))
-    sink.step(step(10))
+    console = Console(file=file, force_terminal=True, width=width, _environ={})
+    return (
+        ProgressSink(console, resumed_step=resumed_step, total_steps=total, log_interval=log_interval),
+        file,
+    )
+
+
+def bar(sink: ProgressSink) -> str:
+    """What the bar shows now; it is drawn a few times a second, whatever the tests do."""
+    assert sink._live is not None
+    console = Console(file=io.StringIO(), width=sink._console.width)
+    with console.capture() as captured:
+        console.print(sink._live.get_renderable())
+    return captured.get()
+
+
+def test_a_terminal_gets_a_bar_that_moves_at_every_step_and_lines_above_it() -> None:
+    sink, file = terminal(width=150, total=10, log_interval=100, resumed_step=5)
+    try:
+        for number in (6, 7, 8):
+            sink.step(step(number, loss=number))
+            shown = bar(sink)
+            assert f" {number}/10" in shown and f"loss {number}.0000" in shown and "lr 3.0e-04" in shown
+            assert "━" in shown and shown.count("\n") == 1
+        sink.note(Note(step=8, event="checkpoint_saved"))
+    finally:
+        sink.close("FINISHED")
+    assert "note 8/10  checkpoint saved" in file.getvalue()
+    assert " 8/10" in file.getvalue()
+
+
+def test_on_eighty_columns_the_bar_keeps_to_one_line() -> None:
+    sink, _ = terminal(width=80, total=250_000, log_interval=100)
+    try:
+        sink.step(step(123_456, tokens_per_second=1_234_567.0, mfu=0.5))
+        shown = bar(sink)
+    finally:
+        sink.close("FINISHED")
+    assert shown.count("\n") == 1
+    for what in ("123456/250000", "loss 5.1234", "1,234,567 tok/s", "left "):
+        assert what in shown
+
+
+def test_messages_of_other_threads_appear_between_steps_and_at_the_end() -> None:
+    file, messages = io.StringIO(), SimpleQueue[str]()
+    messages.put("first")
+    sink = ProgressSink(
+        Console(file=file), resumed_step=0, total_steps=9, log_interval=1, messages=messages, clock=Clock()
+    )
+    messages.put("second")
+    sink.step(step(1))
+    messages.put("third")
     sink.close("FINISHED")
-    assert "note 6/10  checkpoint saved" in file.getvalue()
-    assert "100%" in file.getvalue() and "step 10/10" in file.getvalue()
+    assert [line.split()[0] for line in file.getvalue().splitlines()] == ["first", "second", "step", "third"]
 
 
 def test_time_left_forgets_a_slow_first_step() -> None:

@@ -1,0 +1,221 @@
+"""A process that copies a run's metrics.jsonl to a tracker such as MLflow or W&B.
+
+It is a process of its own, started by a `MirrorSink`, for four reasons: the training never waits for the tracker nor
+shares Python's lock with it; importing the tracker's library (about a second) delays no step; loader processes can be
+forked at any time; and when the training is killed outright this process is left to say so. metrics.jsonl is its
+buffer: what an unreachable server missed is read again from there, during this run or when it is resumed.
+
+Standard input has one JSON line, the configuration, and later one with the final status; its end without a status
+means that the training died. Standard output has JSON lines for the training process: warnings, a link to the run and,
+at the end, a report.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, TypeVar
+
+from llmrecipes.tracking.jsonl import parse
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_BATCHES = 1.0
+LONGEST_RETRY_SECONDS = 60.0
+LONGEST_MESSAGE = 200
+NOT_METRICS = {"step", "time", "non_finite", "experts"}
+OF_THE_STEP = {"consumed_samples", "consumed_tokens"}  # an evaluation repeats them
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorConfig:
+    """What a mirror needs to know.
+
+    Attributes:
+        run_dir: the run's directory, with metrics.jsonl and the files that become artifacts.
+        run_name: name of the run in the tracker.
+        tags: tags, already text.
+        artifacts: names of files in `run_dir` to upload.
+        log_interval: every so many steps are sent.
+        resumed_step: the step this attempt goes on from.
+        total_steps: the last step, which is always sent.
+        system_metrics_interval: seconds between samples of the machine's load; None for no samples.
+    """
+
+    run_dir: str
+    run_name: str
+    log_interval: int
+    resumed_step: int
+    total_steps: int
+    system_metrics_interval: float | None
+    tags: dict[str, str] = field(default_factory=dict)
+    artifacts: list[str] = field(default_factory=list)
+
+
+class Ending:
+    """Waits in the background for the final status, or for the death of the training process."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.status = "KILLED"
+        self.event = threading.Event()
+        threading.Thread(target=self._listen, args=(stream,), daemon=True).start()
+
+    def _listen(self, stream: BinaryIO) -> None:
+        with suppress(ValueError, TypeError, KeyError):
+            self.status = json.loads(stream.readline())["status"]
+        self.event.set()
+
+
+C = TypeVar("C", bound=MirrorConfig)
+R = TypeVar("R")
+
+
+class Mirror(ABC, Generic[C, R]):
+    """Follows metrics.jsonl and sends it in batches until `ending`.
+
+    Args:
+        config: see `MirrorConfig`.
+        where: the tracker, in words for messages.
+        ending: set when the run is over.
+        messages: stream to the training process.
+    """
+
+    def __init__(self, config: C, where: str, ending: Ending, messages: BinaryIO) -> None:
+        self._config = config
+        self._where = where
+        self._ending = ending
+        self._messages = messages
+        self._path = Path(config.run_dir) / "metrics.jsonl"
+        self._offset = 0
+        self._run: R | None = None
+        self._warned = False
+
+    @abstractmethod
+    def _connect(self) -> tuple[R, str | None]:
+        """Create the run or open it again; also gives a line for the user that says where to look at it."""
+
+    @abstractmethod
+    def _send(self, run: R) -> None:
+        """Send the points from `_offset` on, and set `_offset` behind each that arrived."""
+
+    @abstractmethod
+    def _sample(self, run: R) -> None:
+        """Measure the machine's load if it is time to."""
+
+    @abstractmethod
+    def _finish(self, run: R, status: str) -> None:
+        """Set the final status."""
+
+    def _hide(self, text: str) -> str:
+        """`text` without what must not be shown."""
+        return text
+
+    def run(self) -> None:
+        """Send until the end, then close the run and report."""
+        wait, retry = 0.0, SECONDS_BETWEEN_BATCHES
+        while not self._ending.event.wait(wait):
+            if self._attempt() is None:
+                wait = retry = SECONDS_BETWEEN_BATCHES
+            else:
+                wait = retry = min(2 * retry, LONGEST_RETRY_SECONDS)
+        error = self._attempt(self._ending.status)
+        self._tell(lost=self._count_lost(), error=error)
+
+    def _attempt(self, final_status: str | None = None) -> str | None:
+        """Connect if need be, send what is new, sample the machine; with `final_status` also close the run.
+
+        Returns:
+            What went wrong, or None.
+        """
+        try:
+            if self._run is None:
+                self._run, link = self._connect()
+                if link is not None:
+                    self._tell(link=link)
+            self._send(self._run)
+            if final_status is None:
+                self._sample(self._run)
+            else:
+                self._finish(self._run, final_status)
+        except (
+            Exception
+        ) as error:  # whatever the library, its database or its server raises: the training must not care
+            logger.warning("%s", self._hide(traceback.format_exc()))
+            text = next(iter(self._hide(str(error)).splitlines()), "")[:LONGEST_MESSAGE]
+            message = f"{type(error).__name__}: {text}"
+            if not self._warned:
+                self._warned = True
+                self._tell(warning=f"{self._where} takes no metrics, trying again in the background ({message})")
+            return message
+        return None
+
+    def _count_lost(self) -> int:
+        """Points behind the last one delivered; of an attempt that never reached the tracker its own points."""
+        known = self._config.resumed_step if self._run is None else -1
+        return sum(values["step"] > known for _, values in self._points(self._offset))
+
+    def _points(self, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Complete lines from `offset` that the tracker should have, each with the offset behind it."""
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                offset += len(line)
+                values = parse(line)
+                if values is not None and self._wanted(values):
+                    yield offset, values
+
+    def _wanted(self, values: dict[str, Any]) -> bool:
+        return (
+            "loss" not in values
+            or values["step"] % self._config.log_interval == 0
+            or values["step"] == self._config.total_steps
+        )
+
+    def _tell(self, **message: Any) -> None:
+        with suppress(OSError):  # the training process may be gone
+            self._messages.write(json.dumps(message).encode() + b"\n")
+            self._messages.flush()
+
+
+def numbers(values: dict[str, Any]) -> dict[str, float]:
+    """The metrics of a step or an evaluation as metrics.jsonl has them; NaN where it has null."""
+    named = {
+        key: float("nan") if values[key] is None else values[key]
+        for key in values.keys() - NOT_METRICS - (OF_THE_STEP if "valid_loss" in values else set())
+    }
+    return {key: float(value) for key, value in named.items() if isinstance(value, int | float)}
+
+
+def serve(make: Callable[[dict[str, Any], Ending, BinaryIO], Mirror[Any, Any]], lock_name: str) -> None:
+    """Be the process: see the module's text.
+
+    Args:
+        make: the mirror, from the configuration as JSON values.
+        lock_name: file in the run directory that keeps two mirrors of one run apart.
+    """
+    # The end of standard input is the only thing that ends this process, so that the last points and the status arrive
+    # although Slurm or a terminal signals every process of a job.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    os.nice(10)
+    messages = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print, too: into the log
+    config = json.loads(sys.stdin.buffer.readline())
+    with (Path(config["run_dir"]) / lock_name).open("wb") as lock:
+        # The mirror of an attempt that was just killed may still be sending its last points.
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        make(config, Ending(sys.stdin.buffer), messages).run()

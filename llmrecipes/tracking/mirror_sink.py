@@ -1,0 +1,141 @@
+"""The training process's side of a mirror: starts its process, ends it, and passes its messages on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, cast
+
+import psutil
+
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.tracking.mirror import MirrorConfig
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 30.0
+
+
+class MirrorSink:
+    """Copies the run to a tracker through another process, which follows metrics.jsonl.
+
+    Nothing here waits for the tracker except `close`, and that at most `close_seconds`.
+
+    Args:
+        module: the process, `python -m` this.
+        where: the tracker, in words for messages.
+        log: file in the run's logs/ with what its library prints.
+        config: what the process is told.
+        environment: its environment.
+        say: receives the line that says where to look at the run, from another thread.
+        close_seconds: then the process, and what it has started, is killed.
+
+    Raises:
+        OSError: the process could not be started.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        where: str,
+        log: str,
+        config: MirrorConfig,
+        environment: Mapping[str, str],
+        *,
+        say: Callable[[str], None],
+        close_seconds: float = CLOSE_SECONDS,
+    ) -> None:
+        self._where = where
+        self._log = log
+        self._say = say
+        self._close_seconds = close_seconds
+        self._report: dict[str, Any] | None = None
+        self._deadline = math.inf
+        logs = Path(config.run_dir) / "logs"
+        logs.mkdir(exist_ok=True)
+        with (logs / log).open("ab") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                env=dict(environment),
+                start_new_session=True,  # a Ctrl-C at the terminal is for the training, which then ends this process
+            )
+        # Both are pipes here; the types allow for none.
+        self._stdin = cast(IO[bytes], self._process.stdin)
+        self._stdout = cast(IO[bytes], self._process.stdout)
+        self._listener = threading.Thread(target=self._listen, name=f"{log}-messages", daemon=True)
+        self._listener.start()
+        self._write(asdict(config))
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Nothing to do: the mirror reads metrics.jsonl."""
+
+    def eval(self, metrics: EvalMetrics) -> None:
+        """Nothing to do: the mirror reads metrics.jsonl."""
+
+    def note(self, note: Note) -> None:
+        """Nothing to do: the mirror reads metrics.jsonl."""
+
+    def end(self, status: RunStatus) -> None:
+        """Tell the process that the run is over, and do not wait: several mirrors then end at the same time."""
+        if math.isfinite(self._deadline):
+            return
+        self._deadline = time.monotonic() + self._close_seconds
+        self._write({"status": status})
+        with suppress(OSError):
+            self._stdin.close()
+
+    def close(self, status: RunStatus) -> None:
+        self.end(status)
+        try:
+            self._process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _kill(self._process)
+        self._listener.join(1.0)
+        if self._report is None:
+            logger.warning("%s: not finished (see logs/%s); metrics.jsonl is complete", self._where, self._log)
+        elif self._report["error"]:
+            logger.warning(
+                "%s: %d point(s) lost (%s); metrics.jsonl has them, and resuming the run sends them",
+                self._where,
+                self._report["lost"],
+                self._report["error"],
+            )
+
+    def _write(self, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # a mirror that died says so by not reporting
+            self._stdin.write(json.dumps(message).encode() + b"\n")
+            self._stdin.flush()
+
+    def _listen(self) -> None:
+        for line in self._stdout:
+            message = json.loads(line)
+            if "warning" in message:
+                logger.warning("%s", message["warning"])
+            elif "link" in message:
+                self._say(message["link"])
+            else:
+                self._report = message
+        if self._report is None and math.isinf(self._deadline):
+            logger.warning("the process that writes to %s ended early; see logs/%s", self._where, self._log)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and what it has started, which may be in sessions of their own."""
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+    process.wait()

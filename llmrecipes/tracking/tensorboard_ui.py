@@ -1,0 +1,63 @@
+"""TensorBoard on the event files of runs, on this machine only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from llmrecipes.errors import UserError
+from llmrecipes.tracking.web import HOST, free_port, started, until_interrupted
+
+NAME = "TensorBoard"
+FOLDER = "tensorboard"
+
+
+@contextmanager
+def server(run_dirs: Sequence[Path], port: int) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
+    """A running TensorBoard; gives its address, how many runs it shows, and its process; stops it at the end.
+
+    Args:
+        run_dirs: runs; those without event files are left out.
+        port: wanted port; another one if it is taken.
+
+    Raises:
+        UserError: none of the runs has event files, or TensorBoard does not start.
+    """
+    shown = [run_dir for run_dir in run_dirs if any((run_dir / FOLDER).glob("events.out.tfevents.*"))]
+    if not shown:
+        one = len(run_dirs) == 1
+        raise UserError(
+            "no TensorBoard files" if one else "no run has TensorBoard files",
+            where=str(run_dirs[0]) if one else "",
+            rule="a run writes them where its recipe has tracking.tensorboard: true",
+            fix="llmrecipes ui shows runs in MLflow, llmrecipes compare in the terminal",
+        )
+    # A folder of links: TensorBoard keeps looking through all that is below its folder, and the checkpoints of a
+    # run can be a hundred thousand files.
+    with TemporaryDirectory(prefix="llmrecipes-tensorboard-") as folder:
+        for run_dir in shown:
+            link = Path(folder, run_dir.resolve().parent.name, run_dir.resolve().name)
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to((run_dir / FOLDER).resolve(), target_is_directory=True)
+        port = free_port(port)
+        command = [sys.executable, "-m", "tensorboard.main", "--logdir", folder, "--host", HOST, "--port", str(port)]
+        # The reader in Python: the one in Rust does not follow links.
+        command += ["--load_fast", "false", "--reload_interval", "10"]
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONWARNINGS": "ignore"}
+        with started(NAME, command, port, "/data/environment", environment) as process:
+            yield f"http://{HOST}:{port}", len(shown), process
+
+
+def serve(run_dirs: Sequence[Path], port: int) -> None:
+    """Show runs until Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
+    with server(run_dirs, port) as (address, number, process):
+        what = str(run_dirs[0]) if len(run_dirs) == 1 else f"{number} runs"
+        print(f"TensorBoard shows {what} at {address}/#scalars (Ctrl-C ends it)", flush=True)
+        until_interrupted(NAME, process)

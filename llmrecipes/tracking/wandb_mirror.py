@@ -1,0 +1,164 @@
+"""The process that copies a run's metrics.jsonl to W&B, through W&B's own library."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmrecipes.tracking.experts import expert_metrics
+from llmrecipes.tracking.files import write_atomic
+from llmrecipes.tracking.mirror import Mirror, MirrorConfig, numbers, serve
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+FILE = "wandb.json"
+STARTS_WITHIN_SECONDS = 20.0
+FINISHES_WITHIN_SECONDS = 25.0
+"""Less than the training process waits for this one, so that the end is reported and not cut off."""
+KINDS = ("loss", "valid_loss", "event")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig(MirrorConfig):
+    """What the mirror of W&B needs to know.
+
+    Attributes:
+        project, entity: where the run belongs in W&B; without an entity it is the one of the API key.
+        save_dir: W&B's own files are in `wandb/` in it.
+        recipe: becomes the run's config.
+        pid: process whose memory and processor time W&B samples.
+    """
+
+    project: str
+    entity: str | None
+    save_dir: str
+    pid: int
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+
+class WandbRun:
+    """The W&B run of a run directory, however often that is resumed.
+
+    wandb.json in the run directory has the id of the W&B run, written before it is first used, and the last step that
+    W&B was handed of each kind, which cannot take points back.
+    """
+
+    def __init__(self, config: WandbConfig) -> None:
+        import wandb
+
+        self._file = Path(config.run_dir) / FILE
+        self._sent: dict[str, int] = {}
+        self._known = self._identity(config)
+        interval = config.system_metrics_interval
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            disable_code=True,
+            disable_git=True,  # the commit of the recipes is among the tags; the working directory's would be another
+            x_save_requirements=False,  # env.json has the versions
+            x_disable_stats=interval is None,
+            x_stats_sampling_interval=interval or 15.0,
+            x_stats_pid=config.pid,
+            init_timeout=STARTS_WITHIN_SECONDS,
+            finish_timeout=FINISHES_WITHIN_SECONDS,
+            finish_timeout_raises=True,
+        )
+        # A file system that is full or read-only says so here, and not in a warning that W&B gives to nobody.
+        Path(config.save_dir, "wandb").mkdir(parents=True, exist_ok=True)
+        self.run: Run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            dir=config.save_dir,
+            id=self._known["id"],
+            name=config.run_name,
+            resume="allow",
+            config={"recipe": config.recipe, **config.tags},
+            allow_val_change=True,  # a resumed run may change some keys of its recipe
+            settings=settings,
+        )
+        # Points carry their step: W&B's own count only goes up, and a resumed run would lose what it evaluates again.
+        self.run.define_metric("*", step_metric="step")
+        for name in config.artifacts:
+            self.run.save(str(Path(config.run_dir) / name), base_path=config.run_dir, policy="now")
+
+    def has(self, values: dict[str, Any]) -> bool:
+        """The point went to W&B in an earlier attempt at this run."""
+        return bool(values["step"] <= self._known["sent"].get(_kind(values), -1))
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Hand a line of metrics.jsonl to W&B; of a note, only the last of its kind is kept."""
+        if "event" in values:
+            self.run.summary[f"note/{values['event']}"] = {"step": values["step"], **(values.get("details") or {})}
+        else:
+            self.run.log({"step": values["step"], **expert_metrics(values.get("experts", ())), **numbers(values)})
+        self._sent[_kind(values)] = values["step"]
+
+    def remember(self) -> None:
+        """Keep what was sent, for the next attempt at this run."""
+        if self._sent:
+            self._known["sent"] |= self._sent
+            self._sent = {}
+            self._save(self._known)
+
+    def finish(self, status: str) -> None:
+        """Set the final status. A run that was stopped and can be resumed is `preempted` in W&B."""
+        if status == "KILLED":
+            self.run.mark_preempting()
+        self.run.finish(exit_code=0 if status == "FINISHED" else 1)
+
+    def _identity(self, config: WandbConfig) -> dict[str, Any]:
+        """What wandb.json says about this project; a new id for a run or a project seen for the first time."""
+        try:
+            known = json.loads(self._file.read_bytes())
+            if known["project"] == config.project and known["entity"] == config.entity and known["id"]:
+                return {**known, "sent": {kind: int(known["sent"].get(kind, -1)) for kind in KINDS}}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        known = {"project": config.project, "entity": config.entity, "id": uuid.uuid4().hex[:16], "sent": {}}
+        self._save(known)
+        return known
+
+    def _save(self, known: dict[str, Any]) -> None:
+        write_atomic(self._file, json.dumps(known, indent=2) + "\n")
+
+
+class WandbMirror(Mirror[WandbConfig, WandbRun]):
+    """Sends metrics, and the last note of each kind. W&B samples the machine by itself."""
+
+    def _connect(self) -> tuple[WandbRun, str | None]:
+        found = WandbRun(self._config)
+        if found.run.offline:
+            return found, f"    W&B  offline; later: wandb sync {Path(found.run.dir).parent}"
+        return found, f"    W&B  {found.run.url}"
+
+    def _send(self, run: WandbRun) -> None:
+        for end, values in self._points(self._offset):
+            if not run.has(values):
+                run.log(values)
+            self._offset = end
+        run.remember()
+
+    def _sample(self, run: WandbRun) -> None:
+        """Nothing to do."""
+
+    def _finish(self, run: WandbRun, status: str) -> None:
+        run.finish(status)
+
+
+def _kind(values: dict[str, Any]) -> str:
+    return next(kind for kind in KINDS if kind in values)
+
+
+def main() -> None:
+    """Entry of the process."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # nothing goes to W&B's makers but the run
+    serve(lambda values, ending, stream: WandbMirror(WandbConfig(**values), "W&B", ending, stream), ".wandb.lock")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Web pages of other programs, on this machine only."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+
+from llmrecipes.errors import UserError
+
+HOST = "127.0.0.1"
+START_SECONDS = 60.0
+
+
+def free_port(wanted: int) -> int:
+    """`wanted` if nobody listens there, else any free port."""
+    for port in (wanted, 0):
+        with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise UserError(f"no free port on {HOST}")
+
+
+@contextmanager
+def started(
+    name: str, command: Sequence[str], port: int, path: str, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server's process, once it answers at `path`; stops it at the end.
+
+    Args:
+        name: of the server, for messages.
+        command: starts it on `HOST` and `port`.
+
+    Raises:
+        UserError: it does not start.
+    """
+    # A session of its own: servers start helpers, and stopping the whole group leaves none behind.
+    process = subprocess.Popen(command, env=dict(environment), start_new_session=True)
+    try:
+        _wait(name, port, path, process)
+        yield process
+    finally:
+        _stop(process)
+
+
+def until_interrupted(name: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait for Ctrl-C.
+
+    Raises:
+        UserError: the server ended by itself.
+    """
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        return
+    raise UserError(f"{name} ended with code {process.returncode}")
+
+
+def _wait(name: str, port: int, path: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise UserError(f"{name} did not start (exit code {process.returncode}); its messages are above")
+        try:
+            with closing(http.client.HTTPConnection(HOST, port, timeout=2.0)) as connection:
+                connection.request("GET", path)
+                if connection.getresponse().status == http.HTTPStatus.OK:
+                    return
+        except (OSError, http.client.HTTPException):
+            pass
+        time.sleep(0.1)  # there is no event for a server that is not listening yet
+    raise UserError(f"{name} did not answer within {START_SECONDS:.0f} s")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            continue
+        if sign is signal.SIGKILL:
+            return

@@ -1,0 +1,166 @@
+"""`llmrecipes compare`: what differs between runs, and what came of it, from their files alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmrecipes.checkpoint.compatibility import differences
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.load import load
+from llmrecipes.tracking import status
+from llmrecipes.tracking.jsonl import parse
+
+MOST_POINTS = 1000
+"""Points of a curve in JSON; of a longer one every n-th is given, and the last."""
+
+
+@dataclass
+class Curve:
+    """Losses in nats a token; those that are not finite are NaN."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    losses: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, record: dict[str, Any], key: str) -> None:
+        """Add a line of metrics.jsonl."""
+        loss = record[key]
+        self.steps.append(record["step"])
+        self.tokens.append(int(record.get("consumed_tokens", 0)))
+        self.losses.append(float(loss) if isinstance(loss, int | float) else math.nan)
+
+    def as_list(self) -> list[list[float | None]]:
+        """[step, tokens, loss] of at most about `MOST_POINTS` points."""
+        every = -(-len(self.steps) // MOST_POINTS)
+        last = len(self.steps) - 1
+        return [
+            [self.steps[n], self.tokens[n], self.losses[n] if math.isfinite(self.losses[n]) else None]
+            for n in range(len(self.steps))
+            if n % every == 0 or n == last
+        ]
+
+
+@dataclass
+class Run:
+    """One run.
+
+    `figures` by name; None where the run has no such number. Speed and time of a step are medians; `memory_bytes` is
+    the most that a step reported, of the first rank.
+    """
+
+    path: Path
+    recipe: dict[str, Any]
+    state: str
+    train: Curve
+    valid: Curve
+    figures: dict[str, float | None]
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.parent.name}/{self.path.name}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "run": self.name,
+            "path": str(self.path),
+            "state": self.state,
+            "figures": self.figures,
+            "train": self.train.as_list(),
+            "valid": self.valid.as_list(),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs in the order they were named, and the recipe keys that differ, with a value of each run."""
+
+    runs: tuple[Run, ...]
+    differences: dict[str, tuple[Any, ...]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "runs": [run.as_dict() for run in self.runs],
+            "differences": [{"key": key, "values": list(values)} for key, values in self.differences.items()],
+        }
+
+
+def compare(run_dirs: Sequence[Path]) -> Comparison:
+    """Read runs and put them side by side; they may still be going on.
+
+    Raises:
+        UserError: fewer than two runs, or one without any step.
+    """
+    if len(run_dirs) < 2:
+        raise UserError("one run", where="RUN", rule="two runs or more are compared", fix="llmrecipes runs lists them")
+    runs = tuple(_read(run_dir) for run_dir in run_dirs)
+    return Comparison(runs, _differences([run.recipe for run in runs]))
+
+
+def _differences(recipes: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    first, *others = recipes
+    found: dict[str, list[Any]] = {}
+    for number, other in enumerate(others, start=1):
+        for difference in differences(other, first):
+            values = found.setdefault(difference.key, [difference.then] * len(recipes))
+            values[number] = difference.now
+    return {key: tuple(found[key]) for key in sorted(found)}
+
+
+def _read(run_dir: Path) -> Run:
+    train, valid = Curve(), Curve()
+    speeds, seconds, used = array("d"), array("d"), array("d")
+    memory: float | None = None
+    bits: float | None = None
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as lines:
+            for line in lines:
+                record = parse(line)  # the last line of a run that goes on may be half written
+                if record is None:
+                    continue
+                if "loss" in record:
+                    train.add(record, "loss")
+                    for numbers, key in ((speeds, "tokens_per_second"), (seconds, "step_seconds"), (used, "mfu")):
+                        if isinstance(record.get(key), int | float):
+                            numbers.append(record[key])
+                    memory = max(memory or 0.0, record.get("memory_bytes") or 0.0) or None
+                elif "valid_loss" in record:
+                    valid.add(record, "valid_loss")
+                    bits = record.get("valid_bits_per_byte")
+    except OSError:
+        pass  # a run that has not come to its first step has none
+    if not train.steps:
+        raise UserError(
+            "no metrics yet",
+            where=str(run_dir),
+            rule="a run can be compared from its first step on",
+            fix="leave it out; llmrecipes runs shows its state",
+        )
+    told = status.read(run_dir)
+    figures: dict[str, float | None] = {
+        "steps": train.steps[-1],
+        "steps_planned": told.get("total"),
+        "tokens": train.tokens[-1],
+        "loss": _last(train),
+        "valid_loss": _last(valid),
+        "valid_loss_best": min((loss for loss in valid.losses if math.isfinite(loss)), default=None),
+        "bits_per_byte": bits,
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "step_seconds": statistics.median(seconds) if seconds else None,
+        "memory_bytes": memory,
+        "mfu": statistics.median(used) if used else None,
+    }
+    recipe = load(str(run_dir / "recipe.yaml")).recipe.model_dump(mode="json")
+    return Run(run_dir, recipe, str(told.get("state", "unknown")), train, valid, figures)
+
+
+def _last(curve: Curve) -> float | None:
+    """The last loss; None where there is none, or where it is not finite."""
+    return curve.losses[-1] if curve.losses and math.isfinite(curve.losses[-1]) else None
