@@ -185,12 +185,29 @@ def run(arguments: Sequence[str]) -> int:
     except UserError as error:
         return _fail(error.as_dict(), str(error), error.code, as_json)
     except typer.TyperException as error:
+        key = _meant_as_key(error)
+        if key:
+            return _fail(key.as_dict(), str(key), key.code, as_json)
         message = f"{error.format_message().rstrip('.')}. See llmrecipes --help."
         return _fail({"error": message, "exit_code": int(ExitCode.BAD_INPUT)}, message, ExitCode.BAD_INPUT, as_json)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130
     return code if isinstance(code, int) else ExitCode.DONE
+
+
+def _meant_as_key(error: typer.TyperException) -> UserError | None:
+    """What to say about an unknown option that is a recipe key here, as Megatron-LM's `--num-layers` is."""
+    option: str = getattr(error, "option_name", "")
+    if not option.startswith("--"):
+        return None
+    from llmrecipes.recipe.hints import namesake
+
+    found = namesake(option)
+    if not found.keys:
+        return None
+    rule = "recipe keys are set without dashes, as key.path=value"
+    return UserError(f"no option {option}", rule=rule, fix=" or ".join(f"{key}=..." for key in found.keys))
 
 
 def _fail(details: dict[str, Any], message: str, code: int, as_json: bool) -> int:

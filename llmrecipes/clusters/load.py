@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from llmrecipes.clusters.profile import Profile
 from llmrecipes.recipe import document, files
-from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.document import Problem, clip
 from llmrecipes.recipe.explain import explain
 from llmrecipes.recipe.files import Kind
 
@@ -52,7 +52,7 @@ def load_profile(name_or_path: str, directory: Path | None = None) -> Profile:
             profile = Profile.model_validate(parsed.data)
         except ValidationError as error:
             reported = {problem.key for problem in found}
-            found += [problem for problem in explain(error, Profile) if problem.key not in reported]
+            found += [problem for problem in explain(error, parsed.lines, Profile) if problem.key not in reported]
         else:
             found += check(profile, path.stem)
     if found or profile is None:
@@ -94,5 +94,7 @@ def check(profile: Profile, stem: str) -> list[Problem]:
             rule = "profiles are shared: secrets stay in the environment, or in a Kubernetes Secret"
             found.append(Problem(key, "looks like a secret", rule, "remove it"))
         elif not str(value).isprintable():
-            found.append(Problem(key, f"{value!r} does not fit", "a value is one line of printable characters"))
+            found.append(
+                Problem(key, f"{clip(str(value))!r} does not fit", "a value is one line of printable characters")
+            )
     return found

@@ -15,6 +15,8 @@ import yaml
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
+MAX_NODES = 50_000  # keys, values, lists and mappings: read in well under a second
+MAX_KEY = 200
 MAX_INT = 2**63 - 1
 
 _TAG = "tag:yaml.org,2002:"
@@ -70,6 +72,11 @@ for _name, _pattern, _first in (
     _Dumper.add_implicit_resolver(_TAG + _name, _pattern, _first)
 
 
+def clip(text: str, length: int = 200) -> str:
+    """The text, cut to about `length` characters with its full length named."""
+    return text if len(text) <= length else f"{text[:length]}… ({len(text):,} characters)"
+
+
 def dotted(path: KeyPath) -> str:
     """`("data", "sources", 0)` as `data.sources.0`."""
     return ".".join(str(part) for part in path)
@@ -97,7 +104,7 @@ def dump(data: Any) -> str:
 
 def _refuse(text: str) -> Problem | None:
     """The first thing that is not taken. Events are read flat, so that depth cannot exhaust the stack."""
-    depth = documents = 0
+    depth = documents = nodes = 0
     try:
         for event in yaml.parse(text, Loader=_Loader):
             line = event.start_mark.line + 1 if event.start_mark else 0
@@ -105,13 +112,17 @@ def _refuse(text: str) -> Problem | None:
                 documents += 1
                 if documents > 1:
                     return Problem("", "a second document starts here", "a recipe is one YAML document", line=line)
+            if isinstance(event, yaml.NodeEvent):
+                nodes += 1
+                if nodes > MAX_NODES:
+                    return Problem("", "too many keys and values", f"at most {MAX_NODES:,} in a file", line=line)
             if isinstance(event, yaml.NodeEvent) and event.anchor:
                 return Problem(
-                    "", f"anchor or alias {event.anchor!r}", "recipes are plain: no anchors, no aliases",
+                    "", f"anchor or alias {clip(event.anchor)!r}", "recipes are plain: no anchors, no aliases",
                     "write the value out", line,
                 )  # fmt: skip
             if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.tag:
-                return Problem("", f"tag {event.tag!r}", "recipes are plain: no tags", "remove the tag", line)
+                return Problem("", f"tag {clip(event.tag)!r}", "recipes are plain: no tags", "remove the tag", line)
             if isinstance(event, yaml.CollectionStartEvent):
                 depth += 1
                 if depth > MAX_DEPTH:
@@ -151,9 +162,12 @@ class _Builder:
             line = key_node.start_mark.line + 1
             if key_node.tag != _TAG + "str":
                 shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
-                self._problem(path, f"{shown!s} as a key", "keys are words", line=line)
+                self._problem(path, f"{clip(shown)} as a key", "keys are words", line=line)
                 continue
             key = key_node.value
+            if len(key) > MAX_KEY:
+                self._problem(path, f"{clip(key, 40)!r} as a key", f"keys have at most {MAX_KEY} characters", line=line)
+                continue
             if key in first:
                 lines = f"lines {first[key]} and {line}"
                 self._problem((*path, key), f"duplicate key, on {lines}", "a key stands once", "remove one", line)

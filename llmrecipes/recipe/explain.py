@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from llmrecipes.recipe.document import Problem, dotted
-from llmrecipes.recipe.keys import Key, keys, nearest, normal
+from llmrecipes.recipe.document import Problem, clip, dotted
+from llmrecipes.recipe.files import MAX_SHOWN
+from llmrecipes.recipe.hints import Hint, hint
+from llmrecipes.recipe.keys import Key, admits, keys, normal, options_of
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.synonyms import VALUES, synonym
 
 _TYPES = {
     str: "a string",
@@ -21,24 +25,40 @@ _TYPES = {
 }
 
 
-def explain(error: ValidationError, document: type[BaseModel] = Recipe) -> list[Problem]:
-    """One problem for each wrong key; what only follows from another one is left out."""
-    found = error.errors(include_url=False)
-    problems = [_problem(details, document) for details in found]
-    wrong = [problem.key for problem in problems]
-    meant = {problem.fix.removeprefix("did you mean ").rstrip("?") for problem in problems}
+def explain(error: ValidationError, lines: Mapping[str, int], document: type[BaseModel] = Recipe) -> list[Problem]:
+    """One problem for each wrong key; what only follows from another one is left out.
+
+    Hints cost a search through all keys: only the unknown keys that can be shown get one, the first of the file.
+
+    Args:
+        error: what pydantic found.
+        lines: line of each dotted key in the file.
+        document: the schema.
+    """
+    found = error.errors(include_url=False, include_context=False)
+    unknown = [dotted(details["loc"]) for details in found if details["type"] == "extra_forbidden"]
+    first = sorted(unknown, key=lambda key: lines.get(key, 0))[:MAX_SHOWN]
+    hints = {key: _unknown(key, document) for key in first}
+    problems = [_problem(details, document, hints) for details in found]
+    around = {parent for problem in problems for parent in _parents(problem.key)}
+    meant = {key for each in hints.values() for key in each.keys}
     kept = {
         problem.key: problem  # a value that fits no type of a union is reported once for each of them
         for problem, details in zip(problems, found, strict=True)
-        if not _follows(problem.key, details, wrong, meant)
+        if not _follows(problem.key, details, around, meant)
     }
     return list(kept.values())
 
 
-def _follows(key: str, details: ErrorDetails, wrong: list[str], meant: set[str]) -> bool:
+def _parents(key: str) -> Iterator[str]:
+    while key := key.rpartition(".")[0]:
+        yield key
+
+
+def _follows(key: str, details: ErrorDetails, around: set[str], meant: set[str]) -> bool:
     """A list is 'too short' or 'no integer' when its item is wrong; a key is 'missing' when it stands misspelt."""
     if isinstance(details["input"], list | tuple):
-        return any(other.startswith(f"{key}.") for other in wrong)
+        return key in around
     return details["type"] == "missing" and key in meant
 
 
@@ -57,12 +77,12 @@ def _is_free(place: tuple[int | str, ...], known: dict[str, Key]) -> bool:
     return key is not None and key.free
 
 
-def _problem(details: ErrorDetails, document: type[BaseModel]) -> Problem:
+def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[str, Hint]) -> Problem:
     kind, all_keys = details["type"], keys(document)
     key = dotted(details["loc"]) if kind == "extra_forbidden" else _place(details, all_keys)
     known = all_keys.get(normal(key))
     if kind == "extra_forbidden":
-        return Problem(key, "unknown key", fix=_unknown(key, details["loc"], document))
+        return Problem(key, "unknown key", fix=str(hints.get(key, "")))
     if known is None and any(_is_free(details["loc"][:depth], all_keys) for depth in range(1, len(details["loc"]))):
         return Problem(key, f"{show(details['input'])} does not fit", details["msg"].lower())
     takes = known.takes if known else ""
@@ -71,33 +91,38 @@ def _problem(details: ErrorDetails, document: type[BaseModel]) -> Problem:
             key = key.rpartition(".")[0]
             return Problem(key, f"{show(details['input'])} is too short", f"{all_keys[normal(key)].takes}")
         return Problem(key, "missing", f"{key} is required: {takes}")
+    fix = _spelling(key, details["input"], options_of(key, document))
     if known is None:
         key_of_list = key.rpartition(".")[0]
         takes = all_keys[normal(key_of_list)].takes if normal(key_of_list) in all_keys else details["msg"].lower()
-    return Problem(key, f"{show(details['input'])} does not fit", f"{key} is {takes}", _spelling(details, takes))
+    return Problem(key, f"{show(details['input'])} does not fit", f"{clip(key)} is {takes}", fix)
 
 
-def _unknown(key: str, loc: tuple[int | str, ...], document: type[BaseModel]) -> str:
-    last = str(loc[-1])
-    if len(loc) == 1 and last in keys(document):
-        section, _, name = last.rpartition(".")
-        return f"nest it: {name} under {section}"
-    close = nearest(key, document)
-    return f"did you mean {close}?" if close else ""
+def _unknown(key: str, document: type[BaseModel]) -> Hint:
+    section, _, name = key.rpartition(".")
+    # Only a key with dots in it can be a valid one where it is unknown.
+    return Hint(note=f"nest it: {name} under {section}") if key in keys(document) else hint(key, document)
 
 
-def _spelling(details: ErrorDetails, takes: str) -> str:
-    """How to write what was probably meant, for the slips YAML invites."""
-    value = details["input"]
+def _spelling(key: str, value: object, options: tuple[Mapping[str, Any], ...]) -> str:
+    """How to write what was probably meant, for the slips YAML invites; only what one of the types takes."""
+    types = [node.get("type") for node in options]
     if isinstance(value, str):
-        if value.lower() in ("yes", "on", "no", "off") and "true or false" in takes:
+        choices = [str(choice) for node in options for choice in node.get("enum", ())]
+        wanted = VALUES.get(value.lower(), value).lower()
+        same = next((choice for choice in choices if choice.lower() == wanted), "")
+        if same:
+            return same
+        if value.lower() in ("yes", "on", "no", "off") and "boolean" in types:
             return "true" if value.lower() in ("yes", "on") else "false"
         plain = value.replace("_", "").replace(",", "")
-        if plain.isdecimal() and ("integer" in takes or "number" in takes):
+        if len(plain) < 20 and plain.isdecimal() and any(admits(node, int(plain)) for node in options):
             return f"{plain}, without quotes or separators"
-    if isinstance(value, float) and value.is_integer() and "integer" in takes:
+    if isinstance(value, float) and value.is_integer() and any(admits(node, int(value)) for node in options):
         return f"{int(value)}"
-    if value is None and takes == "a mapping":
+    if isinstance(value, dict) and (foreign := synonym(key)):
+        return foreign.note
+    if value is None and any("properties" in node for node in options):
         return "put keys under it, indented, or leave it out"
     return ""
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe import document
-from llmrecipes.recipe.document import Document, Problem
+from llmrecipes.recipe.document import Document, Problem, clip
+
+MAX_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
         return directory / f"{name_or_path}.yaml"
     close = get_close_matches(name_or_path, known, n=3, cutoff=0.4)
     raise UserError(
-        f"no {kind.name} named {name_or_path!r} in {directory}",
+        f"no {kind.name} named {clip(name_or_path)!r} in {directory}",
         rule=kind.rule,
         fix=f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known) or 'none'}",
     )
@@ -89,11 +91,16 @@ def where(key: str, path: Path, lines: Mapping[str, int], overridden: Mapping[st
     name = key
     while name:
         if name in overridden:
-            return f"override {overridden[name]!r}"
+            return f"override {clip(overridden[name])!r}"
         if name in lines:
             return f"{path}:{lines[name]}"
         name = name.rpartition(".")[0]
     return str(path)
+
+
+def in_order(problems: Iterable[Problem], lines: Mapping[str, int]) -> list[Problem]:
+    """Problems in the order of the file; what has no line comes first."""
+    return sorted(problems, key=lambda each: each.line or lines.get(each.key, 0))
 
 
 def error_of(
@@ -103,13 +110,18 @@ def error_of(
     lines: Mapping[str, int],
     overridden: Mapping[str, str],
 ) -> UserError:
-    """One error for everything: problems of the file in its order, then overrides that could not be read."""
+    """One error for everything: problems of the file in its order, then overrides that could not be read.
+
+    At most `MAX_SHOWN` are written out, and how many there are beside them.
+    """
     errors = []
-    for problem in sorted(problems, key=lambda each: each.line or lines.get(each.key, 0)):
+    for problem in in_order(problems, lines)[:MAX_SHOWN]:
         place = f"{path}:{problem.line}" if problem.line else where(problem.key, path, lines, overridden)
-        at = f"{place}: {problem.key}" if problem.key else place
+        at = f"{place}: {clip(problem.key)}" if problem.key else place
         errors.append(UserError(problem.what, where=at, rule=problem.rule, fix=problem.fix))
-    errors += misspelt
-    if len(errors) == 1:
+    errors += misspelt[: MAX_SHOWN - len(errors)]
+    total = len(problems) + len(misspelt)
+    if total == 1:
         return errors[0]
-    return UserError("\n".join([f"{path}: {len(errors)} problems", *(str(error) for error in errors)]))
+    more = [f"… and {total - len(errors):,} more"] if total > len(errors) else []
+    return UserError("\n".join([f"{path}: {total:,} problems", *(str(error) for error in errors), *more]))

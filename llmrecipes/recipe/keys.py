@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from llmrecipes.recipe.schema import Recipe
 
 ITEM = "N"  # stands for the index in a list: data.sources.N.path
-_INDEX = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
+INDEX = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Key:
     section: bool = False
     free: bool = False
     """A mapping whose keys are the user's own."""
+    options: tuple[Mapping[str, Any], ...] = ()
+    """JSON Schema of each type it takes."""
 
     @property
     def default_text(self) -> str:
@@ -45,25 +47,28 @@ def keys(document: type[BaseModel] = Recipe) -> dict[str, Key]:
 
 def normal(name: str) -> str:
     """`data.sources.0.path` as it stands in `keys()`: `data.sources.N.path`."""
-    return _INDEX.sub(ITEM, name)
+    return INDEX.sub(ITEM, name)
 
 
-def nearest(name: str, document: type[BaseModel] = Recipe) -> str | None:
-    """The valid key a wrong one was probably meant to be, with the wrong one's list indices, or None."""
-    wanted = normal(name)
+def options_of(name: str, document: type[BaseModel] = Recipe) -> tuple[Mapping[str, Any], ...]:
+    """JSON Schema of each type that a dotted key, or an item of a list, takes; empty for an unknown key."""
     known = keys(document)
-    leaf = wanted.rpartition(".")[2]
-    same_leaf = [key for key in known if key.rpartition(".")[2] == leaf and key != wanted]
-    found = same_leaf or difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
-    if not found:
-        leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
-        found = [leaves[match] for match in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
-    if not found:
-        return None
-    best = max(found, key=lambda key: difflib.SequenceMatcher(None, wanted, key).ratio())
-    for index in _INDEX.findall(name):
-        best = best.replace(f".{ITEM}", f".{index}", 1)
-    return best
+    if normal(name) in known:
+        return known[normal(name)].options
+    above, _, index = name.rpartition(".")
+    if not index.isdecimal() or normal(above) not in known:
+        return ()
+    lists = known[normal(above)].options
+    fixed = [node["prefixItems"][int(index)] for node in lists if int(index) < len(node.get("prefixItems", ()))]
+    return (*fixed, *(node["items"] for node in lists if "items" in node))
+
+
+def admits(node: Mapping[str, Any], number: int | float) -> bool:
+    """Whether a type of `options_of` takes a number."""
+    if node.get("type") != "number" and not (node.get("type") == "integer" and isinstance(number, int)):
+        return False
+    above = node.get("exclusiveMinimum", -math.inf) < number and node.get("minimum", -math.inf) <= number
+    return above and number < node.get("exclusiveMaximum", math.inf) and number <= node.get("maximum", math.inf)
 
 
 def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator[Key]:
@@ -82,6 +87,7 @@ def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator
             description=raw.get("description") or node.get("description", ""),
             section=section,
             free=node.get("type") == "object" and not section,
+            options=tuple(_resolve(option, defs) for option in node.get("anyOf", [node])),
         )
         if section:
             yield from _walk(node, f"{dotted}.", defs)

@@ -74,7 +74,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), directory: Path | Non
     changes: list[Override] = []
     for text in overrides:
         try:
-            changes.append(parse_override(text))
+            changes.append(parse_override(text, hints=len(misspelt) < files.MAX_SHOWN))
         except UserError as error:
             misspelt.append(error)
     overridden = {change.key: change.text for change in changes}
@@ -89,7 +89,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), directory: Path | Non
             recipe = Recipe.model_validate(data)
         except ValidationError as error:
             reported = {problem.key for problem in found}
-            found += [problem for problem in explain(error) if problem.key not in reported]
+            found += [problem for problem in explain(error, parsed.lines) if problem.key not in reported]
         else:
             found += _check_name(recipe, path, overridden) + rules.check(recipe)
     if found or misspelt or recipe is None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe import document
-from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.keys import ITEM, keys, nearest, normal
+from llmrecipes.recipe.document import Problem, clip
+from llmrecipes.recipe.hints import hint
+from llmrecipes.recipe.keys import ITEM, keys, normal
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,17 @@ class Override:
     text: str
 
 
-def parse_override(text: str) -> Override:
+def parse_override(text: str, hints: bool = True) -> Override:
     """Read `key.path=value`; the value is YAML (`3e-4`, `true`, `null`, `[1, 2]`), an empty one is null.
+
+    Args:
+        text: the override.
+        hints: look for the key that an unknown one was meant to be.
 
     Raises:
         UserError: no `=`, an unknown key, or a value that is not YAML.
     """
-    where = f"override {text!r}"
+    where = f"override {clip(text)!r}"
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -35,8 +40,7 @@ def parse_override(text: str) -> Override:
     if ITEM in key.split("."):
         raise UserError(f"{ITEM} stands for an index", where=f"{where}: {key}", fix=key.replace(f".{ITEM}", ".0"))
     if normal(key) not in keys():
-        close = nearest(key)
-        raise UserError("unknown key", where=f"{where}: {key}", fix=f"did you mean {close}?" if close else "")
+        raise UserError("unknown key", where=f"{where}: {clip(key)}", fix=str(hint(key)) if hints else "")
     parsed = document.parse(value)
     if parsed.problems:
         problem = parsed.problems[0]

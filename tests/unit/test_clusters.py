@@ -57,6 +57,17 @@ def plan_on(cluster: str, nodes: int, recipe: str = "gpt-7b", *changes: str) -> 
     return derive(load(recipe, list(changes)).recipe, len(found.gpus) or nodes, found)
 
 
+def test_a_profile_with_thousands_of_problems_is_answered_in_few_lines(write: Callable[[str], str]) -> None:
+    more = "".join(f"  bad-{i}: 1\n" for i in range(5_000)) + "".join(f"key_{i}: 1\n" for i in range(5_000))
+    with pytest.raises(UserError) as caught:
+        load_profile(write(GOOD + more))
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith(": 10,000 problems") and lines[-1] == "… and 9,980 more" and len(lines) <= 62
+    with pytest.raises(UserError) as caught:
+        load_profile(write(GOOD.replace("22", '"' + "x\\n" * 100_000 + '"')))
+    assert "environment.NCCL_IB_TIMEOUT" in caught.value.where and len(str(caught.value)) < 2_000
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_profiles(name: str) -> None:
     profile = load_profile(name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.files import MAX_SHOWN
 from llmrecipes.recipe.load import Loaded, load, names, recipe_hash, recipes_dir, to_yaml
 from llmrecipes.recipe.proxy import proxy
 
@@ -170,6 +172,62 @@ def test_a_duplicate_key_names_both_lines(write: Write) -> None:
 def test_hostile_files_get_one_message(write: Write, raw: bytes, expected: str) -> None:
     assert expected in message(write, raw=raw)
     assert not Path("hacked").exists()
+
+
+@pytest.mark.parametrize(
+    ("added", "problems"),
+    [
+        ("".join(f"key_{i}: {i}\n" for i in range(10_000)), 10_000),
+        ("".join(f"key_{i}: {i}\n" for i in range(70_000)), 1),
+        ("data:\n  sources: [" + "[]," * 10_000 + "]\n", 10_000),
+        ("data:\n  sources: [" + "{type: hob}," * 5_000 + "]\n", 5_000),
+        ("data:\n  split: [" + "1," * 300_000 + "]\n", 1),
+        ("same: 1\n" * 10_001, 10_000),
+        ("".join(f"{i}: 1\n" for i in range(10_000)), 10_000),
+        ("? " + "k" * 500_000 + "\n: [" + "1," * 20_000 + "]\n", 1),
+        ("data: " + "x" * 900_000 + "\n", 1),
+        ("scheduler: &" + "a" * 900_000 + " 1\n", 1),
+    ],
+    ids=["keys", "too-many-keys", "lists", "mappings", "long-list", "same", "numbers", "long-key", "text", "anchor"],
+)
+def test_a_large_bad_file_is_answered_at_once_and_in_few_lines(write: Write, added: str, problems: int) -> None:
+    started = time.process_time()
+    text = message(write, raw=(GOOD + added).encode())
+    assert time.process_time() - started < 2  # 0.2 s alone; without a bound 3 s and more
+    assert len(text.splitlines()) <= 3 * MAX_SHOWN + 2 and len(text) < 10_000
+    if problems > MAX_SHOWN:
+        assert text.startswith(f"small.yaml: {problems:,} problems\n")
+        assert text.endswith(f"\n… and {problems - MAX_SHOWN:,} more")
+
+
+def test_thousands_of_wrong_overrides_are_answered_at_once(write: Write) -> None:
+    started = time.process_time()
+    text = message(write, overrides=(*(f"train.key_{i}=1" for i in range(10_000)), "x" * 100_000))
+    assert time.process_time() - started < 2
+    assert text.startswith("small.yaml: 10,001 problems\n") and len(text) < 10_000
+    assert len(message(write, overrides=("train.precision=" + "x" * 100_000,))) < 1_000
+
+
+@pytest.mark.parametrize("value", ["-0.0", "-2.0", "'0'", "0.0"])
+def test_no_fix_is_offered_that_would_be_refused_too(write: Write, value: str) -> None:
+    text = message(write, ("num_layers: 2", f"num_layers: {value}"))
+    assert "rule: model.num_layers is an integer greater than 0" in text and "fix" not in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fix"),
+    [
+        ("num_layers: 2", "num_layers: 2.0", "2"),
+        ("num_layers: 2", "num_layers: '2'", "2, without quotes or separators"),
+        ("lr: 3e-4", "lr: 3e-4\ndata:\n  split: ['98', 1, 1]", "98, without quotes or separators"),
+        ("train_iters: 10", "train_iters: 10\n  precision: BF16", "bf16"),
+        ("num_layers: 2", "num_layers: 2\n  normalization: rmsnorm", "RMSNorm"),
+    ],
+)
+def test_a_value_spelt_differently_is_offered_as_the_schema_takes_it(
+    write: Write, old: str, new: str, fix: str
+) -> None:
+    assert message(write, (old, new)).endswith(f"\n  fix:  {fix}")
 
 
 def test_tabs_are_named(write: Write) -> None:

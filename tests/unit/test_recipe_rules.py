@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.recipe.keys import keys, nearest
+from llmrecipes.recipe.hints import hint
+from llmrecipes.recipe.keys import keys
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.reference import generated, json_schema, reference
@@ -173,8 +174,8 @@ def test_the_reference_has_every_key_with_a_meaning() -> None:
     [
         ("model.n_layers", "model.num_layers"), ("micro_batch_size", "train.micro_batch_size"),
         ("optimizer.weight_deca", "optimizer.weight_decay"), ("train.lr_warmup_iters", "scheduler.lr_warmup_iters"),
-        ("data.sources.3.pth", "data.sources.3.path"), ("zzzzqqq", None),
+        ("data.sources.3.pth", "data.sources.3.path"), ("zzzzqqq", ""),
     ],
 )  # fmt: skip
-def test_the_nearest_key(wrong: str, right: str | None) -> None:
-    assert nearest(wrong) == right
+def test_the_nearest_key(wrong: str, right: str) -> None:
+    assert "".join(hint(wrong).keys) == right
