@@ -6,8 +6,8 @@ time; and when the training is killed outright this process is left to say so in
 what an unreachable server missed is read again from there, during this run or when it is resumed.
 
 Standard input has one JSON line, the `MirrorConfig`, and later one with the final status; its end without a status
-means that the training died. Standard output has JSON lines for the training process: warnings and, at the end, a
-report.
+means that the training died. Either way this process delivers what it can within `LAST_DELIVERY_SECONDS`, and ends.
+Standard output has JSON lines for the training process: warnings and, at the end, a report.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_BATCHES = 1.0
 LONGEST_RETRY_SECONDS = 60.0
+LAST_DELIVERY_SECONDS = 30.0  # after the end of the training
+LOCK = ".mlflow.lock"  # holds the id of the newest start
 VALUES_IN_A_BATCH = 1000  # MLflow refuses more in one request
 LONGEST_MESSAGE = 200
 NOT_METRICS = {"step", "time", "non_finite", "experts"}
@@ -64,6 +66,7 @@ class MirrorConfig:
         resumed_step: the step this attempt goes on from.
         total_steps: the last step, which always goes there.
         system_metrics_interval: seconds between samples of the machine's load; None for no samples.
+        start: id of this start of the run; the sink gives it.
     """
 
     run_dir: str
@@ -78,6 +81,7 @@ class MirrorConfig:
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     artifacts: list[str] = field(default_factory=list)
+    start: str = ""
 
 
 class Ending:
@@ -92,6 +96,8 @@ class Ending:
         with suppress(ValueError, TypeError, KeyError):
             self.status = json.loads(stream.readline())["status"]
         self.event.set()
+        time.sleep(LAST_DELIVERY_SECONDS)
+        os._exit(1)  # the server hangs; what is missing is sent when the run is resumed
 
 
 class Mirror:
@@ -132,7 +138,7 @@ class Mirror:
             self._send(self._run)
             if final_status is None:
                 self._sample(self._run)
-            else:
+            elif is_newest(self._config):
                 self._run.finish(final_status)
         except Exception as error:  # whatever MLflow, its database or its server raises: the training must not care
             where = redact(self._config.uri)
@@ -219,6 +225,11 @@ class Mirror:
             self._messages.flush()
 
 
+def is_newest(config: MirrorConfig) -> bool:
+    """Whether no later start of the run has begun; only the last one may say how the run ended."""
+    return (Path(config.run_dir) / LOCK).read_text("utf-8") == config.start
+
+
 def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
     """A line of metrics.jsonl as MLflow metrics, or for a note as a tag with its last occurrence."""
     from mlflow.entities import Metric, RunTag
@@ -249,11 +260,15 @@ def main() -> None:
     messages = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # MLflow prints, too: into the log
     config = MirrorConfig(**json.loads(sys.stdin.buffer.readline()))
-    with (Path(config.run_dir) / ".mlflow.lock").open("wb") as lock:
+    ending = Ending(sys.stdin.buffer)
+    with (Path(config.run_dir) / LOCK).open("r+") as lock:  # writable, or NFS gives no exclusive lock
         # The mirror of an attempt that was just killed may still be sending its last points.
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        Mirror(config, Ending(sys.stdin.buffer), messages).run()
+        # Mirrors of starts that were killed one after another get the lock in any order. The newest has the points of
+        # the others, which are in metrics.jsonl.
+        if is_newest(config):
+            Mirror(config, ending, messages).run()
 
 
 if __name__ == "__main__":

@@ -7,14 +7,15 @@ import logging
 import subprocess
 import sys
 import threading
+import uuid
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
-from llmrecipes.tracking.mlflow_mirror import MirrorConfig
+from llmrecipes.tracking.mlflow_mirror import LOCK, MirrorConfig
 from llmrecipes.tracking.store import process_environment, redact
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,14 @@ class MlflowSink:
     """
 
     def __init__(self, config: MirrorConfig, *, close_seconds: float = CLOSE_SECONDS) -> None:
-        self._config = config
+        self._config = replace(config, start=uuid.uuid4().hex)
         self._close_seconds = close_seconds
         self._report: dict[str, Any] | None = None
         self._closing = False
         logs = Path(config.run_dir) / "logs"
         logs.mkdir(exist_ok=True)
+        # In place: earlier mirrors wait for the lock on this very file.
+        (Path(config.run_dir) / LOCK).write_text(self._config.start, "utf-8")
         with (logs / "mlflow.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "llmrecipes.tracking.mlflow_mirror"],
@@ -54,7 +57,7 @@ class MlflowSink:
         self._stdout = cast(IO[bytes], self._process.stdout)
         self._listener = threading.Thread(target=self._listen, name="mlflow-messages", daemon=True)
         self._listener.start()
-        self._write(asdict(config))
+        self._write(asdict(self._config))
 
     def step(self, metrics: StepMetrics) -> None:
         """Nothing to do: the mirror reads metrics.jsonl."""
