@@ -6,8 +6,8 @@ forked at any time; and when the training is killed outright this process is lef
 buffer: what an unreachable server missed is read again from there, during this run or when it is resumed.
 
 Standard input has one JSON line, the configuration, and later one with the final status; its end without a status
-means that the training died. Standard output has JSON lines for the training process: warnings, a link to the run and,
-at the end, a report.
+means that the training died. Either way this process delivers what it can within `LAST_DELIVERY_SECONDS`, and ends.
+Standard output has JSON lines for the training process: warnings, a link to the run and, at the end, a report.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_BATCHES = 1.0
 LONGEST_RETRY_SECONDS = 60.0
+LAST_DELIVERY_SECONDS = 30.0  # after the end of the training
 LONGEST_MESSAGE = 200
 NOT_METRICS = {"step", "time", "non_finite", "experts"}
 OF_THE_STEP = {"consumed_samples", "consumed_tokens"}  # an evaluation repeats them
@@ -51,6 +53,8 @@ class MirrorConfig:
         resumed_step: the step this attempt goes on from.
         total_steps: the last step, which is always sent.
         system_metrics_interval: seconds between samples of the machine's load; None for no samples.
+        lock: file in `run_dir` that holds the id of the newest start, and keeps two mirrors of one run apart.
+        start: id of this start of the run; the sink gives it.
     """
 
     run_dir: str
@@ -61,6 +65,13 @@ class MirrorConfig:
     system_metrics_interval: float | None
     tags: dict[str, str] = field(default_factory=dict)
     artifacts: list[str] = field(default_factory=list)
+    lock: str
+    start: str = ""
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether no later start of the run has begun; only the last one may say how the run ended."""
+        return (Path(self.run_dir) / self.lock).read_text("utf-8") == self.start
 
 
 class Ending:
@@ -75,6 +86,8 @@ class Ending:
         with suppress(ValueError, TypeError, KeyError):
             self.status = json.loads(stream.readline())["status"]
         self.event.set()
+        time.sleep(LAST_DELIVERY_SECONDS)
+        os._exit(1)  # the server hangs; what is missing is sent when the run is resumed
 
 
 C = TypeVar("C", bound=MirrorConfig)
@@ -146,11 +159,9 @@ class Mirror(ABC, Generic[C, R]):
             self._send(self._run)
             if final_status is None:
                 self._sample(self._run)
-            else:
+            elif self._config.is_newest:
                 self._finish(self._run, final_status)
-        except (
-            Exception
-        ) as error:  # whatever the library, its database or its server raises: the training must not care
+        except Exception as error:  # of the library, its database or its server: the training must not care
             logger.warning("%s", self._hide(traceback.format_exc()))
             text = next(iter(self._hide(str(error)).splitlines()), "")[:LONGEST_MESSAGE]
             message = f"{type(error).__name__}: {text}"
@@ -199,12 +210,12 @@ def numbers(values: dict[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in named.items() if isinstance(value, int | float)}
 
 
-def serve(make: Callable[[dict[str, Any], Ending, BinaryIO], Mirror[Any, Any]], lock_name: str) -> None:
+def serve(read: Callable[[dict[str, Any]], C], make: Callable[[C, Ending, BinaryIO], Mirror[C, Any]]) -> None:
     """Be the process: see the module's text.
 
     Args:
-        make: the mirror, from the configuration as JSON values.
-        lock_name: file in the run directory that keeps two mirrors of one run apart.
+        read: the configuration from JSON values.
+        make: the mirror.
     """
     # The end of standard input is the only thing that ends this process, so that the last points and the status arrive
     # although Slurm or a terminal signals every process of a job.
@@ -213,9 +224,13 @@ def serve(make: Callable[[dict[str, Any], Ending, BinaryIO], Mirror[Any, Any]], 
     os.nice(10)
     messages = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print, too: into the log
-    config = json.loads(sys.stdin.buffer.readline())
-    with (Path(config["run_dir"]) / lock_name).open("wb") as lock:
+    config = read(json.loads(sys.stdin.buffer.readline()))
+    ending = Ending(sys.stdin.buffer)
+    with (Path(config.run_dir) / config.lock).open("r+") as lock:  # writable, or NFS gives no exclusive lock
         # The mirror of an attempt that was just killed may still be sending its last points.
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        make(config, Ending(sys.stdin.buffer), messages).run()
+        # Mirrors of starts that were killed one after another get the lock in any order. The newest has the points of
+        # the others, which are in metrics.jsonl.
+        if config.is_newest:
+            make(config, ending, messages).run()

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -62,6 +63,9 @@ class MirrorSink:
         self._deadline = math.inf
         logs = Path(config.run_dir) / "logs"
         logs.mkdir(exist_ok=True)
+        config = replace(config, start=uuid.uuid4().hex)
+        # In place: earlier mirrors wait for the lock on this very file.
+        (Path(config.run_dir) / config.lock).write_text(config.start, "utf-8")
         with (logs / log).open("ab") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],

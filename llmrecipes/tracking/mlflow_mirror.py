@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from llmrecipes.tracking.mlflow_run import MlflowRun
 
+LOCK = ".mlflow.lock"
 VALUES_IN_A_BATCH = 1000  # MLflow refuses more in one request
 
 
@@ -35,6 +36,7 @@ class MlflowConfig(MirrorConfig):
     artifact_root: str | None
     experiment: str
     params: dict[str, str] = field(default_factory=dict)
+    lock: str = LOCK
 
 
 class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
@@ -115,4 +117,4 @@ def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
 
 
 if __name__ == "__main__":
-    serve(lambda values, ending, messages: MlflowMirror(MlflowConfig(**values), ending, messages), ".mlflow.lock")
+    serve(lambda values: MlflowConfig(**values), MlflowMirror)

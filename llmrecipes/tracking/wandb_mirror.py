@@ -39,6 +39,7 @@ class WandbConfig(MirrorConfig):
     save_dir: str
     pid: int
     recipe: dict[str, Any] = field(default_factory=dict)
+    lock: str = ".wandb.lock"
 
 
 class WandbRun:
@@ -157,7 +158,7 @@ def _kind(values: dict[str, Any]) -> str:
 def main() -> None:
     """Entry of the process."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # nothing goes to W&B's makers but the run
-    serve(lambda values, ending, stream: WandbMirror(WandbConfig(**values), "W&B", ending, stream), ".wandb.lock")
+    serve(lambda values: WandbConfig(**values), lambda config, ending, out: WandbMirror(config, "W&B", ending, out))
 
 
 if __name__ == "__main__":

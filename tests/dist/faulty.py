@@ -17,7 +17,7 @@ from llmrecipes.model.gpt import BuiltModel
 from llmrecipes.platform import select
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.engine import MegatronEngine
-from llmrecipes.train.state import Progress
+from llmrecipes.train.resume import Start
 from llmrecipes.train.world import model_parallel
 from llmrecipes.verify.spec import VerifySpec
 from llmrecipes.verify.worker import train
@@ -43,10 +43,10 @@ def resume_without_masters(recipe: Recipe, folder: Path) -> Outcome | None:
 
     plain = training.resume
 
-    def rebuilt(engine: MegatronEngine, *args: Any) -> Progress:
-        progress = plain(engine, *args)
+    def rebuilt(engine: MegatronEngine, *args: Any) -> Start:
+        start = plain(engine, *args)
         engine.optimizer.reload_model_params()
-        return progress
+        return start
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "resume", rebuilt)

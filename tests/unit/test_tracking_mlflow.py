@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import math
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import psutil
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
@@ -28,6 +30,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking import ui, web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
+from llmrecipes.tracking.mlflow_mirror import LOCK
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.tracking.store import redact, tracking_uri
 
@@ -217,6 +220,39 @@ def test_a_run_killed_outright_is_closed_in_mlflow_all_the_same(runs_dir: Path) 
     assert len(history(uri, only_run(uri, "killed").info.run_id, "loss")) == 10
 
 
+def mirrors(run_dir: Path) -> list[psutil.Process]:
+    """The mirror processes that have a run's lock file open."""
+    lock = str(run_dir / LOCK)
+    found = psutil.process_iter(["cmdline", "open_files"])
+    return [
+        process
+        for process in found
+        if "llmrecipes.tracking.mlflow_mirror" in (process.info["cmdline"] or ())
+        and any(file.path == lock for file in process.info["open_files"] or ())
+    ]
+
+
+def test_the_last_state_wins_however_long_mirrors_of_killed_starts_wait(runs_dir: Path) -> None:
+    run_dir = runs_dir / "tiny" / "quick-kills"
+    run_dir.mkdir(parents=True)
+    with (run_dir / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        train_and_die(runs_dir, "quick-kills")
+        wait_for(lambda: len(mirrors(run_dir)) == 1)
+        (left_behind,) = mirrors(run_dir)
+        left_behind.suspend()  # so that it is the last one to get the lock
+    with start(runs_dir, recipe("quick-kills"), "quick-kills", resumed_step=8) as tracker:
+        for number in range(9, 13):
+            tracker.step(step(number))
+    uri = tracking_uri(runs_dir)
+    assert only_run(uri, "quick-kills").info.status == "FINISHED"
+    left_behind.resume()
+    left_behind.wait(60)
+    run = only_run(uri, "quick-kills")
+    assert run.info.status == "FINISHED"
+    assert [number for number, _ in history(uri, run.info.run_id, "loss")] == list(range(1, 13))
+
+
 @pytest.mark.slow
 def test_resuming_at_once_after_a_kill_waits_for_the_mirror_left_behind(runs_dir: Path) -> None:
     train_and_die(runs_dir, "at-once")
@@ -233,23 +269,25 @@ def test_resuming_at_once_after_a_kill_waits_for_the_mirror_left_behind(runs_dir
 def test_a_server_that_dies_neither_stops_nor_delays_training_and_gets_the_rest_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    experiment = "remote"
-    with ui.server(tmp_path, 0) as (address, process):
+    experiment, server_dir, runs = "remote", tmp_path / "server", tmp_path / "runs"
+    server_dir.mkdir()
+    with ui.server(server_dir, 0) as (address, process):
         port = int(address.rpartition(":")[2])
         assert web.free_port(port) != port  # taken: another one is chosen
         with urllib.request.urlopen(address) as page:  # noqa: S310  # http on loopback
             assert b"MLflow" in page.read()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        tracker = start(tmp_path, recipe(experiment, system_metrics_interval=None), "r")
+        tracker = start(runs, recipe(experiment, system_metrics_interval=None), "r")
         for number in range(1, 11):
             tracker.step(step(number, loss=float("nan") if number == 3 else 5.0))
 
         def arrived() -> bool:
-            known = identity(tmp_path / "tiny" / "r")
+            known = identity(runs / "tiny" / "r")
             return "run_id" in known and len(history(address, known["run_id"], "loss")) == 10
 
         wait_for(arrived)
-        assert not (tmp_path / "tiny" / "r" / "mlflow.db").exists()
+        assert (server_dir / "mlflow.db").exists()
+        assert not (runs / "mlflow.db").exists()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     slowest = 0.0
@@ -262,13 +300,13 @@ def test_a_server_that_dies_neither_stops_nor_delays_training_and_gets_the_rest_
     assert slowest < 1.0
     assert caplog.text.count("trying again") == 1  # said once
     assert "20 point(s) lost" in caplog.text
-    assert len((tmp_path / "tiny" / "r" / "metrics.jsonl").read_text().splitlines()) == 30
+    assert len((runs / "tiny" / "r" / "metrics.jsonl").read_text().splitlines()) == 30
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the server's own store is the local one
-    with ui.server(tmp_path, port) as (again, _):
+    with ui.server(server_dir, port) as (again, _):
         assert again == address
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        with start(tmp_path, recipe(experiment, system_metrics_interval=None), "r", resumed_step=25) as tracker:
+        with start(runs, recipe(experiment, system_metrics_interval=None), "r", resumed_step=25) as tracker:
             for number in range(26, 41):
                 tracker.step(step(number))
         run = only_run(address, experiment)
