@@ -64,7 +64,7 @@ def train(
     ] = 0,
     accept_changes: Annotated[
         bool,
-        typer.Option("--accept-changes", help="Resume although more steps change the learning rate or data order."),
+        typer.Option("--accept-changes", help="Resume although its learning rate or data order changes."),
     ] = False,
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="Move what the run has recorded aside, and start at step 0.")

@@ -82,6 +82,9 @@ def submit(
     run_id: Annotated[
         str | None, typer.Option("--run-id", metavar="ID", help="Name of the run; one that exists goes on.")
     ] = None,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume although its learning rate or data order changes.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and do nothing.")] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -108,7 +111,7 @@ def submit(
     planned = plan_for(recipe, overrides or [], cluster, nodes, ranks_per_node)
     if to == "k8s":
         wanted = _kubernetes(image, max_restarts, for_kubernetes)
-        applied = submit_kubernetes(planned, wanted, run_id, dry_run)
+        applied = submit_kubernetes(planned, wanted, run_id, dry_run, accept_changes=accept_changes)
         _print_applied(applied, of_kubernetes(applied, wanted.queue, wanted.secrets), dry_run, as_json)
         return
     options = Options(
@@ -121,6 +124,7 @@ def submit(
         python=python or (None if image else sys.executable),
         warning=warning,
         max_restarts=max_restarts,
+        accept_changes=accept_changes,
         more=tuple(sbatch or ()),
     )
     done = submit_slurm(planned, Places(runs_dir, data_dir), options, run_id, dry_run)

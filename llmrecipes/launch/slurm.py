@@ -41,6 +41,7 @@ class Options:
     python: str | None = None
     warning: int = WARNING_SECONDS
     max_restarts: int | None = None
+    accept_changes: bool = False
     more: tuple[str, ...] = ()
 
 
@@ -101,6 +102,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         "runs-dir": str(request.runs_dir),
         "data-dir": str(request.data_dir),
         "max-restarts": None if options.max_restarts is None else str(options.max_restarts),
+        "accept-changes": "yes" if options.accept_changes else None,
     }
     mounts = [word for mount in site.mounts for word in ("--mount", _mount(mount))] if runtime != "none" else []
     return (

@@ -36,13 +36,21 @@ def stop_when_deleted(run_dir: Path, stop: StopRequest, world: World) -> Callabl
     return look
 
 
-def require_there(run_dir: Path, world: World) -> None:
+def require_there(run_dir: Path, world: World, close: Callable[[], None]) -> None:
     """Fail if the directory of the run is gone; all ranks have to call this.
+
+    Args:
+        run_dir: the run.
+        world: this rank.
+        close: called then, before the other ranks end: what takes its time must not keep the message back.
 
     Raises:
         UserError: on every rank, with `ExitCode.STOP`.
     """
-    saved = [_left(run_dir) if world.is_first and is_deleted(run_dir) else None]
+    saved: list[str | None] = [None]
+    if world.is_first and is_deleted(run_dir):
+        saved = [_left(run_dir)]
+        close()
     dist.broadcast_object_list(saved, src=0)
     if saved[0] is not None:
         raise UserError(

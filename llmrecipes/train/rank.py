@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -13,6 +14,8 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.train.spec import RankSpec
 
 S = TypeVar("S", bound=RankSpec)
+
+SECONDS_BEHIND_THE_FIRST = 2.0
 
 
 def rank_main(kind: type[S], run: Callable[[S], ExitCode]) -> NoReturn:
@@ -40,6 +43,9 @@ def guarded(run: Callable[[S], ExitCode], spec: S) -> int:
             raise
         explained = found
     print(f"error: {explained}", file=sys.stderr, flush=True)
+    if os.environ.get("RANK", "0") != "0":
+        # All ranks raise most of these, and only the first one's is shown: launchers kill the rest when one has ended.
+        time.sleep(SECONDS_BEHIND_THE_FIRST)
     return int(explained.code)
 
 

@@ -102,7 +102,7 @@ def run(spec: RunSpec) -> ExitCode:
         gc.freeze()
         stack.callback(gc.unfreeze)
         outcome = loop.run(progress)
-        require_there(spec.run_dir, world)
+        require_there(spec.run_dir, world, lambda: tracker.close("FAILED"))
         # The progress display ends before anything else is printed.
         tracker.close("FINISHED" if outcome is Outcome.FINISHED else "KILLED")
         with engine.settled():

@@ -70,7 +70,8 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     plan = derive(recipe, ranks, cluster)
     check(recipe, plan, cluster)
     places = Places(arguments.runs_dir, arguments.data_dir)
-    spec = new_spec(recipe, places, Wishes(run_id=arguments.run_id, sample=False))
+    wishes = Wishes(run_id=arguments.run_id, sample=False, accept_changes=arguments.accept_changes)
+    spec = new_spec(recipe, places, wishes)
     if finished(spec.run_dir, recipe.train.train_iters):
         return None
     restart = int(there.get("SLURM_RESTART_COUNT") or 0)
@@ -123,6 +124,7 @@ def main(arguments: Sequence[str]) -> int:
     first.add_argument("--run-id", required=True)
     first.add_argument("--cluster")
     first.add_argument("--max-restarts", type=int, default=MAX_RESTARTS)
+    first.add_argument("--accept-changes", action="store_true")
     first.add_argument("recipe")
     first.add_argument("overrides", nargs="*")
     commands.add_parser("rank", allow_abbrev=False).add_argument("job", type=Path)

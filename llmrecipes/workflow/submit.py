@@ -109,8 +109,9 @@ def submit_slurm(
     job_id = None
     if not dry_run:
         require_program(words[0], "--dry-run prints the command; make train runs the recipe here")
+        wishes = Wishes(run_id=run_id, accept_changes=options.accept_changes)
         # Also makes the folder of the log.
-        spec = new_spec(planned.recipe, Places(runs_dir, data_dir), Wishes(run_id=run_id))
+        spec = new_spec(planned.recipe, Places(runs_dir, data_dir), wishes)
         try:
             job_id = submit(words).partition(";")[0]
         except UserError:
@@ -148,7 +149,9 @@ class Applied:
         return objects.to_yaml(list(self.objects))
 
 
-def submit_kubernetes(planned: Planned, options: KubernetesOptions, run_id: str | None, dry_run: bool) -> Applied:
+def submit_kubernetes(
+    planned: Planned, options: KubernetesOptions, run_id: str | None, dry_run: bool, *, accept_changes: bool = False
+) -> Applied:
     """Render the objects, and apply them unless this is a dry run.
 
     Raises:
@@ -164,6 +167,7 @@ def submit_kubernetes(planned: Planned, options: KubernetesOptions, run_id: str 
         profile=planned.profile,
         recipe_yaml=to_yaml(planned.recipe),
         recipe_hash=recipe_hash(planned.recipe),
+        accept_changes=accept_changes,
     )
     rendered = tuple(objects.render(run, options))
     answer = None

@@ -15,6 +15,7 @@ from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.recipe.upcycling import load_upcycled
+from llmrecipes.tracking.events import Note
 from llmrecipes.tracking.files import write_atomic
 from llmrecipes.tracking.status import StatusSink
 
@@ -88,7 +89,9 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
     )
     _convert(entry, whole_dense, whole_moe, plans, CheckpointStore(run_dir / "checkpoints"), moe)
     # The recipe makes a directory a run, so it comes last.
-    StatusSink(run_dir, resumed_step=0, total_steps=moe.train.train_iters).close("KILLED")
+    status = StatusSink(run_dir, resumed_step=0, total_steps=moe.train.train_iters)
+    status.note(Note(step=0, event="checkpoint_saved"))  # without it the run must not start from fresh weights
+    status.close("KILLED")
     write_atomic(run_dir / ORIGIN, json.dumps(asdict(result), indent=2) + "\n")
     write_atomic(run_dir / "recipe.yaml", to_yaml(moe))
     return result

@@ -205,7 +205,7 @@ def test_a_directory_that_is_deleted_ends_the_run_with_its_state_saved(
 
     monkeypatch.setattr(MegatronEngine, "train_step", step)
     monkeypatch.setattr(folder, "SECONDS_BETWEEN_LOOKS", 0.0)
-    code, printed = train()
+    code, printed = train("checkpoint.save_interval=100")
     assert code == ExitCode.STOP
     assert "was deleted while the run was training" in printed
     assert done[0] < 12, "it stops at once, not at its last step"

@@ -150,7 +150,15 @@ def test_one_node_needs_no_rendezvous() -> None:
     applied = rendered("job", "gpt-tiny", "laptop", nodes=1)
     assert "Service" not in [thing["kind"] for thing in applied.objects]
     assert "MASTER_ADDR" not in applied.as_yaml()
-    assert "--nnodes" not in container_of(applied)["args"]
+    assert not {"--nnodes", "--accept-changes"} & set(container_of(applied)["args"])
+
+
+def test_accepted_changes_reach_the_pods() -> None:
+    options = Options(image=IMAGE)
+    applied = submit_kubernetes(
+        planned_for("gpt-tiny", "laptop", 1), options, "run-1", dry_run=True, accept_changes=True
+    )
+    assert "--accept-changes" in container_of(applied)["args"]
 
 
 def test_the_first_pod_is_found_by_its_name() -> None:

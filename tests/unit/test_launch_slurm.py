@@ -154,6 +154,10 @@ def test_dry_run_needs_no_slurm_and_leaves_nothing(
     assert (answer["job_id"], answer["ranks"], answer["command"][0]) == (None, 8, "sbatch")
     assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("sbatch \\\n    --parsable \\\n")
+    assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--accept-changes", "--dry-run", "--json"]) == 0
+    accepting = json.loads(capsys.readouterr().out)["command"]
+    assert accepting[accepting.index("--accept-changes") + 1] == "yes"
+    assert "--accept-changes" not in answer["command"]
     assert not list(tmp_path.iterdir())
 
 
@@ -245,6 +249,13 @@ def test_batch_scripts_pass_on_what_they_are_given(tmp_path: Path, value: str) -
     assert code == 0
     assert prepare[-3:] == ["--", "gpt-1b", f"data.x={value}"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "data", "runs"]
+
+
+def test_accepted_changes_reach_the_check(tmp_path: Path) -> None:
+    code, (_, begin, _), said = batch(tmp_path, "train.sbatch", "--accept-changes", "yes", "gpt-1b")
+    assert code == 0, said
+    assert "--accept-changes" in begin[: begin.index("--")]
+    assert batch(tmp_path, "train.sbatch", "--accept-changes", "no", "gpt-1b")[0] == 2
 
 
 def test_containers(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class Run:
     profile: Profile
     recipe_yaml: str
     recipe_hash: str
+    accept_changes: bool = False
 
     @property
     def ranks_per_node(self) -> int:
@@ -153,9 +154,10 @@ def command() -> list[str]:
 
 def arguments(run: Run) -> list[str]:
     """Everything the pods are told; which of the nodes one is, it knows by itself."""
-    several = ["--nnodes", str(run.nodes)] if run.nodes > 1 else []
+    more = ["--nnodes", str(run.nodes)] if run.nodes > 1 else []
+    more += ["--accept-changes"] if run.accept_changes else []
     return [
-        literal(word) for word in ("--run-id", run.run_id, "--nproc", str(run.plan.world_size), "--no-sample", *several)
+        literal(word) for word in ("--run-id", run.run_id, "--nproc", str(run.plan.world_size), "--no-sample", *more)
     ]
 
 
