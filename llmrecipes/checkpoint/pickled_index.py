@@ -7,7 +7,7 @@ named or built on the way, and torch never reads the file.
 from __future__ import annotations
 
 import pickle
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from llmrecipes.checkpoint.index import DTYPES, Chunk, Document, Span, document
 
@@ -15,10 +15,15 @@ _CHECKPOINT = "torch.distributed.checkpoint"
 
 
 class _Sealed(type):
-    """A class whose attributes a pickle cannot set."""
+    """A class that a pickle cannot alter."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise pickle.UnpicklingError(f"it sets {cls.__name__}.{name}")
+
+    @property
+    def __setstate__(cls) -> NoReturn:
+        # A property of the metaclass is found before the method that records have.
+        raise pickle.UnpicklingError(f"it alters the class {cls.__name__}")
 
 
 class _Record(metaclass=_Sealed):

@@ -170,7 +170,7 @@ def test_code_in_front_of_the_pickled_index_of_an_older_checkpoint_is_refused(po
     before = dict(vars(_MEM_FORMAT_ENCODING))
     message = refused(seal(poisoned, 1))
     assert ".metadata" in message
-    assert "not plain data" in message
+    assert "not plain data: it alters the class _MEM_FORMAT_ENCODING" in message
     assert not marker.exists()
     assert dict(vars(_MEM_FORMAT_ENCODING)) == before
 
