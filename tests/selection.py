@@ -12,8 +12,9 @@ TESTS = Path(__file__).parent
 
 VERSION = (
     "dist/", "train/", "unit/test_benchmark_layouts", "unit/test_checkpoint_", "unit/test_data_batches",
-    "unit/test_engine_", "unit/test_faults_memory", "unit/test_faults_numerics", "unit/test_generate",
-    "unit/test_model_", "unit/test_plan_ranks", "unit/test_platform", "unit/test_train_", "unit/test_workflow_smoke",
+    "unit/test_data_prepare", "unit/test_engine_", "unit/test_faults_memory", "unit/test_faults_numerics",
+    "unit/test_generate", "unit/test_model_", "unit/test_plan_model", "unit/test_plan_placement",
+    "unit/test_plan_ranks", "unit/test_platform", "unit/test_train_", "unit/test_workflow_smoke",
     "unit/test_workflow_train", "unit/test_workflow_upcycle",
 )  # fmt: skip
 """Beginnings of the paths of tests whose results depend on the versions of Python, torch and megatron-core."""
@@ -24,10 +25,13 @@ VERSION_SLOW = ("dist/test_layouts", "unit/test_checkpoint_")
 RANKS = "ranks"
 """Group of all tests that need the worlds: they are started in one process only."""
 
-APART = ("train/test_train_faults", "train/test_train_nodes")
-"""Modules whose tests share nothing that is dear, so that any process may run each of them."""
+APART = "train/test_train_faults"
+"""Module whose tests share nothing that is dear, so that any process may run each of them."""
 
-FIRST = (RANKS, "train/test_train_signals", "train/")
+FIRST = (
+    RANKS, "train/test_train_signals", "unit/test_benchmark_layouts", "unit/test_tracking_mlflow", "unit/test_bench",
+    "train/",
+)  # fmt: skip
 """Groups that take long, the longest first: what starts last should be short."""
 
 
