@@ -80,7 +80,7 @@ ui: setup ## open MLflow on the runs
 
 # Each worker is a process with torch in it; tests that share something dear run in the same one (tests/selection.py).
 PYTEST = $(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q --durations=10
-WORKERS = -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+WORKERS = -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 test: setup ## run the tests of every change: each part, each kind of parallelism, signals, one crash
 	@$(PYTEST) $(WORKERS) -m "not slow and not system"

@@ -24,6 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
+WORLDS = pytest.StashKey[dict[int, GlooWorld]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,14 +33,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        selection.place(item, item.path.relative_to(HERE).as_posix())
-    items.sort(key=selection.rank)
+        slow = item.get_closest_marker("slow") is not None
+        if selection.of_the_version(item.path.relative_to(HERE).as_posix(), slow):
+            item.add_marker(pytest.mark.version)
+    items.sort(key=lambda item: selection.rank(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> selection.Groups | None:
+    return selection.Groups(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the ranks after the last test that needs them: they would be memory and children of all others."""
-    if selection.needs_ranks(item) and not (nextitem and selection.needs_ranks(nextitem)):
-        for world in getattr(item, "funcargs", {}).get("worlds", {}).values():
+    if nextitem is None or selection.group(nextitem.nodeid) != selection.RANKS:
+        for world in item.config.stash.get(WORLDS, {}).values():
             world.close()
 
 
@@ -86,9 +94,10 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, GlooWorld]]:
+def worlds(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[dict[int, GlooWorld]]:
     """The pool of rank processes: worlds by their number of ranks."""
     with pool(tmp_path_factory.mktemp("worlds")) as made:
+        pytestconfig.stash[WORLDS] = made
         yield made
 
 

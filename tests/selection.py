@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+import re
+from functools import cache
+from pathlib import Path
 
-import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+TESTS = Path(__file__).parent
 
 VERSION = (
     "dist/", "train/", "unit/test_benchmark_layouts", "unit/test_checkpoint_", "unit/test_data_batches",
-    "unit/test_engine_", "unit/test_faults_memory", "unit/test_faults_numerics", "unit/test_generate",
-    "unit/test_model_", "unit/test_plan_ranks", "unit/test_platform", "unit/test_train_", "unit/test_workflow_smoke",
+    "unit/test_data_prepare", "unit/test_engine_", "unit/test_faults_memory", "unit/test_faults_numerics",
+    "unit/test_generate", "unit/test_model_", "unit/test_plan_model", "unit/test_plan_placement",
+    "unit/test_plan_ranks", "unit/test_platform", "unit/test_train_", "unit/test_workflow_smoke",
     "unit/test_workflow_train", "unit/test_workflow_upcycle",
 )  # fmt: skip
 """Beginnings of the paths of tests whose results depend on the versions of Python, torch and megatron-core."""
@@ -20,10 +25,13 @@ VERSION_SLOW = ("dist/test_layouts", "unit/test_checkpoint_")
 RANKS = "ranks"
 """Group of all tests that need the worlds: they are started in one process only."""
 
-APART = ("train/test_train_faults", "train/test_train_nodes")
-"""Modules whose tests share nothing that is dear, so that any process may run each of them."""
+APART = "train/test_train_faults"
+"""Module whose tests share nothing that is dear, so that any process may run each of them."""
 
-FIRST = (RANKS, "train/test_train_signals", "train/")
+FIRST = (
+    RANKS, "train/test_train_signals", "unit/test_benchmark_layouts", "unit/test_tracking_mlflow", "unit/test_bench",
+    "train/",
+)  # fmt: skip
 """Groups that take long, the longest first: what starts last should be short."""
 
 
@@ -37,34 +45,32 @@ def of_the_version(path: str, slow: bool = False) -> bool:
     return path.startswith(VERSION_SLOW if slow else VERSION)
 
 
-def needs_ranks(item: pytest.Item) -> bool:
-    """Whether a test uses the pool of rank processes."""
-    return "worlds" in getattr(item, "fixturenames", ())
+@cache
+def needs_ranks(path: str) -> bool:
+    """Whether a module has tests that use the pool of rank processes: it names the fixture, or one that has it."""
+    return path.startswith("dist/") or re.search(r"\bworlds\b", (TESTS / path).read_text("utf-8")) is not None
 
 
-def group(item: pytest.Item, path: str) -> str:
+def group(nodeid: str) -> str:
     """Tests of the same group run in one process, after one another: by default those of a module.
 
     Args:
-        item: the test.
-        path: of its module, relative to `tests`.
+        nodeid: as pytest has it, from the root of the checkout.
     """
-    if needs_ranks(item):
+    path = nodeid.partition("::")[0].removeprefix("tests/")
+    if needs_ranks(path):
         return RANKS
-    module = str(PurePosixPath(path).with_suffix(""))
-    return f"{module}::{item.name}" if path.startswith(APART) else module
+    return nodeid if path.startswith(APART) else path
 
 
-def place(item: pytest.Item, path: str) -> None:
-    """Give a test its marks."""
-    if of_the_version(path, slow=item.get_closest_marker("slow") is not None):
-        item.add_marker(pytest.mark.version)
-    if item.get_closest_marker("xdist_group") is None:
-        item.add_marker(pytest.mark.xdist_group(group(item, path)))
-
-
-def rank(item: pytest.Item) -> int:
+def rank(nodeid: str) -> int:
     """Position of a test's group among all: small is early."""
-    mark = item.get_closest_marker("xdist_group")
-    name = mark.args[0] if mark else ""
+    name = group(nodeid).removeprefix("tests/")
     return next((number for number, first in enumerate(FIRST) if name.startswith(first)), len(FIRST))
+
+
+class Groups(LoadScopeScheduling):
+    """Gives pytest-xdist's processes one group after another."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the Debian packages that `make test-system` needs, where that is possible; else say which are missing. The tests
-# that need them then skip and say so.
+# that need them then skip and say so; with CI=true they fail.
 set -euo pipefail
 
 wanted=(

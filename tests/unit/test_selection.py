@@ -1,0 +1,48 @@
+"""Which tests are run where, and that none is left out unseen."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.selection import RANKS, TESTS, group, of_the_version, rank
+
+
+def test_tests_that_use_torch_or_megatron_core_belong_to_the_version() -> None:
+    for path in sorted(TESTS.rglob("test_*.py")):
+        name = path.relative_to(TESTS).as_posix()
+        if name.startswith("system/"):
+            continue
+        imported: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add((node.module or "").partition(".")[0])
+        assert of_the_version(name) or not imported & {"torch", "megatron"}, name
+
+
+def test_modules_stay_together_and_ranks_come_first() -> None:
+    ranks = group("tests/dist/test_layouts.py::test_a[x::y]")
+    assert ranks == RANKS == group("tests/unit/test_plan_ranks.py::test_b")
+    assert group("tests/unit/test_cli.py::test_a") == group("tests/unit/test_cli.py::test_b")
+    assert group("tests/train/test_train_faults.py::test_a") != group("tests/train/test_train_faults.py::test_b")
+    assert rank("tests/dist/test_layouts.py::test_a") < rank("tests/train/test_train_faults.py::test_a")
+    assert rank("tests/train/test_train_faults.py::test_a") < rank("tests/unit/test_cli.py::test_a")
+
+
+@pytest.mark.parametrize(("ci", "code", "said"), [("true", 1, "ERROR"), ("false", 0, "SKIPPED")])
+def test_what_cannot_run_has_failed_in_ci_and_is_named_anywhere(ci: str, code: int, said: str, tmp_path: Path) -> None:
+    file = "tests/system/containers/test_built_image.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "without_rights", file], cwd=TESTS.parent,
+        env={**os.environ, "CI": ci, "PATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout
+    assert said in done.stdout
+    assert "podman" in done.stdout or "root" in done.stdout
