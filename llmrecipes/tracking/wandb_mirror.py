@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +134,7 @@ class WandbMirror(Mirror[WandbConfig, WandbRun]):
     def _connect(self) -> tuple[WandbRun, str | None]:
         found = WandbRun(self._config)
         if found.run.offline:
-            return found, f"    W&B  offline; later: wandb sync {Path(found.run.dir).parent}"
+            return found, f"    W&B  offline; later: wandb sync {shlex.quote(str(Path(found.run.dir).parent))}"
         return found, f"    W&B  {found.run.url}"
 
     def _send(self, run: WandbRun) -> None:

@@ -62,7 +62,11 @@ def test_a_dry_run_ends_with_what_the_pods_get_and_need(capsys: pytest.CaptureFi
     asked = ["submit", "llama3-8b", *COMMAND[2:], "--cluster", "h100-ib", "--nodes", "1", "--dry-run", "--queue", "q"]
     assert run(asked) == 0
     told = capsys.readouterr()
-    assert [thing["kind"] for thing in yaml.safe_load_all(told.out)] == ["ConfigMap", "NetworkPolicy", "Job"]  # YAML alone can be piped
+    assert [thing["kind"] for thing in yaml.safe_load_all(told.out)] == [
+        "ConfigMap",
+        "NetworkPolicy",
+        "Job",
+    ]  # YAML alone can be piped
     assert "needs a Hugging Face token: HF_TOKEN" in told.err and "8 ranks" in told.err
     assert run([*asked, "--json", "--secret", "HF_TOKEN=huggingface"]) == 0
     summary = json.loads(capsys.readouterr().out)["summary"]

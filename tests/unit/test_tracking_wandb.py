@@ -104,9 +104,6 @@ def test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process(
         wait_for(lambda: sent(run_dir).get("event") == 3)
         services = [each for each in psutil.Process().children(recursive=True) if "wandb" in " ".join(each.cmdline())]
         assert len(services) >= 2  # the mirror, and the library's own service
-        with pytest.raises(SystemExit):
-            tracker.__exit__(None, None, None)
-            raise SystemExit(0)
     assert not psutil.wait_procs(services, timeout=10)[1]
     # From a checkpoint of step 2: step 3 is computed again, and W&B has it already.
     with start(tmp_path, resumed_step=2, wandb_project="mine", wandb_exp_name="first try") as tracker:
@@ -190,7 +187,7 @@ def test_a_missing_library_is_named_before_anything_starts(
     )
     monkeypatch.chdir(tmp_path)
     assert cli.run(["train", "gpt-tiny", "tracking.wandb=true"]) == 2
-    assert "llmrecipes[wandb]" in capsys.readouterr().err
+    assert ".[wandb]" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError) as caught:
         start(tmp_path)
