@@ -55,6 +55,7 @@ class WandbRun:
         self._file = Path(config.run_dir) / FILE
         self._sent: dict[str, int] = {}
         self._known = self._identity(config)
+        self._earlier: dict[str, int] = dict(self._known["sent"])
         interval = config.system_metrics_interval
         settings = wandb.Settings(
             console="off",
@@ -88,8 +89,9 @@ class WandbRun:
             self.run.save(str(Path(config.run_dir) / name), base_path=config.run_dir, policy="now")
 
     def has(self, values: dict[str, Any]) -> bool:
-        """The point went to W&B in an earlier attempt at this run."""
-        return bool(values["step"] <= self._known["sent"].get(_kind(values), -1))
+        """The point went to W&B in an earlier attempt at this run. Notes replace each other, and may be sent again."""
+        kind = _kind(values)
+        return kind != "event" and values["step"] <= self._earlier.get(kind, -1)
 
     def log(self, values: dict[str, Any]) -> None:
         """Hand a line of metrics.jsonl to W&B; of a note, only the last of its kind is kept."""

@@ -92,6 +92,10 @@ def points(found: list[Any], key: str) -> list[tuple[int, float]]:
     return rows
 
 
+def summary_keys(found: list[Any]) -> set[str]:
+    return {item.key or item.nested_key[0] for record in found for item in record.summary.update}
+
+
 def test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +113,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process(
     with start(tmp_path, resumed_step=2, wandb_project="mine", wandb_exp_name="first try") as tracker:
         tracker.step(step(3))
         tracker.step(step(4))
+        tracker.note(Note(step=2, event="restarted"))
     first, second = attempts(run_dir)
     runs = [next(each.run for each in found if each.HasField("run")) for found in (first, second)]
     assert runs[0].run_id == runs[1].run_id == json.loads((run_dir / "wandb.json").read_text())["id"]
@@ -118,6 +123,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process(
     assert points(first, "loss") == [(1, 8.0), (2, 7.0), (3, 6.0)]
     assert points(first, "valid_loss") == [(3, 4.5)]
     assert points(second, "loss") == [(4, 5.0)]
+    assert "note/restarted" in summary_keys(second) and "note/checkpoint_saved" in summary_keys(first)
     assert [each.exit.exit_code for each in first if each.HasField("exit")] == [0]
     shown = capfd.readouterr().out
     assert "wandb sync" in shown
