@@ -178,7 +178,7 @@ def curve(run_dir: Path) -> list[tuple[Any, ...]]:
 
 def require_same_checkpoints(one: Path, other: Path) -> None:
     """Every tensor (weights, optimizer, random states) and every number of two checkpoints is the same, bit for bit."""
-    first, second = _values(one), _values(other)
+    first, second = checkpoint_values(one), checkpoint_values(other)
     assert first.keys() == second.keys()
     assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in first)
     for name, value in first.items():
@@ -186,7 +186,8 @@ def require_same_checkpoints(one: Path, other: Path) -> None:
         assert same, name
 
 
-def _values(checkpoint: Path) -> dict[str, Any]:
+def checkpoint_values(checkpoint: Path) -> dict[str, Any]:
+    """Every tensor and number of a checkpoint, by name."""
     found: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()  # asks for everything there is
     _load_state_dict(found, storage_reader=FileSystemReader(checkpoint), planner=planner, no_dist=True)

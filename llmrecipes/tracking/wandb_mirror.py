@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,7 @@ class WandbRun:
         self._file = Path(config.run_dir) / FILE
         self._sent: dict[str, int] = {}
         self._known = self._identity(config)
+        self._earlier: dict[str, int] = dict(self._known["sent"])
         interval = config.system_metrics_interval
         settings = wandb.Settings(
             console="off",
@@ -88,8 +90,9 @@ class WandbRun:
             self.run.save(str(Path(config.run_dir) / name), base_path=config.run_dir, policy="now")
 
     def has(self, values: dict[str, Any]) -> bool:
-        """The point went to W&B in an earlier attempt at this run."""
-        return bool(values["step"] <= self._known["sent"].get(_kind(values), -1))
+        """The point went to W&B in an earlier attempt at this run. Notes replace each other, and may be sent again."""
+        kind = _kind(values)
+        return kind != "event" and values["step"] <= self._earlier.get(kind, -1)
 
     def log(self, values: dict[str, Any]) -> None:
         """Hand a line of metrics.jsonl to W&B; of a note, only the last of its kind is kept."""
@@ -134,7 +137,7 @@ class WandbMirror(Mirror[WandbConfig, WandbRun]):
     def _connect(self) -> tuple[WandbRun, str | None]:
         found = WandbRun(self._config)
         if found.run.offline:
-            return found, f"    W&B  offline; later: wandb sync {Path(found.run.dir).parent}"
+            return found, f"    W&B  offline; later: wandb sync {shlex.quote(str(Path(found.run.dir).parent))}"
         return found, f"    W&B  {found.run.url}"
 
     def _send(self, run: WandbRun) -> None:

@@ -36,7 +36,7 @@ def require_library(recipe: Recipe) -> None:
             "true, and the package wandb is not installed",
             where="tracking.wandb",
             rule="W&B is optional: its library is in the extra wandb",
-            fix="pip install 'llmrecipes[wandb]' (in a checkout: pip install -e '.[wandb]'), or tracking.wandb=false",
+            fix="pip install -e '.[wandb]' in the checkout, or tracking.wandb=false",
         )
 
 

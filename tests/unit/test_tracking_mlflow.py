@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -59,7 +60,9 @@ def recipe(experiment: str, *, description: str = "", **tracking: Any) -> Recipe
     )
 
 
-def start(runs_dir: Path, made_from: Recipe, run_id: str, resumed_step: int = 0) -> RunTracker:
+def start(
+    runs_dir: Path, made_from: Recipe, run_id: str, resumed_step: int = 0, shown: io.StringIO | None = None
+) -> RunTracker:
     return RunTracker.open(
         made_from,
         plan={"data_parallel_size": 1},
@@ -69,7 +72,7 @@ def start(runs_dir: Path, made_from: Recipe, run_id: str, resumed_step: int = 0)
         resumed_step=resumed_step,
         total_steps=TOTAL,
         tags={"layout": "dp1"},
-        console=Console(file=io.StringIO()),
+        console=Console(file=shown or io.StringIO()),
     )
 
 
@@ -277,7 +280,8 @@ def test_a_server_that_dies_neither_stops_nor_delays_training_and_gets_the_rest_
         with urllib.request.urlopen(address) as page:  # noqa: S310  # http on loopback
             assert b"MLflow" in page.read()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        tracker = start(runs, recipe(experiment, system_metrics_interval=None), "r")
+        shown = io.StringIO()
+        tracker = start(runs, recipe(experiment, system_metrics_interval=None), "r", shown=shown)
         for number in range(1, 11):
             tracker.step(step(number, loss=float("nan") if number == 3 else 5.0))
 
@@ -286,12 +290,15 @@ def test_a_server_that_dies_neither_stops_nor_delays_training_and_gets_the_rest_
             return "run_id" in known and len(history(address, known["run_id"], "loss")) == 10
 
         wait_for(arrived)
+        found = MlflowClient(address).get_run(identity(runs / "tiny" / "r")["run_id"]).info
+        tracker.step(step(11))
+        assert f"{address}/#/experiments/{found.experiment_id}/runs/{found.run_id}" in shown.getvalue()
         assert (server_dir / "mlflow.db").exists()
         assert not (runs / "mlflow.db").exists()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     slowest = 0.0
-    for number in range(11, 31):
+    for number in range(12, 31):
         before = time.perf_counter()
         tracker.step(step(number))
         slowest = max(slowest, time.perf_counter() - before)
@@ -366,6 +373,17 @@ def test_the_page_of_a_remote_store_is_named_and_no_runs_is_the_users_error(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:sesame@tracking.example.org")
     ui.serve(tmp_path / "missing")
     assert capsys.readouterr().out == "runs are tracked by a server; open https://tracking.example.org\n"
+
+
+def test_a_run_says_where_mlflow_shows_it(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    runs = tmp_path / "my runs"
+    with start(runs, recipe("words", system_metrics_interval=None), "r", shown=shown):
+        pass
+    (line,) = (line for line in shown.getvalue().splitlines() if "MLflow" in line)
+    command, _, place = line.partition(": ")
+    assert shlex.split(command) == ["MLflow", "llmrecipes", "ui", "--runs-dir", str(runs)]
+    assert place == "experiment words, run r"
 
 
 @pytest.mark.parametrize(

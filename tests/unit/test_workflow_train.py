@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmrecipes import cli
 from llmrecipes.cluster import Cluster
@@ -17,7 +18,7 @@ from llmrecipes.workflow import train as workflow
 from llmrecipes.workflow.overfit import one_batch_recipe
 from llmrecipes.workflow.runs import find_run
 from llmrecipes.workflow.train import checked_run_id, new_run_id
-from tests.helpers import lines, tiny, tiny_on, train_lines, write_recipe
+from tests.helpers import checkpoint_values, lines, tiny, tiny_on, train_lines, write_recipe
 
 GIB = 1 << 30
 LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=8 * GIB, memory_available_bytes=5 * GIB, disk_free_bytes=100 * GIB)
@@ -136,6 +137,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Pa
     places = ["--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)]
     assert cli.run(["train", recipe, "--run-id", "first", "--no-sample", *places]) == 0
     return folder
+
+
+def test_the_plan_knows_the_bytes_of_a_checkpoint(trained: Path) -> None:
+    run_dir = trained / "runs" / "tiny" / "first"
+    (checkpoint,) = (run_dir / "checkpoints").glob("step-*")
+    planned = json.loads((run_dir / "plan.json").read_text())["checkpoint_bytes"]
+    tensors = {name: value for name, value in checkpoint_values(checkpoint).items() if isinstance(value, torch.Tensor)}
+    held = sum(value.nbytes for name, value in tensors.items() if not name.startswith("random."))
+    assert held == pytest.approx(planned, rel=0.001)
 
 
 def test_the_run_of_another_recipe_is_refused_with_a_diff(command: Command, trained: Path) -> None:
