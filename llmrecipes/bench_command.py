@@ -13,6 +13,7 @@ from llmrecipes.commands import DATA, DataOption, JsonOption, OverridesArgument,
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
+    from llmrecipes.bench.compare import Comparison
     from llmrecipes.bench.spec import BenchSpec, Collectives
 
 app = typer.Typer(help="Measure this machine, or in a Slurm step all of its nodes.", rich_markup_mode=None)
@@ -30,7 +31,7 @@ def collectives(
     sizes: Annotated[str, typer.Option("--sizes", metavar="SIZES", help="Of the buffers.")] = "64KiB,1MiB,16MiB",
     repeats: RepeatsOption = 5,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="NAME", help="Profile that --write copies.")
+        str | None, typer.Option("--cluster", metavar="NAME", help="Profile to compare with, and that --write copies.")
     ] = None,
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE.yaml", help="Profile with what was measured.")
@@ -38,12 +39,15 @@ def collectives(
     as_json: JsonOption = False,
 ) -> None:
     """Bus bandwidth of every collective in every group of a layout."""
+    from llmrecipes.bench.compare import compare
     from llmrecipes.bench.spec import Collectives
+    from llmrecipes.clusters.load import load_profile
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow import bench
 
     if write is not None and cluster is None:
         raise UserError("no profile to copy", where="--write", fix="--cluster NAME; llmrecipes clusters lists them")
+    profile = None if cluster is None else load_profile(cluster)
     loaded = load(recipe or "gpt-tiny", overrides or []).recipe
     answer = _measure("collectives", loaded, DATA, repeats, nproc, bench.sizes(sizes))
     if answer is None:
@@ -51,8 +55,15 @@ def collectives(
     found = Collectives.model_validate_json(answer)
     if write is not None and cluster is not None:
         bench.write_profile(cluster, found.rows, write)
-    print(answer.strip() if as_json else _bandwidths(found))
-    if write is not None and not as_json:
+    compared = None if profile is None else compare(found, profile)
+    if as_json:
+        rows = {} if compared is None else {"compared": [each.as_dict() for each in compared]}
+        print(json.dumps({**json.loads(answer), **rows}))
+        return
+    print(_bandwidths(found))
+    if profile is not None and compared is not None:
+        print(_comparison(profile.name, compared))
+    if write is not None:
         print(f"written to {write}: --cluster {write}")
 
 
@@ -140,6 +151,19 @@ def _bandwidths(found: Collectives) -> str:
         cells = "".join(f"{speeds[size]:10.3f}" if size in speeds else f"{'':10}" for size in sizes)
         lines.append(f"{operation:15} {group:9} {ranks:5}{cells}")
     return "\n".join(lines)
+
+
+def _comparison(name: str, compared: list[Comparison]) -> str:
+    """What falls short of the profile, a line each."""
+    from llmrecipes.bench.compare import LEAST, LINK_BYTES
+
+    if not compared:
+        return (
+            f"nothing to compare with {name}: no such row in its measured, and links count from {_size(LINK_BYTES)} on"
+        )
+    short = [f"warning: {each.as_text()}" for each in compared if not each.ok]
+    summary = f"{len(compared) - len(short)} of {len(compared)} have at least {LEAST:.0%} of what {name} says"
+    return "\n".join([*short, summary])
 
 
 def _size(size: int) -> str:

@@ -42,6 +42,11 @@ def groups() -> dict[Group, Any]:
     return {name: group for name, group in named.items() if group.size() > 1}
 
 
+def reach() -> dict[Group, int]:
+    """Highest rank of this rank's group of each kind."""
+    return {name: max(dist.get_process_group_ranks(group)) for name, group in groups().items()}
+
+
 def measure(platform: Platform, sizes: Sequence[int], repeats: int) -> Iterator[Measured]:
     """Every operation in every group; all groups of a kind at the same time, as in training. All ranks take part.
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from llmrecipes.clusters.profile import Measured
+from llmrecipes.clusters.profile import Group, Measured
 from llmrecipes.train.spec import RankSpec
 
 ANSWER = "answer.json"
@@ -30,6 +30,9 @@ class Collectives(BaseModel):
 
     backend: str
     world_size: int
+    ranks_per_node: int
+    reach: dict[Group, int]
+    """Highest rank of the first rank's group of each kind."""
     rows: tuple[Measured, ...]
 
 

@@ -30,7 +30,13 @@ def run(spec: BenchSpec) -> ExitCode:
         answer: BaseModel
         if spec.what == "collectives":
             rows = tuple(collectives.measure(platform, spec.sizes, spec.repeats))
-            answer = Collectives(backend=platform.backend, world_size=world.size, rows=rows)
+            answer = Collectives(
+                backend=platform.backend,
+                world_size=world.size,
+                ranks_per_node=world.size // nodes(),
+                reach=collectives.reach(),
+                rows=rows,
+            )
         elif spec.what == "step":
             answer = training.steps(spec, world, platform, cluster)
         else:

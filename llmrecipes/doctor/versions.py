@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "deepspeed", "numpy", "datasets", "mlflow", "optuna")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "datasets", "mlflow")
 MEGATRON = {(3, 11): ("0.16",), (3, 12): ("0.19",)}
 """megatron-core releases that the test suite runs on, by Python; newer Pythons take those of the newest entry."""
 DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.bench.collectives import OPERATIONS, bus_factor
+from llmrecipes.bench.compare import LINK_BYTES, compare
+from llmrecipes.bench.spec import Collectives
 from llmrecipes.cli import run
 from llmrecipes.clusters.load import load_profile
+from llmrecipes.clusters.profile import Group, Measured, Operation
 from llmrecipes.data.prepare import prepare
-from llmrecipes.workflow.bench import sizes
+from llmrecipes.workflow.bench import sizes, write_profile
 from tests.helpers import tiny_on, write_recipe
 
 
@@ -40,6 +43,61 @@ def test_collectives_of_every_group_go_into_a_profile(
     profile = load_profile("mine.yaml")
     assert (profile.name, profile.cpu_cores) == ("mine", load_profile("laptop").cpu_cores)
     assert len(profile.measured) == len(answer["rows"])
+    assert answer["compared"] == []  # nothing measured before, and buffers too small for a link
+    assert answer["ranks_per_node"] == 4
+    assert answer["reach"] == {"tensor": 1, "data": 2, "world": 3}
+
+
+def row(operation: Operation, group: Group, ranks: int, size: int, speed: float) -> Measured:
+    return Measured(operation=operation, group=group, ranks=ranks, bytes=size, seconds=1.0, bus_gb_per_s=speed)
+
+
+def test_bandwidths_are_compared_with_the_profile() -> None:
+    big = LINK_BYTES
+    rows = (
+        row("all_reduce", "tensor", 8, 1 << 20, 79.9),
+        row("all_reduce", "tensor", 8, big, 361.0),  # 80 % of 450 is 360
+        row("all_gather", "tensor", 8, big, 359.0),
+        row("all_reduce", "data", 2, big, 41.0),  # between nodes: 80 % of 50 is 40
+        row("all_gather", "data", 2, big, 39.0),
+        row("all_gather", "data", 2, 1 << 20, 1.0),  # latency: nothing to compare with
+    )
+    found = Collectives(
+        backend="nccl", world_size=16, ranks_per_node=8, reach={"tensor": 7, "data": 8, "world": 15}, rows=rows
+    )
+    profile = load_profile("h100-ib")
+    assert [(each.source, each.ok) for each in compare(found, profile)] == [
+        ("intra_node", True), ("intra_node", False), ("inter_node", True), ("inter_node", False),
+    ]  # fmt: skip
+    # What was measured before counts more than the data sheet.
+    before = (row("all_reduce", "tensor", 8, 1 << 20, 100.0), row("all_gather", "data", 2, big, 40.0))
+    compared = compare(found, profile.model_copy(update={"measured": before}))
+    assert [(each.expected_gb_per_s, each.ok) for each in compared if each.source == "measured"] == [
+        (100.0, False), (40.0, True),
+    ]  # fmt: skip
+    # Over an NVLink domain the ranks of two nodes are near each other.
+    assert {each.source for each in compare(found, profile.model_copy(update={"nvlink_domain": 16}))} == {"intra_node"}
+
+
+def test_the_command_warns_below_what_was_measured_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = Collectives(
+        backend="gloo",
+        world_size=2,
+        ranks_per_node=2,
+        reach={"world": 1},
+        rows=(row("all_reduce", "world", 2, 1024, 0.7), row("all_gather", "world", 2, 1024, 0.9)),
+    )
+    monkeypatch.setattr("llmrecipes.workflow.bench.measure", lambda _spec, _nproc: now.model_dump_json())
+    monkeypatch.chdir(tmp_path)
+    write_profile("laptop", [each.model_copy(update={"bus_gb_per_s": 1.0}) for each in now.rows], Path("was.yaml"))
+    assert run(["bench", "collectives", "--cluster", "was.yaml"]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    assert "all_reduce" in warnings[0] and "70% of 1 GB/s (measured)" in warnings[0]
+    assert run(["bench", "collectives", "--cluster", "was.yaml", "--json"]) == 0
+    assert [each["ok"] for each in json.loads(capsys.readouterr().out)["compared"]] == [False, True]
 
 
 @pytest.mark.slow

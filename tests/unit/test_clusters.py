@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from llmrecipes import cli
 from llmrecipes.cluster import peak_tflops
+from llmrecipes.clusters import profile
 from llmrecipes.clusters.load import clusters_dir, load_profile, names
 from llmrecipes.clusters.machine import machine, planned
 from llmrecipes.errors import UserError
@@ -79,6 +81,23 @@ def test_shipped_profiles(name: str) -> None:
         # The table that says what a GPU found here can do and the profile that says it from afar agree.
         assert peak_tflops(profile.gpu.name) == profile.gpu.peak_tflops
         assert profile.intra_node.gb_per_s > profile.inter_node.gb_per_s
+
+
+def test_every_key_is_read_somewhere() -> None:
+    """A key of a profile that no code reads has no effect; the file of the schema itself does not count."""
+    package = Path(profile.__file__).parents[1]
+    read: set[str] = set()
+    for path in package.rglob("*.py"):
+        if path != Path(profile.__file__):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                    read.add(node.attr)
+                elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+                    read.add(str(node.slice.value))
+    sections = (profile.Profile, profile.Gpu, profile.Link, profile.Slurm, profile.Kubernetes, profile.Measured)
+    assert [
+        f"{section.__name__}.{key}" for section in sections for key in section.model_fields if key not in read
+    ] == []
 
 
 def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -129,12 +131,18 @@ def test_a_missing_or_another_gpu_is_named() -> None:
     assert "where h200-ib has" in said(gpus.check(gpus.parse(report())[1], load_profile("h200-ib")))["warn GPUs"]
 
 
-def test_a_driver_that_does_not_answer_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_answer_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nexit 9\n", "ascii")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert run(["doctor", "--quiet", "--runs-dir", str(tmp_path), "--data-dir", str(tmp_path)]) == 1
+    assert run(["doctor", "--json", "--runs-dir", str(tmp_path), "--data-dir", str(tmp_path)]) == 1
+    found = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["status"] == "fail"]
+    assert ("GPUs", "drain and restart the node") in [(each["check"], each["fix"]) for each in found]
+    (gpus_do_not_answer,) = [each for each in found if each["check"] == "GPUs"]
+    assert "CalledProcessError" in gpus_do_not_answer["what"]
 
 
 # -- adapters and limits ---------------------------------------------------------------------------------------------
@@ -173,8 +181,20 @@ def test_limits_that_are_too_low_are_named() -> None:
     assert "256" in found["warn open files"]
     high = limits.Limits(memlock_bytes=None, shared_bytes=64 << 30, open_files=1 << 20)
     assert said(limits.check(high, H100, 8)) == {}
-    here = limits.read()
-    assert here.shared_bytes >= 0
+
+
+def test_limits_are_those_of_this_process() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+    try:
+        here = limits.read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert here.open_files == 300
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    assert here.memlock_bytes == (None if locked == resource.RLIM_INFINITY else locked)
+    free = shutil.disk_usage("/dev/shm").free
+    assert here.shared_bytes == pytest.approx(free, abs=256 << 20)  # other processes use it at the same time
 
 
 # -- network and storage ---------------------------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+"""Measured bandwidths beside what a cluster profile lets one expect: pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from llmrecipes.bench.spec import Collectives
+from llmrecipes.clusters.profile import Measured, Profile
+
+LEAST = 0.8
+"""Share of the expected bandwidth below which something is wrong."""
+LINK_BYTES = 256 << 20
+"""Smaller buffers are bound by latency, and say nothing about a link."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One collective beside the profile."""
+
+    measured: Measured
+    expected_gb_per_s: float
+    source: Literal["measured", "intra_node", "inter_node"]
+    """Key of the profile that the expectation comes from."""
+
+    @property
+    def share(self) -> float:
+        """Measured over expected bandwidth."""
+        return self.measured.bus_gb_per_s / self.expected_gb_per_s
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is at least `LEAST`."""
+        return self.share >= LEAST
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        own = {key: value for key, value in asdict(self).items() if key != "measured"}
+        return {**self.measured.model_dump(mode="json"), **own, "share": self.share, "ok": self.ok}
+
+    def as_text(self) -> str:
+        """One line for people."""
+        row = self.measured
+        expected = f"{self.expected_gb_per_s:g} GB/s ({self.source})"
+        what = f"{row.operation} in groups {row.group} of {row.ranks}, {row.bytes} bytes"
+        return f"{what}: {row.bus_gb_per_s:.3g} GB/s, {self.share:.0%} of {expected}"
+
+
+def compare(found: Collectives, profile: Profile) -> list[Comparison]:
+    """Compare with what was measured here before, else, from `LINK_BYTES` on, with the slowest link a group uses.
+
+    Args:
+        found: the measurement.
+        profile: the site; its `measured` rows count where operation, group, ranks and bytes are the same.
+    """
+    before = {_key(row): row.bus_gb_per_s for row in profile.measured}
+    compared = []
+    for row in found.rows:
+        if (known := before.get(_key(row))) is not None:
+            compared.append(Comparison(row, known, "measured"))
+        elif row.bytes >= LINK_BYTES:
+            near = profile.nvlink_domain or found.ranks_per_node
+            if found.reach[row.group] < near:
+                compared.append(Comparison(row, profile.intra_node.gb_per_s, "intra_node"))
+            else:
+                compared.append(Comparison(row, profile.inter_node.gb_per_s, "inter_node"))
+    return compared
+
+
+def _key(row: Measured) -> tuple[str, str, int, int]:
+    return row.operation, row.group, row.ranks, row.bytes
