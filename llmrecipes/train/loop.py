@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -15,12 +15,14 @@ from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
+from llmrecipes.faults.spikes import LossWatch
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.train.balance import Balance
 from llmrecipes.train.engine import Batch, MegatronEngine, StepResult
 from llmrecipes.train.finite import require_finite
+from llmrecipes.train.pending import is_evaluated
 from llmrecipes.train.state import Progress, sharded_state
 from llmrecipes.train.world import World
 
@@ -90,6 +92,8 @@ class Loop:
         peak_flops: dense FLOP/s of one GPU, for MFU; None where it is not known.
         after_step: called after every step, for profilers.
         stop_after: save and stop after this step, as a signal would make it.
+        evaluation_due: whether the step to resume from has still to be evaluated (see `pending`).
+        watch: raises an alarm where the loss explodes.
         failed_saves: steps whose checkpoint could not be written, and why.
         waited: seconds the loop waited for a save that is still being written, by step.
         losses: training loss of every step of this start.
@@ -108,6 +112,8 @@ class Loop:
     peak_flops: float | None
     after_step: Callable[[], None]
     stop_after: int | None = None
+    evaluation_due: bool = False
+    watch: LossWatch = field(default_factory=LossWatch)
     failed_saves: dict[int, str] = field(default_factory=dict)
     waited: dict[int, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -126,25 +132,33 @@ class Loop:
     def _run(self, progress: Progress, batches: Iterator[Batch]) -> Outcome:
         train = self.recipe.train
         saved = progress.step
+        if self.evaluation_due:
+            with self.engine.settled():
+                if not self._evaluate(progress):
+                    return self._stopped(progress)
         while progress.step < train.train_iters:
             progress, stopping = self._step(progress, batches)
             last = progress.step == train.train_iters
-            evaluating = last or progress.step % train.eval_interval == 0
-            saving = last or stopping or progress.step % self.recipe.checkpoint.save_interval == 0
-            if evaluating or saving:
+            evaluating = self.feed.valid is not None and is_evaluated(progress.step, self.recipe)
+            saving = last or progress.step % self.recipe.checkpoint.save_interval == 0
+            if evaluating or saving or stopping:
                 with self.engine.settled():
-                    if evaluating:
-                        self._evaluate(progress)
-                    if saving:
+                    if evaluating and not stopping:
+                        stopping = evaluating = not self._evaluate(progress)
+                    if saving or stopping:
                         self._save(progress)
                         saved = progress.step
             self._hear(self.saver.poll())
-            if stopping and not last:
+            # Asked to stop, a run leaves an evaluation for when it is resumed, that of the last step too.
+            if stopping and (evaluating or not last):
                 self._finish(saved)
-                logger.info("stopped after step %d of %d; the state is saved", progress.step, train.train_iters)
-                return Outcome.STOPPED
+                return self._stopped(progress)
         self._finish(saved)
         return Outcome.FINISHED
+
+    def _stopped(self, progress: Progress) -> Outcome:
+        logger.info("stopped after step %d of %d; the state is saved", progress.step, self.recipe.train.train_iters)
+        return Outcome.STOPPED
 
     def _step(self, progress: Progress, batches: Iterator[Batch]) -> tuple[Progress, bool]:
         counter = self.engine.balance if self._is_shown(progress.step + 1) else None
@@ -161,8 +175,8 @@ class Loop:
             skipped_steps=progress.skipped_steps + result.skipped,
         )
         self.losses.append(result.loss)
-        require_finite(progress.step, result, self.engine, self.world)
         self._report(progress, result, seconds, balance)
+        require_finite(progress.step, result, self.engine, self.world)
         self._require_loss_scale(progress, result)
         self.after_step()
         return progress, result.stop or progress.step == self.stop_after
@@ -194,6 +208,10 @@ class Loop:
         if result.skipped:
             details = {"loss_scale": result.loss_scale, "skipped_steps": progress.skipped_steps}
             self.tracker.note(Note(step=progress.step, event="overflow_skipped", details=details))
+        elif spike := self.watch.add(result.loss):
+            if self.world.is_first:
+                logger.error("ALARM: %s in step %d", spike, progress.step)
+            self.tracker.note(Note(step=progress.step, event="loss_spike", details=asdict(spike), alarm=True))
 
     def _utilisation(self, tokens_per_second: float, flops_per_token: float) -> float | None:
         if self.peak_flops is None:
@@ -210,11 +228,14 @@ class Loop:
                 code=ExitCode.STOP,
             )
 
-    def _evaluate(self, progress: Progress) -> None:
+    def _evaluate(self, progress: Progress) -> bool:
+        """Evaluate and report; False if some rank was asked to stop meanwhile."""
         if self.feed.valid is None:
-            return
+            return True
         started = time.perf_counter()
-        loss = self.engine.evaluate(self.feed.valid(), self.recipe.train.eval_iters)
+        loss = self.engine.evaluate(self.feed.valid(), self.recipe.train.eval_iters, lambda: self.stop.requested)
+        if loss is None:
+            return False
         self.valid_loss = loss
         self.tracker.eval(
             EvalMetrics(
@@ -226,6 +247,7 @@ class Loop:
                 valid_bits_per_byte=self.feed.bits_per_byte(loss),
             )
         )
+        return True
 
     def _save(self, progress: Progress) -> None:
         started = time.perf_counter()
