@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from llmrecipes.errors import ExitCode
+from llmrecipes.faults.signals import early_signals
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Name in recipes/, or path of a YAML file.")]
 OverridesArgument = Annotated[
@@ -44,6 +45,7 @@ def register(app: typer.Typer) -> None:
         app.command(command.__name__)(command)
 
 
+@early_signals()
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
@@ -90,6 +92,7 @@ def train(
     return start(load(recipe, overrides or []).recipe, Places(runs_dir, data_dir), wishes, _say)
 
 
+@early_signals()
 def prepare(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
@@ -123,6 +126,7 @@ def prepare(
     )
 
 
+@early_signals()
 def smoke(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
@@ -174,6 +178,7 @@ def upcycle(
     print(f"go on:   llmrecipes train {recipe} --run-id {run_id}{elsewhere}")
 
 
+@early_signals()
 def verify(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
