@@ -29,6 +29,7 @@ from llmrecipes.commands import (
     RecipeArgument,
 )
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.signals import StoppedEarly
 
 app = typer.Typer(
     name="llmrecipes",
@@ -190,6 +191,9 @@ def run(arguments: Sequence[str]) -> int:
             return _fail(key.as_dict(), str(key), key.code, as_json)
         message = f"{error.format_message().rstrip('.')}. See llmrecipes --help."
         return _fail({"error": message, "exit_code": int(ExitCode.BAD_INPUT)}, message, ExitCode.BAD_INPUT, as_json)
+    except StoppedEarly as stopped:
+        print(stopped, file=sys.stderr)
+        return ExitCode.REQUEUE
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130

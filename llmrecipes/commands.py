@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from llmrecipes.errors import ExitCode
+from llmrecipes.faults.signals import early_signals
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Name in recipes/, or path of a YAML file.")]
 OverridesArgument = Annotated[
@@ -44,6 +45,7 @@ def register(app: typer.Typer) -> None:
         app.command(command.__name__)(command)
 
 
+@early_signals()
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
@@ -100,6 +102,7 @@ def train(
     return start(load(recipe, overrides or []).recipe, Places(runs_dir, data_dir), wishes, _say)
 
 
+@early_signals()
 def prepare(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
@@ -133,6 +136,7 @@ def prepare(
     )
 
 
+@early_signals()
 def smoke(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
@@ -184,6 +188,7 @@ def upcycle(
     print(f"go on:   llmrecipes train {recipe} --run-id {run_id}{elsewhere}")
 
 
+@early_signals()
 def verify(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,

@@ -16,6 +16,7 @@ class ExitCode(IntEnum):
     BAD_INPUT = 2
     REQUEUE = 75  # EX_TEMPFAIL: the state is saved, run the same command again
     STOP = 93  # do not run again: the same thing would happen
+    TERMINATED = 143  # 128 + SIGTERM: asked to stop, but not saved in time; running it again loses some steps
 
 
 class UserError(Exception):

@@ -31,6 +31,7 @@ FREE = (
     "train.min_loss_scale",
     "train.loss_scale_window",
     "train.hysteresis",
+    "train.exit_grace_seconds",
     "scheduler.lr_decay_iters",
     "data.num_workers",
     "data.prefetch_factor",

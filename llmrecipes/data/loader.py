@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator, Iterator
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+
+from llmrecipes.faults.parent import end_with_parent
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -101,7 +104,7 @@ def batches(
         collate_fn=_collate,
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=pin_memory and torch.cuda.is_available(),
-        worker_init_fn=_ignore_stop_signals,
+        worker_init_fn=partial(_begin_worker, os.getpid()),
         # The seed of the workers, which draw nothing, otherwise comes from the generator that dropout uses on a CPU: a
         # resumed run, which opens its loader once more, would drop other values than an uninterrupted one.
         generator=torch.Generator(),
@@ -175,11 +178,14 @@ def _collate(samples: list[Any]) -> dict[str, torch.Tensor] | OSError:
     return {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
 
 
-def _ignore_stop_signals(worker: int) -> None:
-    """Schedulers and terminals signal every process of a job; only the trainer acts, after it has saved.
+def _begin_worker(trainer: int, _worker: int) -> None:
+    """End with the trainer, and leave signals to it.
+
+    Schedulers and terminals signal every process of a job; only the trainer acts, after it has saved.
 
     A worker ignores the first SIGTERM but not the second, for that is how a parent that leaves abnormally ends it.
     """
+    end_with_parent(trainer)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from llmrecipes.launch.ranks import STOP_SIGNALS as STOPPING
 
 PRESS_INTERVAL = 1.0
 """Seconds within which a second SIGINT is the same Ctrl-C: a terminal sends it to all ranks, and a launcher such as
@@ -21,6 +21,45 @@ torchrun passes its own copy on to them at once."""
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after a second SIGINT: nothing was saved since the last checkpoint."""
+
+
+class StoppedEarly(BaseException):
+    """A signal that asks to stop came while no step was under way, so that nothing has to be saved.
+
+    Not an `Exception`, so that nobody takes it for a failure of what they have just tried.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {number.name} before training began: nothing is lost, run the same command again")
+
+
+@contextmanager
+def early_signals() -> Iterator[None]:
+    """Raise `StoppedEarly` in the main thread when a stopping signal comes while the block runs.
+
+    Imports, data preparation and building take minutes; where training begins, `catch_signals` takes over.
+    """
+    handler = _Early()
+    before = {number: signal.signal(number, handler) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+class _Early:
+    """The handler of `early_signals`."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._process = os.getpid()
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == self._process:  # not in a forked process
+            # Kept, because Python drops what is raised while an object is being deleted.
+            self.signal = signal.Signals(number)
+            raise StoppedEarly(self.signal)
 
 
 class StopRequest:
@@ -72,6 +111,7 @@ def catch_signals(describe_newest: Callable[[], str]) -> Iterator[StopRequest]:
             _leave(describe_newest)
 
     before = {number: signal.signal(number, handle) for number in STOPPING}
+    request.signal = next((early.signal for early in before.values() if isinstance(early, _Early)), None)
     # A launcher may have them blocked, so that none that comes before this line is lost or ends the process.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     try:

@@ -14,17 +14,22 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from llmrecipes.errors import ExitCode
-from llmrecipes.launch.ranks import FIRST_PORT, PORTS, Node, Rank
+import psutil
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch.ranks import FIRST_PORT, LAUNCHER, PORTS, STOP_SIGNALS, Node, Rank
 
 logger = logging.getLogger(__name__)
 
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+LONGEST_DEATH = 10.0
+"""Seconds that a killed rank is waited for."""
 
 
 def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
@@ -40,8 +45,24 @@ def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dic
     return {**here.variables(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(threads)}
 
 
+@dataclass(frozen=True)
+class Grace:
+    """How long ranks may take to save and end after a signal, and how the launcher sees that they saved."""
+
+    seconds: float
+    newest: Callable[[], Path | None]
+    """The newest published checkpoint."""
+
+
 def run_ranks(
-    module: str, arguments: Sequence[str], *, world_size: int, threads: int, logs: Path, node: Node | None = None
+    module: str,
+    arguments: Sequence[str],
+    *,
+    world_size: int,
+    threads: int,
+    logs: Path,
+    node: Node | None = None,
+    grace: Grace | None = None,
 ) -> int:
     """Run `python -m module arguments…` once a rank of this node and wait for all of them.
 
@@ -54,9 +75,14 @@ def run_ranks(
         threads: OpenMP threads of each rank.
         logs: folder that is there.
         node: which of several this is; None: the only one, with ranks that meet on the loopback interface.
+        grace: for ranks that save when they are asked to stop; None: they have nothing to save.
 
     Returns:
-        0 if every rank here ended with 0, else the code of the first that did not.
+        0 if every rank here ended with 0, else the code of the first that did not. With `grace`, 75 also if a signal
+        came before the ranks had begun, or if they had to be killed after the grace but a checkpoint was published.
+
+    Raises:
+        UserError: ranks had to be killed after the grace, and no checkpoint was published since the signal.
     """
     if node is None:
         port = _free_port()
@@ -64,60 +90,125 @@ def run_ranks(
     else:
         ours = node.ranks(world_size // node.nodes)
         environments = [{**rank.variables(), "OMP_NUM_THREADS": str(threads)} for rank in ours]
-    processes = []
-    for number, variables in enumerate(environments):
-        log = None if number == 0 else _log(logs, variables["RANK"]).open("ab")
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", module, *arguments], env={**os.environ, **variables}, stdout=log, stderr=log
-            )
-        )
-        if log is not None:
-            log.close()
-    names = [variables["RANK"] for variables in environments]
-    with _forward_signals(processes):
-        return _wait(processes, names, logs)
+    common = {**os.environ, LAUNCHER: str(os.getpid())}
+    processes: list[subprocess.Popen[bytes]] = []
+    with _forwarded_signals(processes) as signals:
+        # A rank begins with it blocked, because Python answers with a traceback until it is told otherwise.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            for number, variables in enumerate(environments):
+                log = None if number == 0 else _log(logs, variables["RANK"]).open("ab")
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", module, *arguments], env={**common, **variables}, stdout=log, stderr=log
+                    )
+                )
+                if log is not None:
+                    log.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if signals.first is not None:  # some ranks were started after it
+            signals.forward(signals.first, None)
+        names = [variables["RANK"] for variables in environments]
+        return _wait(dict(zip(names, processes, strict=True)), logs, signals, grace)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], names: Sequence[str], logs: Path) -> int:
-    first_failure = int(ExitCode.DONE)
+def _wait(ranks: dict[str, subprocess.Popen[bytes]], logs: Path, signals: _Signals, grace: Grace | None) -> int:
+    first, first_failure = next(iter(ranks)), int(ExitCode.DONE)
+    deadline: float | None = None
+    newest_then: Path | None = None
+    waiting = dict(ranks)
     with selectors.DefaultSelector() as selector:
-        for process in processes:
-            selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, process)
-        while waiting := selector.get_map():
-            for key, _ in selector.select():
+        selector.register(signals.wake, selectors.EVENT_READ)
+        for name, process in ranks.items():
+            selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
+        while waiting:
+            ready = selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if not ready and grace is not None:
+                return _end(waiting, grace, newest_then)
+            for key, _ in ready:
+                if key.data is None:
+                    selector.unregister(key.fd)
+                    if grace is not None:
+                        deadline, newest_then = time.monotonic() + grace.seconds, grace.newest()
+                    continue
                 selector.unregister(key.fd)
                 os.close(key.fd)
-                code = key.data.wait()
+                code = waiting.pop(key.data).wait()
                 if code == 0 or first_failure:
                     continue
                 first_failure = code if code > 0 else 128 - code
                 if first_failure == ExitCode.REQUEUE:
                     continue  # all were asked to stop, and end by themselves
-                if number := processes.index(key.data):
-                    log = _log(logs, names[number])
-                    logger.error("rank %s ended first, with code %d: see %s", names[number], first_failure, log)
+                if grace is not None and -code in STOP_SIGNALS:
+                    # A rank has handlers for these before any of them does the first step.
+                    logger.warning("asked to stop before training began: nothing is lost, run the same command again")
+                    first_failure = int(ExitCode.REQUEUE)
+                elif key.data != first:
+                    log = _log(logs, key.data)
+                    logger.error("rank %s ended first, with code %d: see %s", key.data, first_failure, log)
                 # The others wait in a collective for the one that is gone.
                 for other in waiting.values():
-                    other.data.kill()
+                    other.kill()
     return first_failure
 
 
-@contextmanager
-def _forward_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    def forward(number: int, _frame: FrameType | None) -> None:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(number)
+def _end(waiting: dict[str, subprocess.Popen[bytes]], grace: Grace, newest_then: Path | None) -> int:
+    """Kill the ranks that did not end in time."""
+    ranks = ", ".join(f"{name} ({psutil.Process(process.pid).status()})" for name, process in waiting.items())
+    for process in waiting.values():
+        process.kill()
+    for process in waiting.values():
+        with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel, on a dead file system
+            process.wait(LONGEST_DEATH)
+    newest = grace.newest()
+    what = f"these ranks did not end within {grace.seconds:g} s of the signal and were killed: {ranks}"
+    if newest is not None and newest != newest_then:
+        logger.error("%s; the state is saved: %s", what, newest)
+        return int(ExitCode.REQUEUE)
+    raise UserError(
+        f"{what}; nothing was saved after the signal, the newest checkpoint is {newest or 'none'}",
+        rule="ranks save and end within train.exit_grace_seconds of a signal",
+        fix="run the same command again: it resumes from the newest checkpoint; if a save takes longer, set a larger "
+        "train.exit_grace_seconds",
+        code=ExitCode.TERMINATED,
+    )
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
-    # A terminal sends its Ctrl-C to every process of the group, so the ranks have it already.
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
+
+class _Signals:
+    """Passes signals on to the ranks; `wake` becomes readable with the first."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._processes = processes
+        self.first: int | None = None
+        self.wake, self._written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def forward(self, number: int, _frame: FrameType | None) -> None:
+        self.first = self.first or number
+        # A terminal sends its Ctrl-C to every process of the group, so the ranks have it already; as SIGTERM it asks
+        # the same again, and does not count as the second Ctrl-C.
+        passed_on = signal.SIGTERM if number == signal.SIGINT else number
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(passed_on)
+        with suppress(BlockingIOError):
+            os.write(self._written, b"s")
+
+    def close(self) -> None:
+        os.close(self.wake)
+        os.close(self._written)
+
+
+@contextmanager
+def _forwarded_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[_Signals]:
+    signals = _Signals(processes)
+    before = {number: signal.signal(number, signals.forward) for number in STOP_SIGNALS}
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signals.close()
 
 
 def _log(logs: Path, rank: str) -> Path:

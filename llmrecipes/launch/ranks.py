@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,10 @@ from llmrecipes.errors import UserError
 
 FIRST_PORT, PORTS = 12000, 16000
 """Rendezvous ports lie below those that Linux gives out by itself (32768 and up)."""
+LAUNCHER = "LLMRECIPES_LAUNCHER"
+"""Variable with the process id of the launcher that a rank of ours ends with."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What asks a run to stop: schedulers send SIGTERM, terminals SIGINT, `sbatch --signal` SIGUSR1."""
 
 
 @dataclass(frozen=True)

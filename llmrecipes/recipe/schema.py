@@ -233,6 +233,9 @@ class Train(Section):
     """Steps without overflow after which the fp16 loss scale doubles."""
     hysteresis: PosInt = 2
     """Overflows after which the fp16 loss scale halves."""
+    exit_grace_seconds: PosFloat = 240.0
+    """Seconds from a signal until ranks that have not saved and ended are killed; it should be less than the scheduler
+    gives (Kubernetes pods get 300 here) and more than a step and a save take. Slurm kills its tasks by itself."""
 
 
 class Optimizer(Section):

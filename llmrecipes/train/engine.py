@@ -110,19 +110,29 @@ class MegatronEngine:
         return StepResult(loss, float(grad_norm) if updated else None, lr, scale, not updated, stopping)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
+    def evaluate(
+        self, batches: Iterator[Batch], global_batches: int, stop: Callable[[], bool] | None = None
+    ) -> float | None:
         """Mean validation loss per token, without dropout and label smoothing.
 
         Args:
             batches: micro-batches of this data-parallel rank, of the validation split.
             global_batches: how many global batches to read.
+            stop: whether this rank was asked to stop; asked once a global batch, and travels with its loss.
+
+        Returns:
+            The loss, or None on all ranks where one of them was asked to stop: the mean of a part is no result.
         """
         for chunk in self.chunks:
             chunk.eval()
-        losses = [self._run(batches, forward_only=True)[0] for _ in range(global_batches)]
+        losses: list[float] = []
+        stopping = False
+        while len(losses) < global_batches and not stopping:
+            loss, stopping = self._run(batches, forward_only=True, stop=stop)
+            losses.append(loss)
         for chunk in self.chunks:
             chunk.train()
-        return math.fsum(losses) / len(losses)
+        return None if stopping else math.fsum(losses) / len(losses)
 
     @contextmanager
     def settled(self) -> Iterator[None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,23 @@ from llmrecipes.data.unreadable import explain
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.engine import Batch
-from llmrecipes.train.loop import Feed
 from llmrecipes.train.world import World
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Batches of this rank.
+
+    Args:
+        train: micro-batches from a number of consumed samples on; who asks for them closes them, which ends the
+            processes that read.
+        valid: the validation micro-batches, the same ones at every call; None where there is no validation split.
+        bits_per_byte: turns a validation loss in nats per token into bits per byte of the held-out text.
+    """
+
+    train: Callable[[int], Generator[Batch, None, None]]
+    valid: Callable[[], Iterator[Batch]] | None
+    bits_per_byte: Callable[[float], float]
 
 
 def open_feed(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory: bool) -> Feed:

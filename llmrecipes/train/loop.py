@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -15,12 +15,15 @@ from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
+from llmrecipes.faults.spikes import LossWatch
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.train.balance import Balance
-from llmrecipes.train.engine import Batch, MegatronEngine, StepResult
+from llmrecipes.train.engine import MegatronEngine, StepResult
+from llmrecipes.train.feed import Feed
 from llmrecipes.train.finite import require_finite
+from llmrecipes.train.pending import is_evaluated
 from llmrecipes.train.reading import HeldOut, ReadAhead, first_failure
 from llmrecipes.train.state import Progress, sharded_state
 from llmrecipes.train.world import World
@@ -59,22 +62,6 @@ class NoTracker:
     def close(self, status: RunStatus) -> None: ...
 
 
-@dataclass(frozen=True)
-class Feed:
-    """Batches of this rank.
-
-    Args:
-        train: micro-batches from a number of consumed samples on; who asks for them closes them, which ends the
-            processes that read.
-        valid: the validation micro-batches, the same ones at every call; None where there is no validation split.
-        bits_per_byte: turns a validation loss in nats per token into bits per byte of the held-out text.
-    """
-
-    train: Callable[[int], Generator[Batch, None, None]]
-    valid: Callable[[], Iterator[Batch]] | None
-    bits_per_byte: Callable[[float], float]
-
-
 @dataclass
 class Loop:
     """One rank's way through a run.
@@ -91,6 +78,8 @@ class Loop:
         peak_flops: dense FLOP/s of one GPU, for MFU; None where it is not known.
         after_step: called after every step.
         stop_after: save and stop after this step, as a signal would make it.
+        evaluation_due: whether the step to resume from has still to be evaluated (see `pending`).
+        watch: raises an alarm where the loss explodes.
         failed_saves: steps whose checkpoint could not be written, and why.
         waited: seconds the loop waited for a save that is still being written, by step.
         losses: training loss of every step of this start.
@@ -110,6 +99,8 @@ class Loop:
     peak_flops: float | None
     after_step: Callable[[], None]
     stop_after: int | None = None
+    evaluation_due: bool = False
+    watch: LossWatch = field(default_factory=LossWatch)
     failed_saves: dict[int, str] = field(default_factory=dict)
     waited: dict[int, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -135,34 +126,39 @@ class Loop:
     def _run(self, progress: Progress, batches: ReadAhead) -> tuple[Outcome, int]:
         train = self.recipe.train
         saved = progress.step
+        if self.evaluation_due:
+            with self.engine.settled():
+                if not self._evaluate(progress):
+                    return self._stopped(progress)
         while progress.step < train.train_iters:
             progress, stopping = self._step(progress, batches)
             last = progress.step == train.train_iters
-            evaluating = last or progress.step % train.eval_interval == 0
-            saving = last or stopping or progress.step % self.recipe.checkpoint.save_interval == 0
-            if evaluating or saving:
+            evaluating = self.feed.valid is not None and is_evaluated(progress.step, self.recipe)
+            saving = last or progress.step % self.recipe.checkpoint.save_interval == 0
+            if evaluating or saving or stopping:
                 with self.engine.settled():
-                    if evaluating:
-                        self._evaluate(progress)
-                        stopping = stopping or self.unread is not None
+                    if evaluating and not stopping:
+                        stopping = evaluating = not self._evaluate(progress)
                     if saving or stopping:
                         self._save(progress)
                         saved = progress.step
             self._hear(self.saver.poll())
-            if stopping and not last:
+            # Asked to stop, a run leaves an evaluation for when it is resumed, that of the last step too.
+            if stopping and (evaluating or not last):
                 self._finish(saved)
-                logger.info("stopped after step %d of %d; the state is saved", progress.step, train.train_iters)
-                return Outcome.STOPPED, saved
+                return self._stopped(progress)
         self._finish(saved)
         return Outcome.FINISHED, saved
+
+    def _stopped(self, progress: Progress) -> tuple[Outcome, int]:
+        logger.info("stopped after step %d of %d; the state is saved", progress.step, self.recipe.train.train_iters)
+        return Outcome.STOPPED, progress.step
 
     def _require_read(self, step: int, failure: UserError | None) -> None:
         failure = first_failure(failure, self.engine.platform.device)
         if failure is not None:
-            note = Note(
-                step=step, event="unreadable", details={"where": failure.where, "error": failure.what}, alarm=True
-            )
-            self.tracker.note(note)
+            details = {"where": failure.where, "error": failure.what}
+            self.tracker.note(Note(step=step, event="unreadable", details=details, alarm=True))
             raise failure
 
     def _step(self, progress: Progress, batches: ReadAhead) -> tuple[Progress, bool]:
@@ -180,8 +176,8 @@ class Loop:
             skipped_steps=progress.skipped_steps + result.skipped,
         )
         self.losses.append(result.loss)
-        require_finite(progress.step, result, self.engine, self.world)
         self._report(progress, result, seconds, balance)
+        require_finite(progress.step, result, self.engine, self.world)
         self._require_loss_scale(progress, result)
         self.after_step()
         return progress, result.stop or progress.step == self.stop_after
@@ -213,6 +209,10 @@ class Loop:
         if result.skipped:
             details = {"loss_scale": result.loss_scale, "skipped_steps": progress.skipped_steps}
             self.tracker.note(Note(step=progress.step, event="overflow_skipped", details=details))
+        elif spike := self.watch.add(result.loss):
+            if self.world.is_first:
+                logger.error("ALARM: %s in step %d", spike, progress.step)
+            self.tracker.note(Note(step=progress.step, event="loss_spike", details=asdict(spike), alarm=True))
 
     def _utilisation(self, tokens_per_second: float, flops_per_token: float) -> float | None:
         if self.peak_flops is None:
@@ -229,16 +229,19 @@ class Loop:
                 code=ExitCode.STOP,
             )
 
-    def _evaluate(self, progress: Progress) -> None:
+    def _evaluate(self, progress: Progress) -> bool:
+        """Evaluate and report; False if some rank was asked to stop meanwhile, or could not read."""
         if self.feed.valid is None:
-            return
+            return True
         started = time.perf_counter()
         train = self.recipe.train
         batches = HeldOut(self.feed.valid(), (train.micro_batch_size, self.recipe.model.seq_length))
-        loss = self.engine.evaluate(batches, train.eval_iters)
+        loss = self.engine.evaluate(
+            batches, train.eval_iters, lambda: self.stop.requested or batches.failure is not None
+        )
         self.unread = first_failure(batches.failure, self.engine.platform.device)
-        if self.unread is not None:
-            return
+        if loss is None or self.unread is not None:
+            return False
         self.valid_loss = loss
         self.tracker.eval(
             EvalMetrics(
@@ -250,6 +253,7 @@ class Loop:
                 valid_bits_per_byte=self.feed.bits_per_byte(loss),
             )
         )
+        return True
 
     def _save(self, progress: Progress) -> None:
         started = time.perf_counter()

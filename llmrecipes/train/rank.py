@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import NoReturn, TypeVar
 
 from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.parent import end_with_parent
+from llmrecipes.launch.ranks import LAUNCHER
 from llmrecipes.train.spec import RankSpec
 
 S = TypeVar("S", bound=RankSpec)
@@ -25,6 +28,11 @@ def rank_main(kind: type[S], run: Callable[[S], ExitCode]) -> NoReturn:
         kind: of the spec.
         run: what to do with it; gives the exit code.
     """
+    # Nothing is lost before training begins: until then a signal ends this process at once, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    if launcher := os.environ.pop(LAUNCHER, ""):  # not for the processes that this one starts
+        end_with_parent(int(launcher))
     setup_logging(rank=int(os.environ.get("RANK", "0")))
     sys.exit(guarded(run, kind.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))))
 

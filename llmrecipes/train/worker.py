@@ -36,6 +36,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.feed import one_batch_forever, open_feed
     from llmrecipes.train.folder import require_there, stop_when_deleted
     from llmrecipes.train.loop import Loop, Outcome
+    from llmrecipes.train.pending import evaluation_due
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import resume
     from llmrecipes.train.world import join
@@ -96,6 +97,7 @@ def run(spec: RunSpec) -> ExitCode:
             peak_flops=None if peak is None else peak * 1e12,
             after_step=after_step,
             stop_after=spec.stop_after,
+            evaluation_due=evaluation_due(progress.step, recipe, spec.run_dir / "metrics.jsonl", world),
         )
         # What is here now stays to the end: the collector, which megatron-core calls at each save, need not look again.
         gc.collect()

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from llmrecipes.cluster import Cluster, detect
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.launch.local import run_ranks
+from llmrecipes.faults.signals import StoppedEarly
+from llmrecipes.launch.local import Grace, run_ranks
 from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import default_world_size, derive
@@ -101,7 +102,7 @@ def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], N
 
     try:
         prepare(recipe, places.data_dir, progress=say)
-    except UserError:
+    except (UserError, StoppedEarly):
         take_back(spec)
         raise
     if wishes.max_restarts == 0:
@@ -185,8 +186,21 @@ def start(spec: RunSpec, ranks: int, cluster: Cluster, node: Node | None = None,
         return guarded(run, spec)
     path = spec.run_dir / "logs" / ("spec.json" if node is None else f"spec-node-{node.number}.json")
     path.write_text(spec.model_dump_json(indent=2) + "\n", "utf-8")
+    from llmrecipes.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(spec.run_dir / "checkpoints")
+
+    def newest() -> Path | None:
+        return next((entry.path for entry in reversed(store.entries())), None)
+
     return run_ranks(
-        "llmrecipes.train.worker", [str(path)], world_size=ranks, threads=threads, logs=spec.run_dir / "logs", node=node
+        "llmrecipes.train.worker",
+        [str(path)],
+        world_size=ranks,
+        threads=threads,
+        logs=spec.run_dir / "logs",
+        node=node,
+        grace=Grace(spec.recipe.train.exit_grace_seconds, newest),
     )
 
 

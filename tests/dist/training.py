@@ -162,6 +162,7 @@ def _run(engine: MegatronEngine, world: World, steps: int, consumed: int = 0) ->
     results = [engine.train_step(batches) for _ in range(steps)]
     with engine.settled():
         valid = engine.evaluate(feed(engine.recipe, world), 1)
+        assert valid is not None
         tensors = _whole_tensors([module.sharded_state() for module in engine.modules], world)
         digests = replicas.gathered(replicas.digests(shards.weights(engine.modules)))
     if not world.is_first:

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,11 +86,23 @@ def test_a_nan_stops_the_run_and_leaves_the_checkpoint_of_before(
     assert "loss is nan in step 6, rank 0" in printed
     assert f"first bad parameter: {BAD} (nan among 1 of" in printed
     assert saved(run_dir) == [4]
-    assert [line["step"] for line in train_lines(run_dir)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in train_lines(run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert train_lines(run_dir)[-1]["non_finite"] == ["loss", "grad_norm"]
+    assert not notes(run_dir, "loss_spike")
     monkeypatch.undo()
     code, printed = train(checkpoint={"save_interval": 4})
     assert code == 0
     assert "4 done, 8 to go" in printed
+
+
+def test_a_loss_that_explodes_and_stays_finite_raises_one_alarm(train: Command, run_dir: Path) -> None:
+    code, printed = train(optimizer={"lr": 1.0})
+    assert code == 0
+    losses = [line["loss"] for line in train_lines(run_dir)]
+    (note,) = notes(run_dir, "loss_spike")
+    assert note["alarm"] is True
+    assert note["details"]["loss"] == losses[note["step"] - 1] > note["details"]["limit"] > losses[0]
+    assert printed.count("ALARM: loss ") == 1
 
 
 def test_anomaly_mode_names_the_module(train: Command, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,6 +378,38 @@ def test_two_starts_are_one_run_in_the_files_and_in_mlflow(
     history = client.get_metric_history(run.info.run_id, "loss")
     assert [metric.step for metric in history] == list(range(1, 13))
     assert [metric.value for metric in history] == [line["loss"] for line in train_lines(whole)]
+
+
+def test_an_evaluation_that_is_interrupted_is_done_first_when_the_run_is_resumed(
+    tmp_path: Path, corpus: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmrecipes.data.prepare import prepare
+
+    recipe = tiny_on(corpus, model={"hidden_dropout": 0.1}, train={"eval_iters": 3, "eval_interval": 6})
+    prepare(recipe, data_dir)
+    assert run_spec(recipe, tmp_path / "whole", data_dir) == 0
+    cut, whole = (tmp_path / name / "runs" / "tiny" / "r" for name in ("cut", "whole"))
+    real, calls = MegatronEngine.evaluate, [0]
+
+    def interrupted(engine: MegatronEngine, *arguments: Any) -> float | None:
+        calls[0] += 1
+        if calls[0] != 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(engine, *arguments)
+
+    # The evaluation of step 6 is interrupted, then interrupted again, then done; the next one is that of the last step.
+    monkeypatch.setattr(MegatronEngine, "evaluate", interrupted)
+    for step in (6, 6, 12):
+        assert run_spec(recipe, tmp_path / "cut", data_dir) == 75
+        assert saved(cut)[-1] == len(train_lines(cut)) == step
+        assert [line["step"] for line in lines(cut) if "valid_loss" in line] == ([] if step == 6 else [6])
+    monkeypatch.setattr(MegatronEngine, "evaluate", real)
+    assert run_spec(recipe, tmp_path / "cut", data_dir) == 0
+    assert curve(cut) == curve(whole)
+    require_same_checkpoints(cut / "checkpoints/step-00000012", whole / "checkpoints/step-00000012")
+    before = (cut / "metrics.jsonl").read_bytes()
+    assert run_spec(recipe, tmp_path / "cut", data_dir) == 0
+    assert (cut / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_finished_run_has_nothing_to_do_and_may_be_made_longer(train: Command, run_dir: Path) -> None:

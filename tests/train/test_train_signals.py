@@ -150,6 +150,59 @@ def test_a_run_goes_on_by_itself_after_a_rank_was_killed(runs: Runs) -> None:
     runs.require_same("restarted", ranks=2)
 
 
+def test_when_the_command_is_killed_nothing_of_it_stays(runs: Runs) -> None:
+    """Ranks, the processes that read for them, and the mirror, which may first send its last points to MLflow."""
+    options = ("tracking.mlflow=true", "tracking.system_metrics_interval=null")
+    process = runs.start("launcher-killed", 2, *options)
+    wait_for_step(process, runs.directory("launcher-killed"), 3)
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    mirror = [one for one in everyone if "llmrecipes.tracking.mlflow_mirror" in one.cmdline()]
+    assert (len(everyone), len(mirror)) == (5, 1)
+    process.kill()
+    finish(process, -signal.SIGKILL)
+    _, alive = psutil.wait_procs([one for one in everyone if one not in mirror], timeout=5)
+    assert all(one.status() == psutil.STATUS_ZOMBIE for one in alive)
+    _, alive = psutil.wait_procs(mirror, timeout=60)
+    assert all(one.status() == psutil.STATUS_ZOMBIE for one in alive)
+    finish(runs.start("launcher-killed", 2, *options), 0)
+    runs.require_same("launcher-killed", ranks=2)
+
+
+def test_a_rank_that_is_stopped_is_killed_after_the_grace(runs: Runs) -> None:
+    process = runs.start("stopped-rank", 2, "train.exit_grace_seconds=2")
+    wait_for_step(process, runs.directory("stopped-rank"), 18)
+    ranks = {p.environ().get("RANK"): p for p in psutil.Process(process.pid).children()}
+    ranks["1"].suspend()
+    process.send_signal(signal.SIGTERM)
+    printed = finish(process, 143)
+    assert "1 (stopped)" in printed
+    assert "step-00000015" in printed
+    assert "Traceback" not in printed
+    finish(runs.start("stopped-rank", 2), 0)
+    runs.require_same("stopped-rank", ranks=2)
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 2), (signal.SIGINT, 2)])
+def test_a_signal_before_the_first_step_ends_with_75_and_without_a_traceback(
+    runs: Runs, number: signal.Signals, ranks: int
+) -> None:
+    """While torch is imported, or the model built: it comes once the data is there."""
+    run_id = f"early-{number.name}-{ranks}"
+    process = runs.start(run_id, ranks)
+    assert process.stdout is not None
+    assert "data is prepared" in process.stdout.readline()
+    if number == signal.SIGINT:  # to a rank alone
+        while not (children := psutil.Process(process.pid).children()):
+            time.sleep(0.01)
+        children[-1].send_signal(number)
+    else:
+        process.send_signal(number)
+    assert "Traceback" not in finish(process, 75)
+    logs = runs.directory(run_id) / "logs"
+    assert not any("Traceback" in log.read_text() for log in logs.glob("rank-*.log"))
+    assert len(train_lines(runs.directory(run_id))) <= 1
+
+
 @pytest.mark.slow
 def test_two_commands_cannot_train_one_run(runs: Runs) -> None:
     first = runs.start("twice")

@@ -184,10 +184,19 @@ def test_evaluation_moves_nothing_and_drops_nothing() -> None:
     engine = engine_of(tiny(model={"hidden_dropout": 0.3}, train={"label_smoothing": 0.3}))
     before = snapshot(engine)
     one, other = (engine.evaluate(random_batches(engine.recipe), 2) for _ in range(2))
-    assert one == other
+    assert one is not None and one == other
     assert all(torch.equal(before[name], now) for name, now in snapshot(engine).items())
     assert engine.modules[0].training
     assert abs(steps(engine, 1)[0].loss - one) > 1e-3
+
+
+def test_an_evaluation_stops_after_the_batch_in_which_it_was_asked_to_and_has_no_result() -> None:
+    engine = engine_of(tiny())
+    source = random_batches(engine.recipe)
+    asked = iter([False, True, False])
+    assert engine.evaluate(source, 9, lambda: next(asked)) is None
+    assert next(asked) is False, "the third batch was not begun"
+    assert engine.modules[0].training
 
 
 # -- precision -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-from llmrecipes.faults.signals import INTERRUPTED, PRESS_INTERVAL, catch_signals
+from llmrecipes import cli
+from llmrecipes.errors import ExitCode
+from llmrecipes.faults.signals import INTERRUPTED, PRESS_INTERVAL, StoppedEarly, catch_signals, early_signals
 
 PROGRAM = """
 import sys, time
@@ -107,3 +109,40 @@ def test_a_signal_that_was_blocked_until_now_counts() -> None:
     with catch_signals(lambda: "none") as request:
         assert request.requested
         assert request.signal == signal.SIGUSR1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_command_that_is_asked_to_stop_before_training_began_says_so_with_75(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr("llmrecipes.recipe.load.load", lambda *_: os.kill(os.getpid(), number))
+    for command in ("train", "prepare", "smoke", "verify"):
+        assert cli.run([command, "gpt-tiny"]) == ExitCode.REQUEUE
+        told = capsys.readouterr().err
+        assert number.name in told
+        assert "Traceback" not in told
+    assert signal.getsignal(number) is before
+
+
+class Deleted:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_comes_where_python_drops_exceptions_is_kept() -> None:
+    with early_signals():
+        Deleted()
+        with catch_signals(lambda: "none") as stop:
+            assert stop.signal is signal.SIGTERM
+
+
+def test_early_signals_leave_forked_processes_alone() -> None:
+    with early_signals(), pytest.raises(StoppedEarly):
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -8,11 +8,15 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
-from llmrecipes.launch.local import rank_environment, run_ranks
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch.local import Grace, rank_environment, run_ranks
 
 # Each rank does what the JSON in its argument says under its rank; `wait` lasts until a file is there.
 PROGRAM = """
@@ -32,6 +36,8 @@ print(f"words of rank {rank}", flush=True)
 deadline = time.monotonic() + 60
 while orders.get("wait") and not (folder / orders["wait"]).exists() and time.monotonic() < deadline:
     time.sleep(0.01)
+if orders.get("stop"):
+    os.kill(os.getpid(), signal.SIGSTOP)
 if orders.get("kill"):
     os.kill(os.getpid(), signal.SIGKILL)
 (folder / f"done-{rank}").touch()
@@ -46,9 +52,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(folder: Path, orders: dict[str, dict[str, object]], ranks: int = 2) -> int:
+def run(folder: Path, orders: dict[str, dict[str, object]], ranks: int = 2, grace: Grace | None = None) -> int:
     arguments = [str(folder), json.dumps(orders)]
-    return run_ranks("rank_program", arguments, world_size=ranks, threads=3, logs=folder)
+    return run_ranks("rank_program", arguments, world_size=ranks, threads=3, logs=folder, grace=grace)
 
 
 def alive(pid: int) -> bool:
@@ -92,19 +98,64 @@ def test_ranks_that_stop_with_their_state_saved_are_all_waited_for(folder: Path)
     assert (folder / "done-1").exists()
 
 
-def test_sigterm_reaches_every_rank_and_the_handlers_come_back(folder: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@contextmanager
+def signalled(folder: Path, number: signal.Signals, stopped: bool = False) -> Iterator[None]:
+    """Send this process a signal once both ranks are there, and rank 1 is stopped if it is meant to be."""
+
+    def ready() -> bool:
+        pids = [(folder / f"pid-{rank}").read_text() for rank in range(2) if (folder / f"pid-{rank}").exists()]
+        return len(pids) == 2 and all(pids) and (not stopped or psutil.Process(int(pids[1])).status() == "stopped")
 
     def send() -> None:
         deadline = time.monotonic() + 30
-        while not all((folder / f"pid-{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
+        while not ready() and time.monotonic() < deadline:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     sender = threading.Thread(target=send)
-    orders: dict[str, object] = {"wait": "never", "code_on_signal": 75}
     sender.start()
-    assert run(folder, {"0": orders, "1": orders}) == 75
+    yield
     sender.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])  # a second SIGINT would stop it without saving
+def test_a_signal_reaches_every_rank_as_sigterm_and_the_handlers_come_back(
+    folder: Path, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    orders: dict[str, object] = {"wait": "never", "code_on_signal": 75}
+    with signalled(folder, number):
+        assert run(folder, {"0": orders, "1": orders}) == 75
     assert [(folder / f"signal-{rank}").read_text() for rank in range(2)] == ["15", "15"]
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_a_rank_that_a_signal_ends_before_training_began_has_lost_nothing(folder: Path) -> None:
+    orders: dict[str, dict[str, object]] = {"0": {"wait": "never"}, "1": {"wait": "never"}}
+    with signalled(folder, signal.SIGTERM):
+        assert run(folder, orders, grace=Grace(60, lambda: None)) == ExitCode.REQUEUE
+    assert not any(alive(int((folder / f"pid-{rank}").read_text())) for rank in range(2))
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_after_the_grace_the_ranks_are_killed_and_the_code_says_whether_they_saved(
+    folder: Path, caplog: pytest.LogCaptureFixture, saved: bool
+) -> None:
+    """SIGSTOP is what no handler sees: `kill -STOP`, a debugger, a suspended job."""
+
+    newest = iter([folder / "step-1", folder / ("step-2" if saved else "step-1")])
+    orders: dict[str, dict[str, object]] = {"0": {"wait": "never", "code_on_signal": 75}, "1": {"stop": True}}
+    grace = Grace(1.0, lambda: next(newest))
+    with signalled(folder, signal.SIGTERM, stopped=True):
+        if saved:
+            assert run(folder, orders, grace=grace) == ExitCode.REQUEUE
+            told = caplog.text
+        else:
+            with pytest.raises(UserError) as error:
+                run(folder, orders, grace=grace)
+            assert error.value.code == ExitCode.TERMINATED
+            assert "train.exit_grace_seconds" in error.value.rule
+            told = error.value.what
+    assert "1 (stopped)" in told
+    assert f"step-{2 if saved else 1}" in told
+    assert not alive(int((folder / "pid-1").read_text()))

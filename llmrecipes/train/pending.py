@@ -1,0 +1,44 @@
+"""Evaluations that a signal interrupted: they are done first when the run is resumed.
+
+So the curve of a resumed run has every point of an uninterrupted one. metrics.jsonl says which one is missing.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.jsonl import parse
+from llmrecipes.train.world import World
+
+
+def is_evaluated(step: int, recipe: Recipe) -> bool:
+    """Whether a run evaluates after this step."""
+    return step % recipe.train.eval_interval == 0 or step == recipe.train.train_iters
+
+
+def evaluation_due(step: int, recipe: Recipe, metrics: Path, world: World) -> bool:
+    """Whether the step to resume from should have been evaluated and was not; the same on every rank.
+
+    Args:
+        step: the step the run is resumed from; 0 for a new run.
+        recipe: the resolved recipe.
+        metrics: the run's metrics.jsonl, read on the first rank.
+        world: this rank.
+    """
+    if step == 0 or not is_evaluated(step, recipe):
+        return False
+    answer: list[Any] = [world.is_first and not _has_evaluation(metrics, step)]
+    dist.broadcast_object_list(answer, src=0)
+    return bool(answer[0])
+
+
+def _has_evaluation(metrics: Path, step: int) -> bool:
+    with suppress(FileNotFoundError), metrics.open("rb") as file:
+        evaluations = (parse(line) for line in file if b'"valid_loss"' in line)
+        return any(values is not None and values["step"] == step for values in evaluations)
+    return False
