@@ -176,7 +176,7 @@ def test_a_rename_that_fails_is_a_failed_save_and_the_next_one_works(
 def few_inodes(directory: Path) -> Iterator[None]:
     """A real file system with room and without names: this many inodes suffice for two checkpoints and not three."""
     directory.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=20", "tmpfs", str(directory)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=18", "tmpfs", str(directory)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"a tmpfs with few inodes cannot be mounted here: {mounted.stderr.strip()}")
