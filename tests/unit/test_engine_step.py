@@ -187,7 +187,7 @@ def test_evaluation_moves_nothing_and_drops_nothing() -> None:
     assert one == other
     assert all(torch.equal(before[name], now) for name, now in snapshot(engine).items())
     assert engine.modules[0].training
-    assert abs(steps(engine, 1)[0].loss - one) > 1e-3
+    assert steps(engine, 1)[0].loss != one  # dropout and smoothing are on again; how much they change is chance
 
 
 # -- precision -------------------------------------------------------------------------------------------------------
