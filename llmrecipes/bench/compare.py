@@ -41,7 +41,7 @@ class Comparison:
     def as_text(self) -> str:
         """One line for people."""
         row = self.measured
-        expected = f"{self.expected_gb_per_s:g} GB/s ({self.source})"
+        expected = f"{self.expected_gb_per_s:.3g} GB/s ({self.source})"
         what = f"{row.operation} in groups {row.group} of {row.ranks}, {row.bytes} bytes"
         return f"{what}: {row.bus_gb_per_s:.3g} GB/s, {self.share:.0%} of {expected}"
 

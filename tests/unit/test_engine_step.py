@@ -188,7 +188,7 @@ def test_evaluation_moves_nothing_and_drops_nothing() -> None:
     assert one is not None and one == other
     assert all(torch.equal(before[name], now) for name, now in snapshot(engine).items())
     assert engine.modules[0].training
-    assert abs(steps(engine, 1)[0].loss - one) > 1e-3
+    assert steps(engine, 1)[0].loss != one  # dropout and smoothing are on again; how much they change is chance
 
 
 def test_an_evaluation_stops_after_the_batch_in_which_it_was_asked_to_and_has_no_result() -> None:
