@@ -1,20 +1,23 @@
-"""A resumed bf16 run has the master weights and moments that were saved, bit for bit, in every layout."""
+"""What a resumed run has bit for bit: masters and moments in every layout, and in the same layout all that follows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.dist.faulty import resume_without_masters
-from tests.dist.table import BF16_BOUND, Row
-from tests.dist.training import Outcome, compare, go_on, save_midway
+from tests.dist.table import BF16_BOUND, SAVED_AT, Row
+from tests.dist.training import Outcome, compare, go_on, save_midway, train
 from tests.dist.worlds import GlooWorld
 
 pytestmark = pytest.mark.dist
 
 SAVED = Row("gpt in bf16", "tp2 sp")
 OTHERS = (Row("gpt in bf16", "dp2"), Row("gpt in bf16", "pp2", {"parallelism": {"use_distributed_optimizer": False}}))
+DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
+SAME = (Row("gpt", "tp2 sp pp2", DROPOUT), Row("llama", "cp2 dp2", DROPOUT), Row("moe", "tp2 sp ep2 etp1", DROPOUT))
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +40,21 @@ def test_masters_and_moments_are_those_that_were_saved(
 def test_masters_that_are_rebuilt_from_bf16_weights_are_found(checkpoint: Path, worlds: dict[int, GlooWorld]) -> None:
     right: Outcome = worlds[2].run(go_on, SAVED.recipe, checkpoint)
     wrong: Outcome = worlds[2].run(resume_without_masters, SAVED.recipe, checkpoint)
-    assert {name.rpartition(".decoder.")[0] for name in wrong.lost if ".decoder." in name} == {
-        "optimizer.state.param"
-    }
+    assert {name.rpartition(".decoder.")[0] for name in wrong.lost if ".decoder." in name} == {"optimizer.state.param"}
     difference = compare(wrong, right)
     assert difference.exact
     # A bound on what training comes to does not see it.
     assert 0 < max(difference.loss, difference.norm, difference.tensor) < BF16_BOUND
+
+
+@pytest.mark.parametrize("row", SAME, ids=lambda row: row.name)
+def test_a_run_resumed_in_its_layout_is_the_uninterrupted_one(
+    row: Row, worlds: dict[int, GlooWorld], tmp_path: Path
+) -> None:
+    world = worlds[row.ranks]
+    whole: Outcome = world.run(train, row.recipe)
+    world.run(save_midway, row.recipe, tmp_path / "checkpoint")
+    resumed: Outcome = world.run(go_on, row.recipe, tmp_path / "checkpoint")
+    assert (resumed.losses, resumed.norms) == (whole.losses[SAVED_AT:], whole.norms[SAVED_AT:])
+    assert resumed.valid == whole.valid
+    assert all(np.array_equal(tensor, resumed.tensors[name]) for name, tensor in whole.tensors.items())

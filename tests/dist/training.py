@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
@@ -152,9 +151,7 @@ def training(recipe: Recipe) -> Iterator[tuple[MegatronEngine, World]]:
 
 def feed(recipe: Recipe, world: World, consumed: int = 0) -> Iterator[Batch]:
     """Micro-batches of this rank."""
-    return random_batches(
-        recipe, consumed=consumed, rank=world.data_parallel_rank, ranks=world.data_parallel_size
-    )
+    return random_batches(recipe, consumed=consumed, rank=world.data_parallel_rank, ranks=world.data_parallel_size)
 
 
 def _run(engine: MegatronEngine, world: World, steps: int, consumed: int = 0) -> Outcome | None:

@@ -73,9 +73,7 @@ def _file(folder: Path, recipe: Recipe) -> Path:
 def _write(path: Path, outcome: Outcome | None) -> None:
     assert outcome is not None, "a world of one is its own first rank"
     tensors = {f"tensor {name}": value for name, value in outcome.tensors.items()}
-    np.savez(
-        path, losses=outcome.losses, norms=outcome.norms, valid=outcome.valid, allow_pickle=False, **tensors
-    )
+    np.savez(path, losses=outcome.losses, norms=outcome.norms, valid=outcome.valid, allow_pickle=False, **tensors)
 
 
 def _read(path: Path) -> Outcome:

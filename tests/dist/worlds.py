@@ -1,6 +1,7 @@
 """The pool of rank processes: worlds that live as long as the tests, and are given one job after another.
 
-Ranks are forked from a server that has imported torch and megatron-core, so that 15 of them do not import these 15 times.
+Ranks are forked from a server that has imported torch and megatron-core, so that 15 of them do not import these
+15 times.
 """
 
 from __future__ import annotations
