@@ -34,9 +34,6 @@ class Spike:
     usual: float
     limit: float
 
-    def __str__(self) -> str:
-        return f"loss {self.loss:.4f}, where {self.usual:.4f} was usual and {self.limit:.4f} is the limit"
-
 
 class LossWatch:
     """Raises an alarm once where the loss leaves its course upwards, and again only after it has come back.

@@ -211,7 +211,8 @@ class Loop:
             self.tracker.note(Note(step=progress.step, event="overflow_skipped", details=details))
         elif spike := self.watch.add(result.loss):
             if self.world.is_first:
-                logger.error("ALARM: %s in step %d", spike, progress.step)
+                numbers = spike.loss, progress.step, spike.usual, spike.limit
+                logger.error("ALARM: loss %.4f in step %d (usual %.4f, limit %.4f)", *numbers)
             self.tracker.note(Note(step=progress.step, event="loss_spike", details=asdict(spike), alarm=True))
 
     def _utilisation(self, tokens_per_second: float, flops_per_token: float) -> float | None:

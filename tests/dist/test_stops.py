@@ -43,10 +43,14 @@ def poisoned(row: Row) -> list[str]:
 
 
 def stopping(row: Row) -> list[bool]:
-    """Whether each rank hears of a stop that the last one was asked for, before and after."""
+    """Whether each rank hears of a stop that the last one was asked for: before and after, training and evaluating."""
     with training(row.recipe) as (engine, world):
         batches, last = feed(row.recipe, world), world.rank == world.size - 1
         heard = [engine.train_step(batches, stop=partial(bool, asked and last)).stop for asked in (False, True)]
+        for asked in (False, True):
+            with engine.settled():
+                loss = engine.evaluate(feed(row.recipe, world), 2, partial(bool, asked and last))
+            heard.append(loss is None)
         everyones: list[list[bool]] = [[]] * world.size
         dist.all_gather_object(everyones, heard)
         return [answer for answers in everyones for answer in answers]
@@ -82,4 +86,4 @@ def test_all_ranks_stop_at_a_nan_and_name_where_it_began(layout: str, worlds: di
 @pytest.mark.parametrize("layout", ["dp1", *LAYOUTS])
 def test_all_ranks_hear_of_a_stop_that_one_was_asked_for(layout: str, worlds: dict[int, GlooWorld]) -> None:
     row = Row("gpt", layout)
-    assert worlds[row.ranks].run(stopping, row) == [False, True] * row.ranks
+    assert worlds[row.ranks].run(stopping, row) == [False, True, False, True] * row.ranks
