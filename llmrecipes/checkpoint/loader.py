@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint import LoadPlan, ReadItem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -78,7 +78,6 @@ def load(entry: Entry, state: dict[str, Any]) -> dict[str, Any]:
             entry.path,
         )
     loaded = _read_common(entry, index)
-    force_all_tensors_to_non_fp8(state)
     frame, local, factories = load_preprocess(state)
     merge(loaded, local)
     sharded = extract_sharded_base(frame)[0]
