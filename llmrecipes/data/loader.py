@@ -155,8 +155,10 @@ class _Reads(Dataset[Any]):
 
 
 def _require_alive(workers: list[BaseProcess]) -> None:
-    wait([worker.sentinel for worker in workers], _SECONDS_TO_END)
+    ended = wait([worker.sentinel for worker in workers], _SECONDS_TO_END)
     for worker in workers:
+        if worker.sentinel in ended:
+            worker.join()  # the sentinel closes a moment before there is an exit code
         if worker.exitcode:
             raise ReaderLost(worker.pid or 0, worker.exitcode) from None
 

@@ -43,6 +43,10 @@ def early_signals() -> Iterator[None]:
     before = {number: signal.signal(number, handler) for number in STOPPING}
     try:
         yield
+    except Exception as error:
+        if handler.signal is None:
+            raise
+        raise StoppedEarly(handler.signal) from error  # native code turns what a handler raises into its own errors
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)

@@ -120,7 +120,9 @@ def test_after_kill_9_the_newest_valid_checkpoint_is_found(runs: Runs) -> None:
             stream.seek(-100, os.SEEK_END)
             stream.write(b"\0" * 50)
     resumed = finish(runs.start("killed"), 0)
-    assert "15 done, 25 to go" in resumed
+    # Between its manifest and its rename, a checkpoint is complete.
+    finished = "finishing checkpoint" in resumed
+    assert ("30 done, 10 to go" if finished else "15 done, 25 to go") in resumed
     runs.require_same("killed")
 
 
@@ -150,6 +152,7 @@ def test_a_run_goes_on_by_itself_after_a_rank_was_killed(runs: Runs) -> None:
     runs.require_same("restarted", ranks=2)
 
 
+@pytest.mark.slow
 def test_when_the_command_is_killed_nothing_of_it_stays(runs: Runs) -> None:
     """Ranks, the processes that read for them, and the mirror, which may first send its last points to MLflow."""
     options = ("tracking.mlflow=true", "tracking.system_metrics_interval=null")
@@ -168,6 +171,7 @@ def test_when_the_command_is_killed_nothing_of_it_stays(runs: Runs) -> None:
     runs.require_same("launcher-killed", ranks=2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_killed_after_the_grace(runs: Runs) -> None:
     process = runs.start("stopped-rank", 2, "train.exit_grace_seconds=2")
     wait_for_step(process, runs.directory("stopped-rank"), 18)

@@ -235,6 +235,7 @@ def mirrors(run_dir: Path) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow
 def test_the_last_state_wins_however_long_mirrors_of_killed_starts_wait(runs_dir: Path) -> None:
     run_dir = runs_dir / "tiny" / "quick-kills"
     run_dir.mkdir(parents=True)
