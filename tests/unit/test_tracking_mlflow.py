@@ -245,6 +245,7 @@ def test_the_last_state_wins_however_long_mirrors_of_killed_starts_wait(runs_dir
         wait_for(lambda: len(mirrors(run_dir)) == 1)
         (left_behind,) = mirrors(run_dir)
         left_behind.suspend()  # so that it is the last one to get the lock
+        wait_for(lambda: left_behind.status() == psutil.STATUS_STOPPED)
     with start(runs_dir, recipe("quick-kills"), "quick-kills", resumed_step=8) as tracker:
         for number in range(9, 13):
             tracker.step(step(number))
