@@ -120,9 +120,13 @@ class Installer:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
             start = log.tell()
-            code = subprocess.run(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
-            ).returncode
+            try:
+                code = subprocess.run(
+                    command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+                ).returncode
+            except OSError as error:  # a program of another machine
+                log.write(f"{error}\n")
+                code = 1
             log.seek(start)
             self.output = log.read()
         return not code
@@ -214,7 +218,10 @@ def make_venv(venv: Path, state: Mapping[str, str]) -> None:
         elif path.name != "setup.json":
             path.unlink()
     write_state(venv, state)
-    done = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True, check=False)
+    # venv itself refuses a link
+    done = subprocess.run(
+        [sys.executable, "-m", "venv", str(venv.resolve())], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SetupError(
             f"{sys.executable} cannot make a virtual environment in {venv}:\n{(done.stdout + done.stderr).strip()}\n"
