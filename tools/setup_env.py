@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 11)
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TAIL_LINES = 20
+# Half of all files, and a run imports next to none of them; Python compiles those that it meets.
+NOT_COMPILED = r"/tests/|/transformers/models/"
 
 
 class SetupError(Exception):
@@ -120,9 +122,13 @@ class Installer:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
             start = log.tell()
-            code = subprocess.run(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
-            ).returncode
+            try:
+                code = subprocess.run(
+                    command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+                ).returncode
+            except OSError as error:  # a program of another machine
+                log.write(f"{error}\n")
+                code = 1
             log.seek(start)
             self.output = log.read()
         return not code
@@ -143,7 +149,7 @@ class Installer:
         """
         if self.uv:
             command = [str(self.venv / "bin" / "uv"), "pip", "install", "--python", str(self.venv / "bin" / "python")]
-            command += ["--no-config", "--compile-bytecode", "--no-progress", "--no-deps", *self.uv.arguments, *uv]
+            command += ["--no-config", "--no-progress", "--no-deps", *self.uv.arguments, *uv]
             if self.run(command, self.uv.environment):
                 return True
             if absent and self.lacks(absent):
@@ -151,6 +157,14 @@ class Installer:
             self.note(f"uv failed ({shown(self.log)} says why): pip takes over")
             self.uv = None
         return self.pip("--no-deps", *pip)
+
+    def compile(self) -> None:
+        """Compile what uv installed (pip does so itself), before many ranks do it at once or an image is read-only."""
+        site = self.venv / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        workers = str(len(os.sched_getaffinity(0)))
+        python = [str(self.venv / "bin" / "python"), "-I", "-W", "ignore"]
+        # Its exit code is left: packages carry files for other versions of Python.
+        self.run([*python, "-m", "compileall", "-qq", "-j", workers, "-x", NOT_COMPILED, str(site)], os.environ)
 
     def lacks(self, pinned: str) -> bool:
         """Whether the last command failed because no index has this version."""
@@ -214,7 +228,10 @@ def make_venv(venv: Path, state: Mapping[str, str]) -> None:
         elif path.name != "setup.json":
             path.unlink()
     write_state(venv, state)
-    done = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True, check=False)
+    # venv itself refuses a link
+    done = subprocess.run(
+        [sys.executable, "-m", "venv", str(venv.resolve())], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SetupError(
             f"{sys.executable} cannot make a virtual environment in {venv}:\n{(done.stdout + done.stderr).strip()}\n"
@@ -278,6 +295,8 @@ def install(venv: Path, lock: Path, index: str, fresh: bool) -> None:
         installer.say(f"{count} packages from {lock.relative_to(lock.parent.parent)}")
         if not installer.requirements(rest, "packages.txt"):
             raise installer.failure(f"Installing {lock.name}")
+        if installer.uv:
+            installer.compile()
     write_state(venv, unfinished)
     installer.say("llmrecipes (editable)")
     editable = ["--no-build-isolation", "--no-index", "-e", str(ROOT)]
