@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
+from llmrecipes.recipe.schema import Recipe
 from tests.dist.faulty import resume_without_masters
 from tests.dist.table import BF16_BOUND, SAVED_AT, Row
 from tests.dist.training import Outcome, compare, go_on, save_midway, train
@@ -18,6 +22,7 @@ SAVED = Row("gpt in bf16", "tp2 sp")
 OTHERS = (Row("gpt in bf16", "dp2"), Row("gpt in bf16", "pp2", {"parallelism": {"use_distributed_optimizer": False}}))
 DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
 SAME = (Row("gpt", "tp2 sp pp2", DROPOUT), Row("llama", "cp2 dp2", DROPOUT), Row("moe", "tp2 sp ep2 etp1", DROPOUT))
+FIRST = "gpt"  # the others are left to make test-deep
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +42,27 @@ def test_masters_and_moments_are_those_that_were_saved(
     assert outcome.replicas is None
 
 
+def messages(recipe: Recipe, folder: Path) -> list[str]:
+    """What the first rank logs when it resumes. To be called on every rank."""
+    kept: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    handler, log = QueueHandler(kept), logging.getLogger("llmrecipes.train.resume")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        go_on(recipe, folder)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return [kept.get().getMessage() for _ in range(kept.qsize())]
+
+
+def test_another_layout_says_that_random_states_are_new_ones(checkpoint: Path, worlds: dict[int, GlooWorld]) -> None:
+    assert worlds[2].run(messages, SAVED.recipe, checkpoint) == []
+    (said,) = worlds[2].run(messages, OTHERS[0].recipe, checkpoint)
+    assert "random states are new ones" in said
+
+
 def test_masters_that_are_rebuilt_from_bf16_weights_are_found(checkpoint: Path, worlds: dict[int, GlooWorld]) -> None:
     right: Outcome = worlds[2].run(go_on, SAVED.recipe, checkpoint)
     wrong: Outcome = worlds[2].run(resume_without_masters, SAVED.recipe, checkpoint)
@@ -47,7 +73,10 @@ def test_masters_that_are_rebuilt_from_bf16_weights_are_found(checkpoint: Path, 
     assert 0 < max(difference.loss, difference.norm, difference.tensor) < BF16_BOUND
 
 
-@pytest.mark.parametrize("row", SAME, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=row.name, marks=[] if row.variant == FIRST else pytest.mark.slow) for row in SAME],
+)
 def test_a_run_resumed_in_its_layout_is_the_uninterrupted_one(
     row: Row, worlds: dict[int, GlooWorld], tmp_path: Path
 ) -> None:
