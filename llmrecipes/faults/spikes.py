@@ -1,4 +1,4 @@
-"""A loss that explodes and stays finite: training goes on, somebody should look."""
+"""A loss that explodes and stays finite: training continues, somebody should look."""
 
 from __future__ import annotations
 

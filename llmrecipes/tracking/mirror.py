@@ -50,7 +50,7 @@ class MirrorConfig:
         tags: tags, already text.
         artifacts: names of files in `run_dir` to upload.
         log_interval: every so many steps are sent.
-        resumed_step: the step this attempt goes on from.
+        resumed_step: the step this attempt resumes from.
         total_steps: the last step, which is always sent.
         system_metrics_interval: seconds between samples of the machine's load; None for no samples.
         lock: file in `run_dir` that holds the id of the newest start, and keeps two mirrors of one run apart.

@@ -1,4 +1,4 @@
-"""Reading that may fail on one rank: all ranks hear of it between two steps, when the state can be saved."""
+"""Reading that may fail on one rank: all ranks learn of it between two steps, when the state can be saved."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _read(run_dir: Path) -> Run:
     try:
         with (run_dir / "metrics.jsonl").open("rb") as lines:
             for line in lines:
-                record = parse(line)  # the last line of a run that goes on may be half written
+                record = parse(line)  # the last line of a run that is still training may be half written
                 if record is None:
                     continue
                 if "loss" in record:
