@@ -2,7 +2,8 @@
 
 Run by `make setup` with the Python to use; needs nothing but that Python. The environment is exactly one lock file from
 requirements/ plus this checkout (editable). A second run compares `setup.json` inside the environment with what is
-wanted and ends at once. pip does the installing, so that the user's pip configuration (mirrors, certificates) is used.
+wanted and ends at once. uv, from the lock file, does the installing with the user's pip configuration (mirrors,
+certificates); where it cannot, pip does.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+
+import pip_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 11)
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TAIL_LINES = 20
+# Half of all files, and a run imports next to none of them; Python compiles those that it meets.
+NOT_COMPILED = r"/tests/|/transformers/models/"
 
 
 class SetupError(Exception):
@@ -63,9 +70,9 @@ def has_gpu() -> bool:
     return done.returncode == 0 and "GPU " in done.stdout
 
 
-def split_cpu_torch(lock: str) -> tuple[str, str]:
-    """Take the `torch==…+cpu` requirement (with its hashes) out of a lock file: (that block, everything else)."""
-    found = re.search(r"^torch==\S+\+cpu\b.*\n(?:[ \t]+.*\n)*", lock, re.MULTILINE)
+def take_block(lock: str, pinned: str) -> tuple[str, str]:
+    """Take one requirement (a regular expression) with its hashes out of a lock file: (that block, everything else)."""
+    found = re.search(rf"^{pinned}(?=\s).*\n(?:[ \t]+.*\n)*", lock, re.MULTILINE)
     if not found:
         return "", lock
     return found.group(), lock[: found.start()] + lock[found.end() :]
@@ -81,7 +88,7 @@ def sha256(path: Path) -> str:
 
 
 def read_state(venv: Path) -> dict[str, str]:
-    """What the environment was made from; empty when there is none or it was not finished."""
+    """What the environment was made from: `root` and `lock` alone before it is finished, nothing if it is not ours."""
     try:
         state = json.loads((venv / "setup.json").read_text())
     except (OSError, ValueError):
@@ -89,27 +96,88 @@ def read_state(venv: Path) -> dict[str, str]:
     return state if isinstance(state, dict) else {}
 
 
+def write_state(venv: Path, state: Mapping[str, str]) -> None:
+    (venv / "setup.json").write_text(json.dumps(state, indent=2) + "\n")
+
+
 class Installer:
-    """Runs the steps, sends their output to the log and says one line for each."""
+    """Runs the steps, sends their output to the log and says one line for each. uv installs where it can, else pip."""
 
     def __init__(self, venv: Path, steps: int) -> None:
         self.venv, self.steps, self.step = venv, steps, 0
         self.log = venv / "setup.log"
+        self.uv: pip_settings.Settings | None = None
+        self.output = ""  # of the last command
 
     def say(self, text: str) -> None:
         self.step += 1
         print(f"[{self.step}/{self.steps}] {text}", flush=True)
 
-    def pip(self, *args: str) -> bool:
-        """Run the environment's pip; whether it succeeded."""
-        command = [str(self.venv / "bin" / "python"), "-m", "pip", "install", "--progress-bar", "off", *args]
-        environment = {**os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-        with self.log.open("a") as log:
+    def note(self, text: str) -> None:
+        print(f"      {text}", flush=True)
+
+    def run(self, command: list[str], environment: Mapping[str, str]) -> bool:
+        """Run a command and keep its output; whether it succeeded."""
+        with self.log.open("a+", errors="replace") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
-            return not subprocess.run(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
-            ).returncode
+            start = log.tell()
+            try:
+                code = subprocess.run(
+                    command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+                ).returncode
+            except OSError as error:  # a program of another machine
+                log.write(f"{error}\n")
+                code = 1
+            log.seek(start)
+            self.output = log.read()
+        return not code
+
+    def pip(self, *args: str) -> bool:
+        """Run the environment's pip; whether it succeeded."""
+        environment = {**os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        python = str(self.venv / "bin" / "python")
+        return self.run([python, "-m", "pip", "install", "--progress-bar", "off", *args], environment)
+
+    def install(self, uv: list[str], pip: list[str], absent: str = "") -> bool:
+        """Install with uv, or with pip if uv is not there or fails; whether it succeeded.
+
+        Args:
+            uv: arguments of `uv pip install`.
+            pip: arguments of `pip install`.
+            absent: a requirement that may be missing from the user's indexes; then pip need not look there again.
+        """
+        if self.uv:
+            command = [str(self.venv / "bin" / "uv"), "pip", "install", "--python", str(self.venv / "bin" / "python")]
+            command += ["--no-config", "--no-progress", "--no-deps", *self.uv.arguments, *uv]
+            if self.run(command, self.uv.environment):
+                return True
+            if absent and self.lacks(absent):
+                return False
+            self.note(f"uv failed ({shown(self.log)} says why): pip takes over")
+            self.uv = None
+        return self.pip("--no-deps", *pip)
+
+    def compile(self) -> None:
+        """Compile what uv installed (pip does so itself), before many ranks do it at once or an image is read-only."""
+        site = self.venv / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        workers = str(len(os.sched_getaffinity(0)))
+        python = [str(self.venv / "bin" / "python"), "-I", "-W", "ignore"]
+        # Its exit code is left: packages carry files for other versions of Python.
+        self.run([*python, "-m", "compileall", "-qq", "-j", workers, "-x", NOT_COMPILED, str(site)], os.environ)
+
+    def lacks(self, pinned: str) -> bool:
+        """Whether the last command failed because no index has this version."""
+        words = " ".join(re.sub(r"[╰─▶│×]", " ", self.output).split())
+        name = pinned.partition("==")[0]
+        return any(
+            phrase in words
+            for phrase in (
+                f"No matching distribution found for {pinned}",
+                f"there is no version of {pinned}",
+                f"{name} was not found in the",
+            )
+        )
 
     def failure(self, what: str) -> SetupError:
         lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
@@ -117,17 +185,52 @@ class Installer:
             "\n".join([f"{what} failed. The end of {shown(self.log)}:", *(f"  {line}" for line in lines)])
         )
 
-    def requirements(self, text: str, name: str, *args: str) -> bool:
+    def requirements(self, text: str, name: str, absent: str = "", index: str = "") -> bool:
         """Install pinned and hashed requirements, wheels only: a source build would fetch unpinned build tools."""
         path = self.venv / name
         path.write_text(text)
-        return self.pip("--no-deps", "--require-hashes", "--only-binary=:all:", *args, "-r", str(path))
+        common = ["--require-hashes", "--only-binary=:all:", "-r", str(path)]
+        uv_index, pip_index = (["--index", index], ["--extra-index-url", index]) if index else ([], [])
+        return self.install([*common, *uv_index], [*common, *pip_index], absent)
 
 
-def make_venv(venv: Path) -> None:
-    """An empty virtual environment in place of whatever is there."""
+def check_place(venv: Path, state: Mapping[str, str]) -> None:
+    """Refuse to touch what `make setup` did not make.
+
+    A symbolic link is used where it points to an empty folder or to an environment of this checkout.
+
+    Raises:
+        SetupError: there is something else.
+    """
+    name = shown(venv)
+    rule = f"  rule: {name} is made by make setup, or a link to an empty folder, and nothing else is in it\n"
+    if venv.is_symlink():
+        target = venv.readlink()
+        what = f"{name} is a symbolic link to {target}"
+        if not venv.exists():
+            raise SetupError(f"{what}, which does not exist\n{rule}  fix:  mkdir -p {target}, or rm {name}")
+        if not venv.is_dir() or (any(venv.iterdir()) and state.get("root") != str(ROOT)):
+            whose = f", which belongs to {state['root']}" if "root" in state else ", which is not empty"
+            raise SetupError(f"{what}{whose}\n{rule}  fix:  rm {name} (the link alone), then make setup")
+    elif venv.exists() and not venv.is_dir():
+        raise SetupError(f"{name} is a file\n{rule}  fix:  move it away, then make setup")
+    elif venv.is_dir() and any(venv.iterdir()) and not state and not (venv / "pyvenv.cfg").is_file():
+        raise SetupError(f"{name} is a folder with other things in it\n{rule}  fix:  move it away, then make setup")
+
+
+def make_venv(venv: Path, state: Mapping[str, str]) -> None:
+    """An empty virtual environment in place of the one there is; `state` marks it as ours from the start."""
+    venv.mkdir(exist_ok=True)
+    # What tells that it is ours goes last, so that an interrupted run can be repeated.
+    for path in sorted(venv.iterdir(), key=lambda path: path.name in ("pyvenv.cfg", "setup.json")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != "setup.json":
+            path.unlink()
+    write_state(venv, state)
+    # venv itself refuses a link
     done = subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "venv", str(venv.resolve())], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise SetupError(
@@ -136,16 +239,31 @@ def make_venv(venv: Path) -> None:
         )
 
 
+def install_uv(installer: Installer, block: str) -> None:
+    """The lock's own uv, and pip's configuration in its words; without either, pip does everything."""
+    installer.say(block.split(maxsplit=1)[0])
+    try:
+        path = installer.venv / "uv.txt"
+        path.write_text(block)
+        if not installer.pip("--no-deps", "--require-hashes", "--only-binary=:all:", "-r", str(path)):
+            raise pip_settings.NotTranslatableError(f"it cannot be installed, {shown(installer.log)} says why")
+        command = [str(installer.venv / "bin" / "python"), "-m", "pip", "config", "list"]
+        listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+        installer.uv = pip_settings.translate(pip_settings.read(listing), os.environ)
+    except (pip_settings.NotTranslatableError, ValueError, SyntaxError) as reason:
+        installer.note(f"pip installs, more slowly, not uv: {reason}")
+
+
 def install_torch_cpu(installer: Installer, block: str, index: str) -> None:
     """The CPU wheel of torch: from the user's own pip sources, and where they do not have it from PyTorch's index."""
     pinned = block.split(maxsplit=1)[0]
     installer.say(pinned)
-    if installer.requirements(block, "torch.txt"):
+    if installer.requirements(block, "torch.txt", absent=pinned):
         return
-    if f"No matching distribution found for {pinned}" not in installer.log.read_text(errors="replace"):
+    if not installer.lacks(pinned):
         raise installer.failure(f"Installing {pinned}")
-    print(f"      not on your pip's index, taking it from {index}", flush=True)
-    if not installer.requirements(block, "torch.txt", "--extra-index-url", index):
+    installer.note(f"not on your pip's index, taking it from {index}")
+    if not installer.requirements(block, "torch.txt", index=index):
         raise installer.failure(f"Installing {pinned} from {index}")
 
 
@@ -161,26 +279,35 @@ def install(venv: Path, lock: Path, index: str, fresh: bool) -> None:
     Raises:
         SetupError: a step failed.
     """
-    torch, rest = split_cpu_torch(lock.read_text())
-    installer = Installer(venv, (4 if torch else 3) if fresh else 1)
-    (venv / "setup.json").unlink(missing_ok=True)
+    text = lock.read_text()
+    torch, rest = take_block(text, r"torch==\S+\+cpu")
+    uv, _ = take_block(text, r"uv==\S+")
+    installer = Installer(venv, 3 + bool(torch) + bool(uv) if fresh else 1)
+    unfinished = {"root": str(ROOT), "lock": lock.stem}
     if fresh:
         installer.say(f"{venv.name}: virtual environment for Python {platform.python_version()}")
-        make_venv(venv)
+        make_venv(venv, unfinished)
+        if uv:
+            install_uv(installer, uv)
         if torch:
             install_torch_cpu(installer, torch, index)
         count = len(re.findall(r"^[a-z0-9].*==", rest, re.MULTILINE))
         installer.say(f"{count} packages from {lock.relative_to(lock.parent.parent)}")
         if not installer.requirements(rest, "packages.txt"):
             raise installer.failure(f"Installing {lock.name}")
+        if installer.uv:
+            installer.compile()
+    write_state(venv, unfinished)
     installer.say("llmrecipes (editable)")
-    if not installer.pip("--no-deps", "--no-build-isolation", "--no-index", "-e", str(ROOT)):
+    editable = ["--no-build-isolation", "--no-index", "-e", str(ROOT)]
+    if not installer.install(editable, editable):
         raise installer.failure("Installing llmrecipes")
 
 
 def set_up(venv: Path, lock_name: str | None, index: str) -> None:
     """Bring the environment to the wanted state, or do nothing when it is there already."""
     state = read_state(venv)
+    check_place(venv, state)
     name = lock_name or choose_lock(
         sys.version_info[:2], platform.system(), platform.machine(), has_gpu(), state.get("lock")
     )
@@ -201,8 +328,9 @@ def set_up(venv: Path, lock_name: str | None, index: str) -> None:
     started = time.monotonic()
     kept = ("python", "base", "root", "lock", "lock_sha256")
     install(venv, lock, index, fresh=any(state.get(key) != wanted[key] for key in kept))
-    (venv / "setup.json").write_text(json.dumps(wanted, indent=2) + "\n")
+    write_state(venv, wanted)
     print(f"ready in {time.monotonic() - started:.0f} s, log in {shown(venv / 'setup.log')}", flush=True)
+    print(f"for `llmrecipes` on the PATH: source {shown(venv / 'bin' / 'activate')}", flush=True)
 
 
 def main() -> int:
@@ -212,6 +340,7 @@ def main() -> int:
     parser.add_argument("--torch-index", default=PYTORCH_CPU_INDEX, help="where to look second for torch's CPU wheel")
     options = parser.parse_args()
     venv = options.venv.absolute()
+    os.chdir(ROOT)  # what relative paths in pip's configuration start from, whoever reads them
     try:
         # Two targets started at once must not build the same environment twice.
         with venv.with_name(f"{venv.name}.lock").open("w") as mutex:

@@ -18,15 +18,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "tools" / "setup_env.py")
+TOOLS = ("setup_env.py", "pip_settings.py")
+
+
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-setup_env = load_tool()
+pip_settings = load_tool("pip_settings")
+setup_env = load_tool("setup_env")
 
 
 @pytest.mark.parametrize(
@@ -53,24 +58,42 @@ def test_old_python_is_refused_with_the_fix() -> None:
         setup_env.choose_lock((3, 10), "Linux", "x86_64", False, None)
 
 
+CPU_TORCH = r"torch==\S+\+cpu"
+
+
+@pytest.mark.parametrize("lock", ["py311-cpu", "py311-cuda", "py312"])
+def test_every_lock_brings_its_own_uv(lock: str) -> None:
+    block, _ = setup_env.take_block((ROOT / "requirements" / f"{lock}.txt").read_text(), r"uv==\S+")
+    assert block.startswith("uv==") and "--hash=sha256:" in block
+
+
 def test_torch_is_taken_out_of_the_cpu_lock_whole() -> None:
     text = (ROOT / "requirements" / "py311-cpu.txt").read_text()
-    torch, rest = setup_env.split_cpu_torch(text)
+    torch, rest = setup_env.take_block(text, CPU_TORCH)
     assert torch.startswith("torch==2.13.0+cpu \\\n") and "--hash=sha256:" in torch
     assert not any(line.startswith("torch==") for line in rest.splitlines())
     assert sorted((torch + rest).splitlines()) == sorted(text.splitlines())
     cuda = (ROOT / "requirements" / "py311-cuda.txt").read_text()
-    assert setup_env.split_cpu_torch(cuda) == ("", cuda)
+    assert setup_env.take_block(cuda, CPU_TORCH) == ("", cuda)
 
 
-def make_wheel(folder: Path, name: str, version: str) -> str:
-    """Write a real, empty wheel and a simple index page for it; returns its SHA-256."""
+def make_wheel(folder: Path, name: str, version: str, script: str = "") -> str:
+    """Write a real, nearly empty wheel and a simple index page for it; returns its SHA-256.
+
+    Args:
+        folder: of the index.
+        name: of the package.
+        version: of the package.
+        script: text of a program of the same name, if it has one.
+    """
     info = f"{name}-{version}.dist-info"
     files = {
         f"{name}.py": f"VERSION = {version!r}\n",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
+    if script:
+        files[f"{name}-{version}.data/scripts/{name}"] = script
     lines = []
     for path, content in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(content.encode()).digest()).rstrip(b"=").decode()
@@ -81,7 +104,9 @@ def make_wheel(folder: Path, name: str, version: str) -> str:
     wheel = page / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path, content in files.items():
-            archive.writestr(path, content)
+            entry = zipfile.ZipInfo(path)
+            entry.external_attr = 0o100755 << 16  # pip makes a script executable where the archive says so
+            archive.writestr(entry, content)
     (page / "index.html").write_text(f'<a href="{wheel.name.replace("+", "%2B")}">{wheel.name}</a>')
     return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
@@ -94,7 +119,8 @@ class Checkout:
         self.user_index, self.torch_index = folder / "user", folder / "pytorch"
         (self.root / "tools").mkdir(parents=True)
         (self.root / "requirements").mkdir()
-        (self.root / "tools" / "setup_env.py").write_bytes((ROOT / "tools" / "setup_env.py").read_bytes())
+        for tool in TOOLS:
+            (self.root / "tools" / tool).write_bytes((ROOT / "tools" / tool).read_bytes())
         self.project('version = "1"')
         (self.root / "llmrecipes.py").touch()
         hashes = {
@@ -114,9 +140,14 @@ class Checkout:
         text = "".join(f"{pin} \\\n    --hash=sha256:{value}\n    # via test\n" for pin, value in hashes.items())
         (self.root / "requirements" / "test.txt").write_text(text)
 
+    def uv(self, script: str) -> None:
+        """Put a package uv with this program into the user's index and the lock."""
+        self.lock({**self.hashes, "uv==1.0": make_wheel(self.user_index, "uv", "1.0", script)})
+
     def setup(self, torch_index: Path | None = None) -> subprocess.CompletedProcess[str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
         environment = {**clean, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": self.user_index.as_uri()}
+        environment |= {"UV_CACHE_DIR": str(self.root.parent / "uv-cache"), "UV_NO_VERIFY_HASHES": "1"}
         index = (torch_index or self.torch_index).as_uri()
         command = [sys.executable, str(self.root / "tools" / "setup_env.py"), "--lock", "test", "--torch-index", index]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -152,7 +183,7 @@ def test_setup_refuses_a_wrong_hash_starts_anew_and_does_nothing_twice(tmp_path:
     assert "THESE PACKAGES DO NOT MATCH THE HASHES" in refused.stderr
     assert "Installing test.txt failed. The end of .venv/setup.log:" in refused.stderr
     assert len(refused.stderr.splitlines()) <= 25 and "Traceback" not in refused.stderr
-    assert not state.exists()
+    assert "python" not in json.loads(state.read_text())
 
     checkout.lock(checkout.hashes)
     first = checkout.setup()
@@ -176,6 +207,41 @@ def test_setup_refuses_a_wrong_hash_starts_anew_and_does_nothing_twice(tmp_path:
     assert renewed.stdout.startswith("[1/1] llmrecipes (editable)\n")
 
 
+REAL_UV = f"#!/bin/sh\nexec '{Path(sys.executable).parent / 'uv'}' \"$@\"\n"
+
+
+@pytest.mark.slow
+def test_uv_installs_with_pips_configuration_and_checks_hashes(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    checkout.uv(REAL_UV)
+    done = checkout.setup()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"not on your pip's index, taking it from {checkout.torch_index.as_uri()}" in done.stdout
+    assert "[5/5] llmrecipes" in done.stdout and "pip takes over" not in done.stdout
+    assert done.stdout.endswith("source .venv/bin/activate\n")
+    assert checkout.value("import torch, other, llmrecipes; print(torch.VERSION, other.VERSION)") == "9.9+cpu 1.0"
+    assert checkout.value("import other; print(__import__('os').path.exists(other.__cached__))") == "True"
+    log = (checkout.root / ".venv" / "setup.log").read_text()
+    assert log.count("-m pip install") == 1  # uv itself
+
+    # a wrong hash: neither uv, whatever the user's variables say, nor pip after it installs the file
+    wheel = make_wheel(tmp_path / "elsewhere", "uv", "1.0", REAL_UV)
+    checkout.lock({**checkout.hashes, "uv==1.0": wheel, "other==1.0": "0" * 64})
+    refused = checkout.setup()
+    assert refused.returncode == 2
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in refused.stderr and "uv failed" in refused.stdout
+
+
+@pytest.mark.slow
+def test_pip_takes_over_where_uv_does_not_run(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    checkout.uv("\x7fELF of another machine")
+    done = checkout.setup()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("pip takes over") == 1
+    assert checkout.value("import torch, other; print(torch.VERSION, other.VERSION)") == "9.9+cpu 1.0"
+
+
 def test_torch_that_is_nowhere_is_said_once(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     nowhere = tmp_path / "nowhere"
@@ -183,6 +249,131 @@ def test_torch_that_is_nowhere_is_said_once(tmp_path: Path) -> None:
     done = checkout.setup(torch_index=nowhere)
     assert done.returncode == 2
     assert f"Installing torch==9.9+cpu from {nowhere.as_uri()} failed" in done.stderr
+
+
+def refused(checkout: Checkout) -> str:
+    done = checkout.setup()
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert ".venv" in done.stderr and "rule:" in done.stderr and "fix:" in done.stderr
+    return done.stderr
+
+
+def test_what_setup_did_not_make_is_left_alone(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    venv, precious = checkout.root / ".venv", tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("all of it")
+    (precious / "pyvenv.cfg").touch()  # of another project
+    venv.symlink_to(precious)
+    assert str(precious) in refused(checkout)
+    assert sorted(path.name for path in precious.iterdir()) == ["pyvenv.cfg", "thesis.tex"]
+
+    (precious / "setup.json").write_text('{"root": "/another/checkout"}')
+    assert "/another/checkout" in refused(checkout)
+    assert (precious / "thesis.tex").read_text() == "all of it"
+
+    venv.unlink()
+    venv.symlink_to(tmp_path / "purged")
+    assert str(tmp_path / "purged") in refused(checkout)
+
+    venv.unlink()
+    venv.write_text("a note")
+    refused(checkout)
+    assert venv.read_text() == "a note"
+
+    venv.unlink()
+    venv.mkdir()
+    (venv / "data.bin").write_text("bytes")
+    refused(checkout)
+    assert (venv / "data.bin").read_text() == "bytes"
+
+
+@pytest.mark.slow
+def test_an_environment_may_lie_elsewhere_behind_a_link(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "setup.json").write_text(json.dumps({"root": str(checkout.root)}))  # of a run that was interrupted
+    (scratch / "old").touch()
+    (checkout.root / ".venv").symlink_to(scratch)
+    done = checkout.setup()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (checkout.root / ".venv").is_symlink() and (scratch / "bin" / "python").exists()
+    assert not (scratch / "old").exists()
+    assert checkout.value("import other, llmrecipes; print(other.VERSION)") == "1.0"
+
+
+def pip_config(folder: Path, text: str, **variables: str) -> dict[str, str]:
+    """What pip itself makes of a configuration file and variables, as read by the tool."""
+    (folder / "pip.conf").write_text(text)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "PIP_CONFIG_FILE": str(folder / "pip.conf"),
+        **variables,
+    }
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listing = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    found: dict[str, str] = pip_settings.read(listing)
+    return found
+
+
+def test_pips_own_reading_of_its_configuration_is_translated(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    text = f"""
+[global]
+index-url = https://me:s%%40crêt@mirror.example/simple
+extra-index-url =
+    file:///one/simple
+    https://two.example/simple
+find-links = {tmp_path}/wheels {tmp_path}/gone https://links.example/
+cert = /etc/mirror.pem
+timeout = 5
+[install]
+trusted-host = a.example
+    b.example:8443
+[download]
+timeout = 7
+"""
+    options = pip_config(tmp_path, text, PIP_DEFAULT_TIMEOUT="180", PIP_PROXY="proxy.example:3128", PIP_NO_INDEX="")
+    settings = pip_settings.translate(options, {"HOME": "/h", "UV_NO_VERIFY_HASHES": "1", "UV_LINK_MODE": "copy"})
+    variables = settings.environment
+    assert variables["UV_DEFAULT_INDEX"] == "https://me:s%%40crêt@mirror.example/simple"
+    assert variables["UV_INDEX"] == "file:///one/simple https://two.example/simple"
+    assert variables["UV_FIND_LINKS"] == f"{tmp_path}/wheels,https://links.example/"
+    assert variables["UV_INSECURE_HOST"] == "a.example b.example:8443"
+    assert variables["SSL_CERT_FILE"] == "/etc/mirror.pem" and "UV_SYSTEM_CERTS" not in variables
+    assert variables["HTTPS_PROXY"] == variables["https_proxy"] == "http://proxy.example:3128"
+    assert variables["UV_INDEX_STRATEGY"] == "unsafe-best-match"
+    assert (variables["HOME"], variables["UV_LINK_MODE"]) == ("/h", "copy")
+    assert "UV_NO_VERIFY_HASHES" not in variables and settings.arguments == []
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "expected"),
+    [
+        ({"timeout": "5", "retries": "2"}, {}, {"UV_HTTP_TIMEOUT": "5", "UV_HTTP_RETRIES": "2"}),
+        ({}, {}, {"UV_SYSTEM_CERTS": "true"}),
+        ({}, {"REQUESTS_CA_BUNDLE": "/b.pem"}, {"SSL_CERT_FILE": "/b.pem"}),
+        ({"cert": "/"}, {"REQUESTS_CA_BUNDLE": "/b.pem"}, {"SSL_CERT_DIR": "/"}),
+        ({"client-cert": "/c.pem"}, {}, {"SSL_CLIENT_CERT": "/c.pem"}),
+        ({"no-cache-dir": "true"}, {}, {"UV_NO_CACHE": "true"}),
+        ({"cache-dir": "/scratch/pip"}, {}, {"UV_CACHE_DIR": "/scratch/pip/uv"}),
+        ({"cache-dir": "/scratch/pip"}, {"UV_CACHE_DIR": "/mine"}, {"UV_CACHE_DIR": "/mine"}),
+        ({"keyring-provider": "subprocess"}, {}, {"UV_KEYRING_PROVIDER": "subprocess"}),
+    ],
+)
+def test_settings_of_pip_as_variables_of_uv(
+    options: dict[str, str], environ: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert expected.items() <= pip_settings.translate(options, environ).environment.items()
+
+
+def test_no_index_and_what_uv_has_nothing_like() -> None:
+    settings = pip_settings.translate({"no-index": "1", "index-url": "https://x"}, {})
+    assert settings.arguments == ["--no-index"] and "UV_DEFAULT_INDEX" not in settings.environment
+    with pytest.raises(pip_settings.NotTranslatableError, match="keyring-provider import"):
+        pip_settings.translate({"keyring-provider": "import"}, {})
 
 
 def test_unknown_lock_names_the_choices(tmp_path: Path) -> None:
