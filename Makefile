@@ -105,7 +105,7 @@ bench: setup ## run one of benchmarks/: BENCH=name
 	@test -f "benchmarks/$$BENCH.py" || { echo "BENCH is one of:" $$(cd benchmarks && ls *.py | sed 's/\.py$$//'); exit 2; }
 	@$(BIN)/python tools/with_args.py $(BIN)/python "benchmarks/$$BENCH.py"
 
-# uv resolves, pip installs. It does not read pip's configuration: give it yours as UV_* variables. Where the CPU wheel of
+# uv does not read pip's configuration, and `make setup` alone translates it: give it yours as UV_* variables. Where the CPU wheel of
 # torch lies in a local folder, CPU_WHEELS="--find-links FOLDER". ARGS=--upgrade renews every version.
 CPU_WHEELS ?= --torch-backend cpu
 COMPILE = $(BIN)/python tools/with_args.py $(BIN)/uv pip compile --quiet --no-config --system-certs --generate-hashes \
