@@ -16,6 +16,8 @@ from tests import selection
 from tests.dist.worlds import GlooWorld, pool
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from llmrecipes.train.world import World
 
 # The tests are about the CPU platform, on machines with a GPU too; one thread a process, so that sums have one order.
@@ -108,6 +110,19 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    """The saver's group in a gloo world of this process alone, without model-parallel groups."""
+    import torch.distributed as dist
+
+    from llmrecipes.checkpoint.saver import saver_group
+
+    rendezvous = tmp_path_factory.mktemp("world") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield saver_group()
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the Debian packages that `make test-system` needs, where that is possible; else say which are missing. The tests
+# Install the Debian packages that tests need beside Python's, where that is possible; else say which are missing. The tests
 # that need them then skip and say so; with CI=true they fail.
 set -euo pipefail
 
@@ -9,6 +9,8 @@ wanted=(
     # tests/system/containers
     podman netavark aardvark-dns catatonit iptables debootstrap
 )
+# tests/unit/test_kubernetes_*: any kubectl does, Debian's 1.20 too.
+command -v kubectl >/dev/null || wanted+=(kubernetes-client)
 missing=()
 for package in "${wanted[@]}"; do
     [[ $(dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null) == installed ]] || missing+=("$package")

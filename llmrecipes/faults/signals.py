@@ -76,15 +76,6 @@ class StopRequest:
     def requested(self) -> bool:
         return self.signal is not None
 
-    def agreed(self, reduce_max: Callable[[int], int]) -> bool:
-        """Whether any rank was asked to stop.
-
-        Args:
-            reduce_max: maximum of an integer over all ranks (the engine's all-reduce); it is called every time, on
-                every rank, so that all of them stop at the same step.
-        """
-        return reduce_max(int(self.requested)) > 0
-
 
 @contextmanager
 def catch_signals(describe_newest: Callable[[], str]) -> Iterator[StopRequest]:

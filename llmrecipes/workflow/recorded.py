@@ -43,7 +43,7 @@ def run_recipe(run_dir: Path) -> Recipe:
     """The recipe in a run's directory.
 
     Raises:
-        UserError: it is damaged, with what mends it.
+        UserError: it is damaged; the fix restores it.
     """
     entries = CheckpointStore(run_dir / "checkpoints").entries()
     return _read(run_dir / RESOLVED_NAME, entries[-1] if entries else None)

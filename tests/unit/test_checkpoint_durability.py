@@ -17,16 +17,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo, digest
-from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport, saver_group
+from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
 from llmrecipes.checkpoint.store import CheckpointStore
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
-    rendezvous = tmp_path_factory.mktemp("world") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    yield saver_group()
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,11 @@ from llmrecipes.checkpoint import loader
 from llmrecipes.checkpoint.index import INDEX_NAME
 from llmrecipes.checkpoint.loader import load, read_index
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, build, digest, dump
-from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.errors import ExitCode, UserError
 
 INFO = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
-    rendezvous = tmp_path_factory.mktemp("world") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    yield saver_group()
-    dist.destroy_process_group()
 
 
 def state(fill: float = 0.0) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,12 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from llmrecipes.checkpoint.compatibility import compatibility, differences, require_compatible
 from llmrecipes.checkpoint.loader import load
 from llmrecipes.checkpoint.manifest import CheckpointInfo
-from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
 
 INFO = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
-    rendezvous = tmp_path_factory.mktemp("world") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    yield saver_group()
-    dist.destroy_process_group()
 
 
 def state() -> dict[str, Any]:

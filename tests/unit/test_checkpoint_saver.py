@@ -22,19 +22,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from llmrecipes.checkpoint.loader import load
 from llmrecipes.checkpoint.manifest import CheckpointInfo
-from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.errors import UserError
 from tests.dist.worlds import GlooWorld
 from tests.unit.checkpoint_worker import save_until_killed, train_in_two
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
-    rendezvous = tmp_path_factory.mktemp("world") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    yield saver_group()
-    dist.destroy_process_group()
 
 
 @pytest.fixture

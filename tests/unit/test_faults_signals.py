@@ -76,14 +76,6 @@ def test_handlers_are_restored() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
-def test_all_ranks_stop_when_one_was_asked() -> None:
-    with catch_signals(lambda: "none") as stop:
-        assert not stop.agreed(lambda mine: max(mine, 0))
-        assert stop.agreed(lambda mine: max(mine, 1))
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert stop.agreed(lambda mine: max(mine, 0))
-
-
 def test_forked_workers_survive_the_jobs_signals() -> None:
     """A data loader's process inherits the handlers by fork; a signal to the whole job must not end it."""
     with catch_signals(lambda: "none"):

@@ -263,9 +263,9 @@ def test_kubernetes_own_reader_sees_the_same_words(tmp_path: Path) -> None:
     run = Run("name", "1e3", 2, planned.plan, profile, "name: 1e3\n", "1" * 10 + "e" + "1" * 53)
     (tmp_path / "run.yaml").write_text(to_yaml(render(run, Options(image=IMAGE))))
     (tmp_path / "kustomization.yaml").write_text("resources: [run.yaml]\n")
-    done = subprocess.run(["kubectl", "kustomize", str(tmp_path), "--output", str(tmp_path / "read.json")], check=False)
-    assert done.returncode == 0
-    things = list(yaml.safe_load_all((tmp_path / "read.json").read_text()))
+    done = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    things = list(yaml.safe_load_all(done.stdout))
     job = next(thing for thing in things if thing["kind"] == "Job")
     container = job["spec"]["template"]["spec"]["containers"][0]
     found = {entry["name"]: as_kubelet(entry["value"]) for entry in container["env"]}
