@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sqlite3
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -116,10 +118,18 @@ def test_interrupted(
         assert resumed == 20  # the newest checkpoint
 
 
-def test_time_limit_whose_warning_comes_before_anything_has_started(
+def test_time_limit_whose_warning_comes_before_the_ranks_are_started(
     site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]
 ) -> None:
-    job, run_dir = site.submit(recipe, "limited", "--time", "5", "--warning", "3600")
+    """slurmctld looks at time limits every 30 s: `begin` is held up until its warning is there, on the first start."""
+    held_up = python_that(
+        site,
+        '*" doctor "*) exit 0;; *"slurm begin"*) [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || '
+        "until grep -q 'ShdPnd:.*[2367abef]..$' /proc/$$/status; do sleep 0.1; done",
+    )
+    # 255 of 300 s before the end: 15 to 45 s after the start, when `begin` has long been started.
+    arguments = ["--time", "5", "--warning", "255", "--python", held_up]
+    job, run_dir = site.submit(recipe, "limited", *arguments)
     site.wait_for_restart(job, 1)
     site.lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
     site.finish(job, run_dir)
@@ -136,20 +146,17 @@ def test_cancelled_jobs_stay_so(site: Site, recipe: Recipe) -> None:
 
 def test_restarts_without_progress_end(site: Site, recipe: Recipe) -> None:
     """A Python that ends ranks before their first step."""
-    broken = site.folder / "python"
-    broken.write_text(
-        f'#!/bin/sh\ncase "$*" in *"slurm rank"*) echo broken >&2; exit 1;; esac\nexec {sys_executable()} "$@"\n'
-    )
-    broken.chmod(0o755)
-    job, run_dir = site.submit(recipe, "stuck", "--python", str(broken))
+    broken = python_that(site, '*"slurm rank"*) echo broken >&2; exit 1')
+    job, run_dir = site.submit(recipe, "stuck", "--python", broken)
     fields = site.finish(job, run_dir, "FAILED")
     assert fields["ExitCode"] == "93:0"
     assert fields["Restarts"] == "3"
     assert "3 restarts without progress" in site.log(run_dir, job)
 
 
-def sys_executable() -> str:
-    import shlex
-    import sys
-
-    return shlex.quote(sys.executable)
+def python_that(site: Site, case: str) -> str:
+    """A Python that does something of its own first, where its arguments match a case of the shell's `case`."""
+    program = site.folder / "python"
+    program.write_text(f'#!/bin/sh\ncase "$*" in {case};; esac\nexec {shlex.quote(sys.executable)} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
