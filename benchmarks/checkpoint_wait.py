@@ -30,13 +30,13 @@ def measure(recipe_name: str, saves: int) -> list[dict[str, Any]]:
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport, saver_group
     from llmrecipes.checkpoint.store import CheckpointStore
-    from llmrecipes.cluster import detect
-    from llmrecipes.model.gpt import build
+    from llmrecipes.engine.megatron.engine import MegatronEngine
+    from llmrecipes.engine.megatron.model.gpt import build
+    from llmrecipes.engine.megatron.platform import select
+    from llmrecipes.engine.megatron.state import Progress, sharded_state
+    from llmrecipes.engine.megatron.world import join
+    from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
-    from llmrecipes.platform import select
-    from llmrecipes.train.engine import MegatronEngine
-    from llmrecipes.train.state import Progress, sharded_state
-    from llmrecipes.train.world import join
 
     recipe = load(recipe_name).recipe
     micro, length = recipe.train.micro_batch_size, recipe.model.seq_length

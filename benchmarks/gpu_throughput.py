@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.common import close, machine, parser, show
 from benchmarks.turns import Contender, write_job
-from llmrecipes.cluster import detect
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.flops import flops_per_token
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe

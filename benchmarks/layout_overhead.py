@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks.common import close, machine, parser, show
 from benchmarks.ranks import run, small
 from benchmarks.traffic import SMALL, Call, expected
-from llmrecipes.cluster import detect
+from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 
 ALLOWED = 0.05

@@ -53,13 +53,13 @@ def _main() -> None:
     import torch.distributed as dist
 
     from llmrecipes.bench.training import random_tokens
-    from llmrecipes.cluster import detect
     from llmrecipes.console import setup_logging
-    from llmrecipes.model.gpt import build
+    from llmrecipes.engine.megatron.engine import MegatronEngine
+    from llmrecipes.engine.megatron.model.gpt import build
+    from llmrecipes.engine.megatron.platform import select
+    from llmrecipes.engine.megatron.world import join
+    from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
-    from llmrecipes.platform import select
-    from llmrecipes.train.engine import MegatronEngine
-    from llmrecipes.train.world import join
 
     setup_logging(logging.ERROR)
     spec = Path(sys.argv[1])
@@ -92,7 +92,7 @@ def _counted(step: Callable[[], object]) -> list[Any]:
     import torch
 
     from benchmarks.traffic import Recorder
-    from llmrecipes.model import attention
+    from llmrecipes.engine.megatron.model import attention
 
     def mask(_real: Any, queries: int, keys: int) -> torch.Tensor:
         return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)

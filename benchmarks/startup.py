@@ -35,10 +35,10 @@ def list_seconds() -> list[float]:
 
 def first_step_seconds(folder: Path, attempt: int) -> float:
     """Seconds from `llmrecipes train gpt-tiny` to its first line with a loss."""
-    places = ["--data-dir", str(folder / "data"), "--runs-dir", str(folder / "runs")]
+    paths = ["--data-dir", str(folder / "data"), "--runs-dir", str(folder / "runs")]
     run_id = f"start-{attempt}"
     metrics = folder / "runs" / "gpt-tiny" / run_id / "metrics.jsonl"
-    command = [*PROGRAM, "train", "gpt-tiny", "train.train_iters=3", "--no-sample", "--run-id", run_id, *places]
+    command = [*PROGRAM, "train", "gpt-tiny", "train.train_iters=3", "--no-sample", "--run-id", run_id, *paths]
     started = time.perf_counter()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while not _has_step(metrics):

@@ -18,7 +18,7 @@ from tests.dist.worlds import GlooWorld, pool
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from llmrecipes.train.world import World
+    from llmrecipes.engine.megatron.world import World
 
 # The tests are about the CPU platform, on machines with a GPU too; one thread a process, so that sums have one order.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -85,9 +85,9 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """This process as a world of one, with the CPU platform installed (which stays, as it does in a run)."""
-    from llmrecipes.platform import select
+    from llmrecipes.engine.megatron.platform import select
+    from llmrecipes.engine.megatron.world import join
     from llmrecipes.recipe.schema import Parallelism
-    from llmrecipes.train.world import join
 
     platform = select()
     platform.install()

@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils.data import Dataset
 
-from llmrecipes.cluster import Cluster
 from llmrecipes.data.loader import batches
-from llmrecipes.model.gpt import BuiltModel, build
+from llmrecipes.engine.megatron.engine import Batch, MegatronEngine, StepResult
+from llmrecipes.engine.megatron.model.gpt import BuiltModel, build
+from llmrecipes.engine.megatron.platform import select
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
-from llmrecipes.platform import select
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.engine import Batch, MegatronEngine, StepResult
 
 ROOT = Path(__file__).parents[1]
 ROOMY = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 40, memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)

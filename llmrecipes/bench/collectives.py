@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from llmrecipes.clusters.profile import Group, Measured, Operation
-from llmrecipes.platform import Platform
+from llmrecipes.engine.megatron.platform import Platform
+from llmrecipes.hardware.profile import Group, Measured, Operation
 
 WARMUP = 2
 

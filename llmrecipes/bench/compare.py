@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from llmrecipes.bench.spec import Collectives
-from llmrecipes.clusters.profile import Measured, Profile
+from llmrecipes.hardware.profile import Measured, Profile
 
 LEAST = 0.8
 """Share of the expected bandwidth below which something is wrong."""

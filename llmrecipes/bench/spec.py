@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from llmrecipes.clusters.profile import Group, Measured
+from llmrecipes.hardware.profile import Group, Measured
 from llmrecipes.train.spec import RankSpec
 
 ANSWER = "answer.json"

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from llmrecipes.bench.spec import BenchSpec, Reading, StepTimes
-from llmrecipes.cluster import Cluster
 from llmrecipes.data.prepared import open_prepared
-from llmrecipes.model.gpt import build
+from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
+from llmrecipes.engine.megatron.model.gpt import build
+from llmrecipes.engine.megatron.platform import Platform
+from llmrecipes.engine.megatron.world import World
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
-from llmrecipes.platform import Platform
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.engine import Batch, MegatronEngine
-from llmrecipes.train.feed import open_feed
-from llmrecipes.train.world import World
+from llmrecipes.train.loaders import open_loaders
 
 WARMUP = 2
 
@@ -59,8 +59,8 @@ def reading(spec: BenchSpec, world: World, platform: Platform, cluster: Cluster)
     recipe = spec.recipe
     plan = derive(recipe, world.size, cluster)
     started = time.perf_counter()
-    feed = open_feed(recipe, open_prepared(recipe, spec.data_dir), world, pin_memory=platform.name == "cuda")
-    with closing(feed.train(0)) as batches:
+    loaders = open_loaders(recipe, open_prepared(recipe, spec.data_dir), world, pin_memory=platform.name == "cuda")
+    with closing(loaders.train(0)) as batches:
         _to_device(next(batches), platform)
         first = time.perf_counter() - started
         for _ in range(plan.num_microbatches - 1):

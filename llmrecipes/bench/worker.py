@@ -19,9 +19,9 @@ def run(spec: BenchSpec) -> ExitCode:
     """
     # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
     from llmrecipes.bench import collectives, training
-    from llmrecipes.cluster import detect
-    from llmrecipes.platform import select
-    from llmrecipes.train.world import join
+    from llmrecipes.engine.megatron.platform import select
+    from llmrecipes.engine.megatron.world import join
+    from llmrecipes.hardware.cluster import detect
 
     platform = select(int(os.environ.get("LOCAL_RANK", "0")))
     platform.install()

@@ -18,9 +18,9 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.safety import require_plain
-from llmrecipes.checkpoint.snapshot import Staging
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.checkpoint.writer import SaveFailed, write_checkpoint
+from llmrecipes.engine.megatron.checkpoint.snapshot import Staging
 from llmrecipes.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from llmrecipes.checkpoint.index import INDEX_NAME, encode
 from llmrecipes.checkpoint.manifest import CheckpointInfo, FileRecord, digest
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
+from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, encode
 
 T = TypeVar("T")
 

@@ -88,7 +88,7 @@ def remember(folder: Path, contents: Mapping[str, Content]) -> None:
 
 
 def require(
-    folder: Path, files: Mapping[str, File], ids: Ids, say: Callable[[str], None], *, again: bool = False
+    folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str], None], *, again: bool = False
 ) -> None:
     """Check files that were not checked on this machine yet: one process of it reads, the others wait.
 
@@ -110,8 +110,8 @@ def require(
                 missing = {name: file for name, file in files.items() if name not in found}
             if missing:
                 size = sum(file.bytes for file in missing.values())
-                say(f"checking {_size(size)} of prepared data in {folder}")
-                found |= _read(folder, missing, ids, say)
+                log(f"checking {_size(size)} of prepared data in {folder}")
+                found |= _read(folder, missing, ids, log)
     for name, content in found.items():
         if not 0 <= (content.smallest or 0) <= (content.largest or 0) < ids.vocab_size:
             raise _outside(folder / name, ids)
@@ -128,7 +128,7 @@ def _known(folder: Path, files: Mapping[str, File]) -> dict[str, Content]:
     return known
 
 
-def _read(folder: Path, files: Mapping[str, File], ids: Ids, say: Callable[[str], None]) -> dict[str, Content]:
+def _read(folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str], None]) -> dict[str, Content]:
     """Read files and compare them with what they should be; those that are right are remembered, whatever happens."""
     right: dict[str, Seen] = {}
     stop = threading.Event()
@@ -144,7 +144,7 @@ def _read(folder: Path, files: Mapping[str, File], ids: Ids, say: Callable[[str]
             stop.set()  # a signal need not wait for terabytes
             pool.shutdown(cancel_futures=True)
             if not _write(folder, right):
-                say("note: no folder to remember that in (XDG_CACHE_HOME, TMPDIR): the next start checks again")
+                log("note: no folder to remember that in (XDG_CACHE_HOME, TMPDIR): the next start checks again")
     return {name: seen.content for name, seen in right.items()}
 
 

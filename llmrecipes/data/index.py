@@ -52,7 +52,7 @@ def usable(recipe: Recipe, prepared: Prepared) -> bool:
     return listing.read(path)[1] is not None or not os.access(path.parent, os.W_OK)
 
 
-def build(recipe: Recipe, prepared: Prepared, say: Callable[[str], None]) -> None:
+def build(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> None:
     """Build the indices of all splits, and publish them by one rename.
 
     Raises:
@@ -62,9 +62,9 @@ def build(recipe: Recipe, prepared: Prepared, say: Callable[[str], None]) -> Non
     if usable(recipe, prepared):
         return
     if (target / listing.NAME).is_file():
-        say(f"note: the sample order in {target} was written without hashes; it is built again, and is the same")
+        log(f"note: the sample order in {target} was written without hashes; it is built again, and is the same")
     for split in SPLITS:
-        _say_what_is_short(recipe, prepared, split, say)
+        _say_what_is_short(recipe, prepared, split, log)
     from llmrecipes.data import dataset
 
     part = target.with_name(f".{target.name}.part")
@@ -83,7 +83,7 @@ def build(recipe: Recipe, prepared: Prepared, say: Callable[[str], None]) -> Non
         shutil.rmtree(part, ignore_errors=True)
 
 
-def check(recipe: Recipe, prepared: Prepared, say: Callable[[str], None]) -> Path:
+def check(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> Path:
     """The folder of the indices, once every file in it is known to be what `build` wrote.
 
     Args:
@@ -105,25 +105,25 @@ def check(recipe: Recipe, prepared: Prepared, say: Callable[[str], None]) -> Pat
         ) from error
     listing.require_listed(path, sizes)
     if files is None:
-        say(f"note: {path / listing.NAME} has no hashes; only sizes and headers of the sample order are checked")
+        log(f"note: {path / listing.NAME} has no hashes; only sizes and headers of the sample order are checked")
     else:
         within = {f"{path.relative_to(prepared.path)}/{name}": file for name, file in files.items()}
-        checked.require(prepared.path, within, prepared.ids, say)
+        checked.require(prepared.path, within, prepared.ids, log)
     return path
 
 
-def _say_what_is_short(recipe: Recipe, prepared: Prepared, split: Split, say: Callable[[str], None]) -> None:
+def _say_what_is_short(recipe: Recipe, prepared: Prepared, split: Split, log: Callable[[str], None]) -> None:
     length, usable = recipe.model.seq_length, prepared.usable(split, recipe.model.seq_length)
     short = [n for n in range(len(prepared.manifest.sources)) if n not in usable]
     if split == "train":
         require_training(recipe, prepared)
     elif not usable:
-        say(f"the {split} split has fewer than {length + 1:,} tokens in every source: nothing is evaluated on it")
+        log(f"the {split} split has fewer than {length + 1:,} tokens in every source: nothing is evaluated on it")
     else:
         for n in short:
             source = prepared.manifest.sources[n]
             tokens = source.splits[split].tokens
-            say(f"{source.label}: {tokens:,} {split} tokens are less than one sequence; left out of {split}")
+            log(f"{source.label}: {tokens:,} {split} tokens are less than one sequence; left out of {split}")
 
 
 def require_training(recipe: Recipe, prepared: Prepared) -> None:

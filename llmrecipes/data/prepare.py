@@ -50,31 +50,31 @@ def prepare(
     """
     from llmrecipes.data import index
 
-    say = progress or (lambda line: None)
+    log = progress or (lambda line: None)
     target = data_dir / fingerprint(recipe)
     if target.is_dir():
         prepared = open_prepared(recipe, data_dir)
-        prepared.check(prepared.manifest.files, say)
-        _warn_if_changed(recipe, prepared, say)
+        prepared.check(prepared.manifest.files, log)
+        _warn_if_changed(recipe, prepared, log)
         if index.usable(recipe, prepared):  # also where the folder is read-only
-            index.check(recipe, prepared, say)
-            say(f"data is prepared in {target}")
+            index.check(recipe, prepared, log)
+            log(f"data is prepared in {target}")
             return prepared
-    with _writable(data_dir), _lock(data_dir, target.name, say):
+    with _writable(data_dir), _lock(data_dir, target.name, log):
         if not target.is_dir():
-            _build(recipe, target, workers or _processors(), say)
+            _build(recipe, target, workers or _processors(), log)
         prepared = open_prepared(recipe, data_dir)
-        index.build(recipe, prepared, say)
+        index.build(recipe, prepared, log)
     return prepared
 
 
-def _build(recipe: Recipe, target: Path, workers: int, say: Callable[[str], None]) -> None:
+def _build(recipe: Recipe, target: Path, workers: int, log: Callable[[str], None]) -> None:
     started = time.monotonic()
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a killed run; the lock is ours
     try:
         part.mkdir()
-        manifest, contents = _fill(recipe, part, target.name, workers, say)
+        manifest, contents = _fill(recipe, part, target.name, workers, log)
         file = part / manifests.NAME
         with file.open("w", encoding="utf-8") as stream:
             stream.write(manifest.model_dump_json(indent=1) + "\n")
@@ -87,11 +87,11 @@ def _build(recipe: Recipe, target: Path, workers: int, say: Callable[[str], None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     total = sum(file.bytes for file in manifest.files.values())
-    say(f"data is prepared in {target}: {total / 2**20:.1f} MiB, {time.monotonic() - started:.1f} s")
+    log(f"data is prepared in {target}: {total / 2**20:.1f} MiB, {time.monotonic() - started:.1f} s")
 
 
 def _fill(
-    recipe: Recipe, part: Path, name: str, workers: int, say: Callable[[str], None]
+    recipe: Recipe, part: Path, name: str, workers: int, log: Callable[[str], None]
 ) -> tuple[Manifest, dict[str, checked.Content]]:
     from megatron.core.datasets.indexed_dataset import DType
 
@@ -101,11 +101,11 @@ def _fill(
     every, rule = recipe.data.sources, SplitRule(recipe.data.split)
     for source in every:
         sources.files(source)  # a missing source is said before minutes of work
-    tokenizer = _tokenizer(recipe, rule, part, say)
+    tokenizer = _tokenizer(recipe, rule, part, log)
     dtype = DType.optimal_dtype(tokenizer.vocab_size).__name__
     by_word = recipe.data.tokenizer.type == "bpe"
     spec = EncoderSpec(part / TOKENIZER, tokenizer.sha256, tokenizer.eod, dtype, by_word)
-    records, held_out = write(part, every, rule, spec, workers, say)
+    records, held_out = write(part, every, rule, spec, workers, log)
     packages = ("megatron-core", "numpy", "tokenizers", "datasets", "transformers")
     contents = checked.describe(part, checked.Ids(dtype, tokenizer.vocab_size))
     manifest = Manifest(
@@ -126,7 +126,7 @@ def _fill(
     return manifest, contents
 
 
-def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, say: Callable[[str], None]) -> TokenizerRecord:
+def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, log: Callable[[str], None]) -> TokenizerRecord:
     from llmrecipes.data import corpus, tokenizer
 
     section, sample_bytes = recipe.data.tokenizer, None
@@ -137,7 +137,7 @@ def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, say: Callable[[str],
         backend, eod = tokenizer.train(sample, recipe.model.vocab_size)
         seconds = time.monotonic() - started
         size = tokenizer.vocabulary(backend)
-        say(f"trained a byte-level BPE of {size:,} tokens on {sample_bytes / 2**20:.1f} MiB in {seconds:.1f} s")
+        log(f"trained a byte-level BPE of {size:,} tokens on {sample_bytes / 2**20:.1f} MiB in {seconds:.1f} s")
     else:
         backend, eod = tokenizer.load_huggingface(section, recipe.model.vocab_size)
     file = part / TOKENIZER
@@ -151,7 +151,7 @@ def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, say: Callable[[str],
     )
 
 
-def _warn_if_changed(recipe: Recipe, prepared: Prepared, say: Callable[[str], None]) -> None:
+def _warn_if_changed(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> None:
     """Prepared data stays what it is; but say so where the files it came from are here and other ones now."""
     for source, record in zip(recipe.data.sources, prepared.manifest.sources, strict=True):
         try:
@@ -160,14 +160,14 @@ def _warn_if_changed(recipe: Recipe, prepared: Prepared, say: Callable[[str], No
             continue  # prepared elsewhere: the sources need not be here
         then = record.files
         if now and then and now.sha256 != then.sha256:
-            say(
+            log(
                 f"note: {record.label} has changed since it was prepared ({then.files:,} files, now {now.files:,}); "
                 f"the prepared data is used, delete {prepared.path} to prepare it anew"
             )
 
 
 @contextmanager
-def _lock(data_dir: Path, name: str, say: Callable[[str], None]) -> Iterator[None]:
+def _lock(data_dir: Path, name: str, log: Callable[[str], None]) -> Iterator[None]:
     """One `prepare` of a folder at a time; a killed one releases it."""
     from filelock import FileLock, Timeout
 
@@ -175,7 +175,7 @@ def _lock(data_dir: Path, name: str, say: Callable[[str], None]) -> Iterator[Non
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        say(f"waiting for another prepare of {name}")
+        log(f"waiting for another prepare of {name}")
         lock.acquire()
     try:
         yield

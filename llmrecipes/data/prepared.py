@@ -44,12 +44,12 @@ class Prepared:
         record = self.manifest.tokenizer
         return read(self.path / TOKENIZER, record.eod, record.sha256)
 
-    def check(self, names: Collection[str], say: Callable[[str], None], *, again: bool = False) -> None:
+    def check(self, names: Collection[str], log: Callable[[str], None], *, again: bool = False) -> None:
         """Check files against the manifest, and ids against the vocabulary, unless that was done on this machine.
 
         Args:
             names: of the files.
-            say: told when something is read.
+            log: receives a line when files are read.
             again: read them whatever was done.
 
         Raises:
@@ -63,7 +63,7 @@ class Prepared:
                 rule="a manifest lists every file that is read",
                 fix="delete the folder and prepare again",
             )
-        checked.require(self.path, {name: files[name] for name in names}, self.ids, say, again=again)
+        checked.require(self.path, {name: files[name] for name in names}, self.ids, log, again=again)
 
     def tokens(self, split: Split) -> list[str]:
         """Files of a split's tokens."""

@@ -28,7 +28,7 @@ def write(
     rule: SplitRule,
     spec: EncoderSpec,
     workers: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> tuple[list[SourceRecord], dict[Split, HeldOut]]:
     """Read, tokenize and write all sources; the files do not depend on the number of workers.
 
@@ -48,10 +48,10 @@ def write(
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
                 rate = total / 2**20 / (reported - started)
-                say(f"{total / 2**20:,.0f} MiB tokenized, {rate:.1f} MiB/s; at {sources.label(every[batch.source])}")
+                log(f"{total / 2**20:,.0f} MiB tokenized, {rate:.1f} MiB/s; at {sources.label(every[batch.source])}")
         records = [_record(n, source, tallies[n], parts) for n, source in enumerate(every)]
         for record in records:
-            say(_summary(record))
+            log(_summary(record))
         for part in parts.values():
             part.finish()
     return records, {split: HeldOut(bytes=t.bytes, gzip_bytes=t.file.stat().st_size) for split, t in texts.items()}

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmrecipes.clusters.profile import Profile
 from llmrecipes.doctor import data, fabric, gpus, limits, network, storage, versions
 from llmrecipes.doctor.finding import Finding, fail
+from llmrecipes.hardware.profile import Profile
 from llmrecipes.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ BYTES_A_PARAMETER = 14
 
 
 @dataclass(frozen=True)
-class Subject:
+class DoctorContext:
     """What is examined.
 
     Args:
@@ -45,12 +45,12 @@ class Subject:
     leads: bool
 
 
-def examine(subject: Subject) -> list[Finding]:
+def examine(subject: DoctorContext) -> list[Finding]:
     """Look at this node; nothing stays behind, and nothing heavy is imported."""
     return [replace(finding, node=socket.gethostname()) for finding in _findings(subject)]
 
 
-def _findings(subject: Subject) -> Iterator[Finding]:
+def _findings(subject: DoctorContext) -> Iterator[Finding]:
     driver: str | None = None
     states: list[gpus.GpuState] = []
     try:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmrecipes.clusters.profile import Profile
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
+from llmrecipes.hardware.profile import Profile
 
 SYSTEM = Path("/sys/class/infiniband")
 RDMA = ("infiniband", "roce", "efa")
@@ -54,8 +54,8 @@ def check(found: list[Port], profile: Profile | None) -> Iterator[Finding]:
     for port in found:
         check_name = f"adapter {port.name}"
         if port.state != "ACTIVE":
-            say = fail if wanted else warn
-            yield say(check_name, f"port is {port.state}", "look at cable and switch; ibstat says more")
+            verdict = fail if wanted else warn
+            yield verdict(check_name, f"port is {port.state}", "look at cable and switch; ibstat says more")
         elif profile is not None and wanted and port.gb_per_s < 0.9 * profile.inter_node.gb_per_s:
             what = f"{port.gb_per_s:g} GB/s, where {profile.name} has {profile.inter_node.gb_per_s:g}"
             yield fail(check_name, what, "a cable or a switch port negotiated a lower rate; ibstat says more")

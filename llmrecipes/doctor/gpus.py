@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from llmrecipes.clusters.profile import Profile
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
+from llmrecipes.hardware.profile import Profile
 
 TAKEN_MIB = 1024
 """A GPU that nobody uses holds some hundred MiB at most."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmrecipes.clusters.profile import Profile
 from llmrecipes.doctor.fabric import RDMA
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
+from llmrecipes.hardware.profile import Profile
 
 GIB = 1 << 30
 SHARED_PER_RANK = GIB

@@ -34,8 +34,8 @@ def name(host: str, several: bool) -> Finding:
     try:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
-        say = fail if several else warn
-        return say(
+        verdict = fail if several else warn
+        return verdict(
             "host name", f"{host} does not resolve: {error.strerror}", f"an entry for {host} in DNS or /etc/hosts"
         )
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):

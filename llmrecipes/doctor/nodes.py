@@ -150,12 +150,12 @@ def _welcome(server: socket.socket, hall: _Hall, token: str) -> None:
 
 def _talk(connection: socket.socket, hall: _Hall, token: str) -> None:
     with connection, connection.makefile("rw", encoding="utf-8") as stream:
-        number = int(_hear(stream)["number"])
+        number = int(_receive(stream)["number"])
         _say(stream, {"time": time.time(), "token": token})
         hall.put(hall.arrived, number)
         hall.wait(hall.arrived)
         _say(stream, {"go": True})
-        hall.put(hall.reports, number, [Finding(**found) for found in _hear(stream)["findings"]])
+        hall.put(hall.reports, number, [Finding(**found) for found in _receive(stream)["findings"]])
         hall.wait(hall.reports)
         _say(stream, {"done": True})
         hall.put(hall.dismissed, number)
@@ -166,13 +166,13 @@ def _follow(meeting: Meeting, findings: Sequence[Finding]) -> None:
         connection.settimeout(2 * meeting.patience)
         asked = time.time()
         _say(stream, {"number": meeting.number})
-        told = _hear(stream)
+        told = _receive(stream)
         clock = _clock(told["time"], asked, time.time())
-        _hear(stream)  # all are there, so their ports are open
+        _receive(stream)  # all are there, so their ports are open
         mine = [*clock, *_shared(meeting, told["token"]), *_ports(meeting)]
         named = (replace(found, node=meeting.hosts[meeting.number]) for found in mine)
         _say(stream, {"findings": [found.as_dict() for found in (*findings, *named)]})
-        _hear(stream)  # nobody tries this node's port any more
+        _receive(stream)  # nobody tries this node's port any more
 
 
 def _call(meeting: Meeting) -> socket.socket:
@@ -248,7 +248,7 @@ def _token_file(meeting: Meeting) -> Path:
     return meeting.shared / f".doctor-{meeting.port}-{len(meeting.hosts)}"
 
 
-def _hear(stream: Any) -> dict[str, Any]:
+def _receive(stream: Any) -> dict[str, Any]:
     message = json.loads(stream.readline(LONGEST_MESSAGE) or "null")
     if not isinstance(message, dict):
         raise UserError("the other end hung up", where="doctor", fix="read what it printed")

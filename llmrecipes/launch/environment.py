@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmrecipes.clusters.profile import Profile
+from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
 
 FLIGHT_RECORDER_ENTRIES = 2000

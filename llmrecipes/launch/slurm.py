@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmrecipes.clusters.profile import Profile
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
 
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@=+,-]*")

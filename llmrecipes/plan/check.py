@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmrecipes.cluster import Cluster, Gpu
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.derive import Plan, num_microbatches
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import GIB, estimate

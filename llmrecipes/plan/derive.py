@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmrecipes.cluster import Cluster
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.checkpoint import checkpoint_bytes
 from llmrecipes.plan.flops import flops_per_token
 from llmrecipes.plan.layout import Layout, layout

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from llmrecipes.cluster import Cluster
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.fixes import divisors, multiples
 from llmrecipes.recipe.layout_rules import shared_sizes

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmrecipes.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.derive import num_microbatches
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.recipe.schema import Recipe

@@ -37,7 +37,7 @@ class MirrorSink:
         log: file in the run's logs/ with what its library prints.
         config: what the process is told.
         environment: its environment.
-        say: receives the line that says where to look at the run, from another thread.
+        show: receives the line that says where to look at the run, from another thread.
         close_seconds: then the process, and what it has started, is killed.
 
     Raises:
@@ -52,12 +52,12 @@ class MirrorSink:
         config: MirrorConfig,
         environment: Mapping[str, str],
         *,
-        say: Callable[[str], None],
+        show: Callable[[str], None],
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
         self._where = where
         self._log = log
-        self._say = say
+        self._show = show
         self._close_seconds = close_seconds
         self._report: dict[str, Any] | None = None
         self._deadline = math.inf
@@ -128,7 +128,7 @@ class MirrorSink:
             if "warning" in message:
                 logger.warning("%s", message["warning"])
             elif "link" in message:
-                self._say(message["link"])
+                self._show(message["link"])
             else:
                 self._report = message
         if self._report is None and math.isinf(self._deadline):

@@ -20,13 +20,13 @@ from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, Sink, StepM
 from llmrecipes.tracking.files import write_atomic
 from llmrecipes.tracking.jsonl import METRICS, JsonlSink
 from llmrecipes.tracking.mirror_sink import MirrorSink
-from llmrecipes.tracking.mlflow_mirror import MlflowConfig
-from llmrecipes.tracking.mlflow_sink import MlflowSink, flatten
+from llmrecipes.tracking.mlflow.mirror import MlflowConfig
+from llmrecipes.tracking.mlflow.sink import MlflowSink, flatten
 from llmrecipes.tracking.progress import ProgressSink
 from llmrecipes.tracking.status import StatusSink
 from llmrecipes.tracking.store import artifact_root, is_local, tracking_uri
 from llmrecipes.tracking.tensorboard import TensorBoardSink
-from llmrecipes.tracking.wandb_sink import WandbSink, require_library, wandb_config
+from llmrecipes.tracking.wandb.sink import WandbSink, require_library, wandb_config
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from llmrecipes.engine.megatron.engine import MegatronEngine, StepResult
+from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
+from llmrecipes.engine.megatron.world import World
 from llmrecipes.faults.numerics import BadParameter, NonFinite, first_bad_parameter, named_gradients
-from llmrecipes.model.gpt import RecipeGPTModel
-from llmrecipes.train.engine import MegatronEngine, StepResult
-from llmrecipes.train.world import World
 
 _Finding = tuple[int, bool, BadParameter | None]
 """Rank, whether its own loss is bad, and the first bad tensor it has."""

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.megatron.world import World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.load import RESOLVED_NAME
 from llmrecipes.tracking.jsonl import METRICS
-from llmrecipes.train.world import World
 
 SECONDS_BETWEEN_LOOKS = 1.0
 

@@ -13,20 +13,20 @@ from typing import Protocol
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
+from llmrecipes.engine.megatron.balance import Balance
+from llmrecipes.engine.megatron.engine import MegatronEngine, StepResult
+from llmrecipes.engine.megatron.state import Progress, sharded_state
+from llmrecipes.engine.megatron.world import World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.faults.spikes import LossWatch
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
-from llmrecipes.train.balance import Balance
-from llmrecipes.train.engine import MegatronEngine, StepResult
-from llmrecipes.train.feed import Feed
 from llmrecipes.train.finite import require_finite
+from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.pending import is_evaluated
 from llmrecipes.train.reading import HeldOut, ReadAhead, first_failure
-from llmrecipes.train.state import Progress, sharded_state
-from llmrecipes.train.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Loop:
         recipe, plan: what to do.
         engine: does it.
         world: this rank.
-        feed: what to train on.
+        loaders: what to train on.
         tracker: hears everything; a `NoTracker` on all ranks but one.
         saver: writes checkpoints.
         stop: set by signals.
@@ -91,7 +91,7 @@ class Loop:
     plan: Plan
     engine: MegatronEngine
     world: World
-    feed: Feed
+    loaders: DataLoaders
     tracker: Tracker
     saver: AsyncSaver
     stop: StopRequest
@@ -116,7 +116,7 @@ class Loop:
                 step is saved.
         """
         train = self.recipe.train
-        with closing(self.feed.train(progress.consumed_samples)) as batches:
+        with closing(self.loaders.train(progress.consumed_samples)) as batches:
             ahead = ReadAhead(batches, self.plan.num_microbatches, train.train_iters - progress.step)
             self._require_read(progress.step, ahead.failure)
             outcome, last = self._run(progress, ahead)
@@ -127,22 +127,22 @@ class Loop:
         train = self.recipe.train
         saved = progress.step
         if self.evaluation_due:
-            with self.engine.settled():
+            with self.engine.params_synced():
                 if not self._evaluate(progress):
                     return self._stopped(progress)
         while progress.step < train.train_iters:
             progress, stopping = self._step(progress, batches)
             last = progress.step == train.train_iters
-            evaluating = self.feed.valid is not None and is_evaluated(progress.step, self.recipe)
+            evaluating = self.loaders.valid is not None and is_evaluated(progress.step, self.recipe)
             saving = last or progress.step % self.recipe.checkpoint.save_interval == 0
             if evaluating or saving or stopping:
-                with self.engine.settled():
+                with self.engine.params_synced():
                     if evaluating and not stopping:
                         stopping = evaluating = not self._evaluate(progress)
                     if saving or stopping:
                         self._save(progress)
                         saved = progress.step
-            self._hear(self.saver.poll())
+            self._report_saves(self.saver.poll())
             # Asked to stop, a run leaves an evaluation for when it is resumed, that of the last step too.
             if stopping and (evaluating or not last):
                 self._finish(saved)
@@ -232,11 +232,11 @@ class Loop:
 
     def _evaluate(self, progress: Progress) -> bool:
         """Evaluate and report; False if some rank was asked to stop meanwhile, or could not read."""
-        if self.feed.valid is None:
+        if self.loaders.valid is None:
             return True
         started = time.perf_counter()
         train = self.recipe.train
-        batches = HeldOut(self.feed.valid(), (train.micro_batch_size, self.recipe.model.seq_length))
+        batches = HeldOut(self.loaders.valid(), (train.micro_batch_size, self.recipe.model.seq_length))
         loss = self.engine.evaluate(
             batches, train.eval_iters, lambda: self.stop.requested or batches.failure is not None
         )
@@ -251,7 +251,7 @@ class Loop:
                 consumed_samples=progress.consumed_samples,
                 consumed_tokens=progress.consumed_tokens,
                 eval_seconds=time.perf_counter() - started,
-                valid_bits_per_byte=self.feed.bits_per_byte(loss),
+                valid_bits_per_byte=self.loaders.bits_per_byte(loss),
             )
         )
         return True
@@ -269,7 +269,7 @@ class Loop:
         self.saver.save(sharded_state(self.engine, progress), info)
         self.waited[progress.step] = time.perf_counter() - started
 
-    def _hear(self, reports: list[SaveReport]) -> None:
+    def _report_saves(self, reports: list[SaveReport]) -> None:
         for report in reports:
             if report.path is None:
                 self.failed_saves[report.step] = report.error or "unknown"
@@ -285,7 +285,7 @@ class Loop:
             self.tracker.note(note)
 
     def _finish(self, step: int) -> None:
-        self._hear(self.saver.wait())
+        self._report_saves(self.saver.wait())
         if step in self.failed_saves:
             raise UserError(
                 f"the checkpoint of the last step, {step}, could not be written: {self.failed_saves[step]}",

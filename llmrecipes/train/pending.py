@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from llmrecipes.engine.megatron.world import World
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.jsonl import parse
-from llmrecipes.train.world import World
 
 
 def is_evaluated(step: int, recipe: Recipe) -> bool:

@@ -9,8 +9,8 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from llmrecipes.engine.megatron.engine import Batch
 from llmrecipes.errors import UserError
-from llmrecipes.train.engine import Batch
 
 
 class ReadAhead:

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmrecipes.checkpoint.retention import LEAST_KEPT
-from llmrecipes.cluster import Cluster
 from llmrecipes.console import console, number
 from llmrecipes.data.prepared import Prepared
-from llmrecipes.model.gpt import BuiltModel
+from llmrecipes.engine.megatron.model.gpt import BuiltModel
+from llmrecipes.engine.megatron.state import Progress
+from llmrecipes.engine.megatron.world import World
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
@@ -19,8 +21,6 @@ from llmrecipes.tracking.events import Note
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.train.loop import NoTracker, Tracker
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.train.state import Progress
-from llmrecipes.train.world import World
 
 
 def describe(

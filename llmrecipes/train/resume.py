@@ -8,14 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llmrecipes.checkpoint.loader import load
 from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry
+from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.engine.megatron.state import Progress, restore, sharded_state
+from llmrecipes.engine.megatron.world import World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.tracking.events import Note
-from llmrecipes.train.engine import MegatronEngine
 from llmrecipes.train.history import move_aside, require_none_saved
-from llmrecipes.train.state import Progress, restore, sharded_state
-from llmrecipes.train.world import World
 
 logger = logging.getLogger(__name__)
 

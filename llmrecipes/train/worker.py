@@ -23,23 +23,23 @@ def run(spec: RunSpec) -> ExitCode:
     # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
     from llmrecipes.checkpoint.store import CheckpointStore
-    from llmrecipes.cluster import detect
     from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.engine.megatron.engine import MegatronEngine
+    from llmrecipes.engine.megatron.model.gpt import build
+    from llmrecipes.engine.megatron.platform import select
+    from llmrecipes.engine.megatron.world import join
     from llmrecipes.faults.signals import catch_signals
-    from llmrecipes.model.gpt import build
+    from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
-    from llmrecipes.platform import select
     from llmrecipes.recipe.load import recipe_hash
-    from llmrecipes.train.closing import close
     from llmrecipes.train.debug import anomaly_mode, profiled
-    from llmrecipes.train.engine import MegatronEngine
-    from llmrecipes.train.feed import one_batch_forever, open_feed
     from llmrecipes.train.folder import require_there, stop_when_deleted
+    from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, Outcome
     from llmrecipes.train.pending import evaluation_due
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import resume
-    from llmrecipes.train.world import join
+    from llmrecipes.train.summary import close
 
     recipe = spec.recipe
     platform = select(int(os.environ.get("LOCAL_RANK", "0")))
@@ -49,9 +49,9 @@ def run(spec: RunSpec) -> ExitCode:
         world = stack.enter_context(join(platform, recipe.train.seed, recipe.parallelism))
         plan = derive(recipe, world.size, cluster)
         prepared = open_prepared(recipe, spec.data_dir)
-        feed = open_feed(recipe, prepared, world, pin_memory=platform.name == "cuda")
+        loaders = open_loaders(recipe, prepared, world, pin_memory=platform.name == "cuda")
         if spec.overfit_batch:
-            feed = one_batch_forever(feed, plan.num_microbatches)
+            loaders = one_batch_forever(loaders, plan.num_microbatches)
         store = CheckpointStore(spec.run_dir / "checkpoints")
         stop = stack.enter_context(catch_signals(lambda: _newest(store)))
         built = build(recipe, plan, platform)
@@ -89,7 +89,7 @@ def run(spec: RunSpec) -> ExitCode:
             plan=plan,
             engine=engine,
             world=world,
-            feed=feed,
+            loaders=loaders,
             tracker=tracker,
             saver=saver,
             stop=stop,
@@ -107,7 +107,7 @@ def run(spec: RunSpec) -> ExitCode:
         require_there(spec.run_dir, world, lambda: tracker.close("FAILED"))
         # The progress display ends before anything else is printed.
         tracker.close("FINISHED" if outcome is Outcome.FINISHED else "KILLED")
-        with engine.settled():
+        with engine.params_synced():
             if world.is_first and outcome is Outcome.FINISHED:
                 close(spec, prepared, loop)
     return outcome.value

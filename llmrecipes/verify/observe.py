@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmrecipes.model.gpt import BuiltModel
+from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
+from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.plan.derive import Plan
-from llmrecipes.train.engine import Batch, MegatronEngine
 from llmrecipes.verify import replicas, shards
 from llmrecipes.verify.spec import Record, ReplicaDifference, Step
 
@@ -76,7 +76,7 @@ def observe(
             kept = number
             shards.write(folder / BEFORE / file, snapshot.before)
             shards.write(folder / GRADIENTS / file, snapshot.gradients)
-    with engine.settled():
+    with engine.params_synced():
         final = shards.weights(engine.modules)
     apart = apart or _replicas(final, iters)
     shards.write(folder / FINAL / file, final)

@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel
 
-from llmrecipes.model.gpt import RecipeGPTModel
-from llmrecipes.model.init import global_name
+from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
+from llmrecipes.engine.megatron.model.init import global_name
 
 
 class Shard(NamedTuple):

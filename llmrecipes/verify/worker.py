@@ -13,8 +13,8 @@ from llmrecipes.verify.scale import first_beyond
 from llmrecipes.verify.spec import Record, Step, VerifySpec
 
 if TYPE_CHECKING:
-    from llmrecipes.platform import Platform
-    from llmrecipes.train.world import World
+    from llmrecipes.engine.megatron.platform import Platform
+    from llmrecipes.engine.megatron.world import World
 
 
 def run(spec: VerifySpec) -> ExitCode:
@@ -24,8 +24,8 @@ def run(spec: VerifySpec) -> ExitCode:
         UserError: what the user can mend.
     """
     # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
-    from llmrecipes.platform import select
-    from llmrecipes.train.world import join
+    from llmrecipes.engine.megatron.platform import select
+    from llmrecipes.engine.megatron.world import join
 
     platform = select(int(os.environ.get("LOCAL_RANK", "0")))
     platform.install()
@@ -36,20 +36,20 @@ def run(spec: VerifySpec) -> ExitCode:
 
 def train(spec: VerifySpec, world: World, platform: Platform) -> None:
     """Train as the spec says, and write this rank's part of the record."""
-    from llmrecipes.cluster import detect
     from llmrecipes.data.prepared import open_prepared
-    from llmrecipes.model.gpt import build
+    from llmrecipes.engine.megatron.engine import MegatronEngine
+    from llmrecipes.engine.megatron.model.gpt import build
+    from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
-    from llmrecipes.train.engine import MegatronEngine
-    from llmrecipes.train.feed import open_feed
+    from llmrecipes.train.loaders import open_loaders
     from llmrecipes.verify.observe import observe
 
     recipe = spec.recipe
     plan = derive(recipe, world.size, detect())
-    feed = open_feed(recipe, open_prepared(recipe, spec.data_dir), world, pin_memory=False)
+    loaders = open_loaders(recipe, open_prepared(recipe, spec.data_dir), world, pin_memory=False)
     built = build(recipe, plan, platform)
     engine = MegatronEngine(recipe, plan, built, platform)
-    with closing(feed.train(0)) as batches:
+    with closing(loaders.train(0)) as batches:
         record = observe(engine, built, plan, batches, spec.iters, spec.folder, _keep(spec))
     if world.is_first:
         record.write(spec.folder)

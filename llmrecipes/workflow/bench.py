@@ -10,10 +10,10 @@ from pathlib import Path
 import yaml
 
 from llmrecipes.bench.spec import ANSWER, BenchSpec
-from llmrecipes.cluster import detect
-from llmrecipes.clusters.load import clusters_dir, load_profile
-from llmrecipes.clusters.profile import Measured
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import detect
+from llmrecipes.hardware.load import clusters_dir, load_profile
+from llmrecipes.hardware.profile import Measured
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import from_slurm
 from llmrecipes.plan.derive import default_world_size, derive

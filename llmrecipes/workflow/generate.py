@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmrecipes.cluster import detect
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Parallelism
 from llmrecipes.workflow.recorded import run_recipe
@@ -42,14 +42,14 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     Raises:
         UserError: no valid checkpoint, no tokenizer, or a prompt that cannot be continued.
     """
-    from llmrecipes.checkpoint.loader import load
     from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.data.prepared import open_prepared
-    from llmrecipes.generate import Sampling, generate
-    from llmrecipes.model.gpt import build
-    from llmrecipes.platform import select
-    from llmrecipes.train.state import load_model, model_state
-    from llmrecipes.train.world import join
+    from llmrecipes.engine.megatron.checkpoint.loader import load
+    from llmrecipes.engine.megatron.generate import Sampling, generate
+    from llmrecipes.engine.megatron.model.gpt import build
+    from llmrecipes.engine.megatron.platform import select
+    from llmrecipes.engine.megatron.state import load_model, model_state
+    from llmrecipes.engine.megatron.world import join
 
     recipe = run_recipe(run_dir)
     entry = CheckpointStore(run_dir / "checkpoints").latest_valid()

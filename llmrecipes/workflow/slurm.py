@@ -20,16 +20,16 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from llmrecipes.clusters.load import load_profile
-from llmrecipes.clusters.machine import machine
 from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.machine import machine
 from llmrecipes.launch.environment import environment, missing
 from llmrecipes.launch.ranks import from_slurm
 from llmrecipes.recipe.load import load
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
-from llmrecipes.workflow.train import Places, Wishes, finished, new_spec
+from llmrecipes.workflow.train import Paths, TrainOptions, finished, new_spec
 
 JOB, OUTCOME = "job.json", "outcome"
 MAX_RESTARTS = 100
@@ -58,8 +58,8 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     Raises:
         UserError: the run cannot go on, with `ExitCode.STOP` where it is restarted for nothing.
     """
-    from llmrecipes.cluster import detect
     from llmrecipes.data.prepare import prepare
+    from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.check import check
     from llmrecipes.plan.derive import derive
 
@@ -69,16 +69,16 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     cluster = detect().times(arguments.nodes) if profile is None else machine(profile, arguments.nodes)
     plan = derive(recipe, ranks, cluster)
     check(recipe, plan, cluster)
-    places = Places(arguments.runs_dir, arguments.data_dir)
-    wishes = Wishes(run_id=arguments.run_id, sample=False, accept_changes=arguments.accept_changes)
-    spec = new_spec(recipe, places, wishes)
+    paths = Paths(arguments.runs_dir, arguments.data_dir)
+    options = TrainOptions(run_id=arguments.run_id, sample=False, accept_changes=arguments.accept_changes)
+    spec = new_spec(recipe, paths, options)
     if finished(spec.run_dir, recipe.train.train_iters):
         return None
     restart = int(there.get("SLURM_RESTART_COUNT") or 0)
     logs = spec.run_dir / "logs"
     job_id = there.get("SLURM_JOB_ID", "")
     require_progress(logs / STARTS, job_id, restart, newest_step(spec.run_dir), arguments.max_restarts)
-    prepare(recipe, places.data_dir, progress=lambda line: print(line, file=sys.stderr))
+    prepare(recipe, paths.data_dir, progress=lambda line: print(line, file=sys.stderr))
     tags = {
         "slurm.job_id": job_id,
         "slurm.restart_count": str(restart),

@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmrecipes.cluster import Cluster, detect
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.scaled import Scaled, scaled
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.workflow.train import Places, start
+from llmrecipes.workflow.train import Paths, start
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class SmokeResult:
         )
 
 
-def smoke(recipe: Recipe, places: Places, nproc: int | None, say: Callable[[str], None]) -> SmokeResult:
+def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Callable[[str], None]) -> SmokeResult:
     """Rehearse a recipe here.
 
     Args:
         recipe: the full recipe; its proxy is what runs.
-        places: where runs and data are kept.
+        paths: where runs and data are kept.
         nproc: ranks; None for `default_world_size` of the small recipe.
-        say: receives one line for each thing that takes time.
+        log: receives one line for each thing that takes time.
 
     Raises:
         UserError: the proxy does not run here either, or a rehearsal ended with an error.
@@ -88,18 +88,18 @@ def smoke(recipe: Recipe, places: Places, nproc: int | None, say: Callable[[str]
     check(small, plan, cluster)
     from llmrecipes.data.prepare import prepare
 
-    prepare(small, places.data_dir, progress=say)
-    folder = places.runs_dir / small.name
+    prepare(small, paths.data_dir, progress=log)
+    folder = paths.runs_dir / small.name
     half = small.train.train_iters // 2
-    whole = _spec(small, folder / "uninterrupted", places)
-    cut = _spec(small, folder / "resumed", places)
+    whole = _spec(small, folder / "uninterrupted", paths)
+    cut = _spec(small, folder / "resumed", paths)
     starts = (
         ("uninterrupted", whole, ExitCode.DONE),
         (f"stopped at step {half}", cut.model_copy(update={"stop_after": half}), ExitCode.REQUEUE),
         ("resumed", cut, ExitCode.DONE),
     )
     for what, spec, expected in starts:
-        say(f"smoke {recipe.name}: {what}")
+        log(f"smoke {recipe.name}: {what}")
         _run(spec, ranks, cluster, expected)
     one, other = (_metrics(spec.run_dir) for spec in (whole, cut))
     different = (a["step"] for a, b in zip(one, other, strict=True) if _numbers(a) != _numbers(b))
@@ -116,10 +116,10 @@ def smoke(recipe: Recipe, places: Places, nproc: int | None, say: Callable[[str]
     )
 
 
-def _spec(recipe: Recipe, run_dir: Path, places: Places) -> RunSpec:
+def _spec(recipe: Recipe, run_dir: Path, paths: Paths) -> RunSpec:
     shutil.rmtree(run_dir, ignore_errors=True)
     (run_dir / "logs").mkdir(parents=True)
-    return RunSpec(recipe=recipe, run_dir=run_dir, runs_dir=places.runs_dir, data_dir=places.data_dir, sample=False)
+    return RunSpec(recipe=recipe, run_dir=run_dir, runs_dir=paths.runs_dir, data_dir=paths.data_dir, sample=False)
 
 
 def _run(spec: RunSpec, ranks: int, cluster: Cluster, expected: ExitCode) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmrecipes.clusters.load import load_profile, names
-from llmrecipes.clusters.machine import machine
-from llmrecipes.clusters.profile import Profile
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.load import load_profile, names
+from llmrecipes.hardware.machine import machine
+from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch import slurm
 from llmrecipes.launch.kubernetes import objects
 from llmrecipes.launch.kubernetes.options import Options as KubernetesOptions
@@ -20,7 +20,7 @@ from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import load, recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.train import Places, Wishes, checked_run_id, new_run_id, new_spec, take_back
+from llmrecipes.workflow.train import Paths, TrainOptions, checked_run_id, new_run_id, new_spec, remove_empty_run_dir
 
 SLURM_SCRIPT = Path(__file__).parents[2] / "slurm" / "train.sbatch"
 
@@ -94,7 +94,7 @@ def plan_for(
 
 
 def submit_slurm(
-    planned: Planned, places: Places, options: slurm.Options, run_id: str | None, dry_run: bool
+    planned: Planned, paths: Paths, options: slurm.Options, run_id: str | None, dry_run: bool
 ) -> Submitted:
     """Render the sbatch command, and run it unless this is a dry run.
 
@@ -102,20 +102,20 @@ def submit_slurm(
         UserError: a value that Slurm cannot take, no sbatch here, or Slurm's refusal.
     """
     run_id = new_run_id() if run_id is None else checked_run_id(run_id)
-    runs_dir, data_dir = places.runs_dir.resolve(), places.data_dir.resolve()
+    runs_dir, data_dir = paths.runs_dir.resolve(), paths.data_dir.resolve()
     run_dir = runs_dir / planned.recipe.name / run_id
     request = slurm.Request(planned.asked, planned.cluster, planned.nodes, run_id, runs_dir, data_dir, run_dir)
     words = slurm.command(request, planned.plan, planned.profile, options, SLURM_SCRIPT)
     job_id = None
     if not dry_run:
         require_program(words[0], "--dry-run prints the command; make train runs the recipe here")
-        wishes = Wishes(run_id=run_id, accept_changes=options.accept_changes)
+        start = TrainOptions(run_id=run_id, accept_changes=options.accept_changes)
         # Also makes the folder of the log.
-        spec = new_spec(planned.recipe, Places(runs_dir, data_dir), wishes)
+        spec = new_spec(planned.recipe, Paths(runs_dir, data_dir), start)
         try:
             job_id = submit(words).partition(";")[0]
         except UserError:
-            take_back(spec)
+            remove_empty_run_dir(spec)
             raise
     return Submitted(words, planned, run_id, run_dir, job_id)
 

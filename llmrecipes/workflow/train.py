@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmrecipes.cluster import Cluster, detect
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
+from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.local import Grace, run_ranks
 from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.check import check
@@ -19,7 +19,7 @@ from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.fixes import multiples
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.status import read
-from llmrecipes.tracking.wandb_sink import require_library
+from llmrecipes.tracking.wandb.sink import require_library
 from llmrecipes.train.history import require_complete
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.overfit import one_batch_recipe
@@ -30,7 +30,7 @@ RUN_ID = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-"
 
 
 @dataclass(frozen=True)
-class Places:
+class Paths:
     """Where things are kept."""
 
     runs_dir: Path
@@ -38,7 +38,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class TrainOptions:
     """What the command line asks for beside the recipe."""
 
     nproc: int | None = None
@@ -58,14 +58,14 @@ class Wishes:
     """Move what the run has recorded out of the way, and start at step 0."""
 
 
-def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], None]) -> int:
+def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Callable[[str], None]) -> int:
     """Run a recipe on this machine, or its part of one on several machines, or go on with a run.
 
     Args:
         recipe: the resolved recipe.
-        places: where runs and data are kept.
-        wishes: ranks, run id and debugging.
-        say: receives one line for each thing that takes time.
+        paths: where runs and data are kept.
+        options: ranks, run id and debugging.
+        log: receives one line for each thing that takes time.
 
     Returns:
         The exit code.
@@ -73,44 +73,44 @@ def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], N
     Raises:
         UserError: nothing was started.
     """
-    if wishes.node is not None and wishes.run_id is None:
+    if options.node is not None and options.run_id is None:
         raise UserError(
             "several nodes without --run-id", rule="all nodes work in one directory", fix="--run-id my-run-1"
         )
-    if wishes.node is not None and wishes.max_restarts:
+    if options.node is not None and options.max_restarts:
         raise UserError(
-            f"{wishes.max_restarts} on several nodes", where="--max-restarts",
+            f"{options.max_restarts} on several nodes", where="--max-restarts",
             rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
-    if wishes.from_scratch and wishes.run_id is None:
+    if options.from_scratch and options.run_id is None:
         raise UserError("--from-scratch without --run-id", rule="a run without an id is a new one", fix="leave it out")
-    if wishes.overfit_batch:
+    if options.overfit_batch:
         recipe = one_batch_recipe(recipe)
-    nodes = 1 if wishes.node is None else wishes.node.nodes
+    nodes = 1 if options.node is None else options.node.nodes
     cluster = detect().times(nodes)
-    ranks = max(nodes, default_world_size(recipe, cluster)) if wishes.nproc is None else wishes.nproc
+    ranks = max(nodes, default_world_size(recipe, cluster)) if options.nproc is None else options.nproc
     _require_even_nodes(ranks, nodes)
-    if wishes.cluster is not None:
-        _set_environment_of(wishes.cluster, recipe, ranks, cluster, nodes)
+    if options.cluster is not None:
+        _set_environment_of(options.cluster, recipe, ranks, cluster, nodes)
     check(recipe, derive(recipe, ranks, cluster), cluster)
     require_library(recipe)
-    spec = new_spec(recipe, places, wishes)
-    if wishes.node is not None and not wishes.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
-        say(f"{spec.run_dir} has done all its steps")  # and the other nodes, which would be waited for, are gone
+    spec = new_spec(recipe, paths, options)
+    if options.node is not None and not options.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
+        log(f"{spec.run_dir} has done all its steps")  # and the other nodes, which would be waited for, are gone
         return int(ExitCode.DONE)
     from llmrecipes.data.prepare import prepare
 
     try:
-        prepare(recipe, places.data_dir, progress=say)
+        prepare(recipe, paths.data_dir, progress=log)
     except (UserError, StoppedEarly):
-        take_back(spec)
+        remove_empty_run_dir(spec)
         raise
-    if wishes.max_restarts == 0:
-        return start(spec, ranks, cluster, wishes.node)
-    return _start_again(spec, ranks, cluster, wishes.max_restarts, say)
+    if options.max_restarts == 0:
+        return start(spec, ranks, cluster, options.node)
+    return _start_again(spec, ranks, cluster, options.max_restarts, log)
 
 
-def _start_again(spec: RunSpec, ranks: int, cluster: Cluster, max_restarts: int, say: Callable[[str], None]) -> int:
+def _start_again(spec: RunSpec, ranks: int, cluster: Cluster, max_restarts: int, log: Callable[[str], None]) -> int:
     """Start ranks, and after a fault start all of them again; they go on from the newest checkpoint.
 
     Raises:
@@ -125,36 +125,36 @@ def _start_again(spec: RunSpec, ranks: int, cluster: Cluster, max_restarts: int,
             return code
         step = newest_step(spec.run_dir)
         require_progress(record, job, restart + 1, step, max_restarts)
-        say(f"the ranks ended with {code}; restart {restart + 1} of {max_restarts}, from step {step}")
+        log(f"the ranks ended with {code}; restart {restart + 1} of {max_restarts}, from step {step}")
     raise AssertionError("the last restart returns")
 
 
-def new_spec(recipe: Recipe, places: Places, wishes: Wishes) -> RunSpec:
+def new_spec(recipe: Recipe, paths: Paths, options: TrainOptions) -> RunSpec:
     """What the ranks are told, once the run's directory is known to be there, to be writable, and to be this recipe's.
 
     Raises:
         UserError: it is not.
     """
-    run_id = new_run_id() if wishes.run_id is None else checked_run_id(wishes.run_id)
-    run_dir = places.runs_dir / recipe.name / run_id
-    if not wishes.from_scratch:
+    run_id = new_run_id() if options.run_id is None else checked_run_id(options.run_id)
+    run_dir = paths.runs_dir / recipe.name / run_id
+    if not options.from_scratch:
         require_complete(run_dir)
-        require_same_recipe(recipe, run_dir, places.data_dir, accept=wishes.accept_changes)
+        require_same_recipe(recipe, run_dir, paths.data_dir, accept=options.accept_changes)
     _require_writable(run_dir)
     return RunSpec(
         recipe=recipe,
         run_dir=run_dir,
-        runs_dir=places.runs_dir,
-        data_dir=places.data_dir,
-        overfit_batch=wishes.overfit_batch,
-        anomaly=wishes.anomaly,
-        profile_steps=wishes.profile_steps,
-        sample=wishes.sample,
-        from_scratch=wishes.from_scratch,
+        runs_dir=paths.runs_dir,
+        data_dir=paths.data_dir,
+        overfit_batch=options.overfit_batch,
+        anomaly=options.anomaly,
+        profile_steps=options.profile_steps,
+        sample=options.sample,
+        from_scratch=options.from_scratch,
     )
 
 
-def take_back(spec: RunSpec) -> None:
+def remove_empty_run_dir(spec: RunSpec) -> None:
     """Remove the folders that `new_spec` made, up to the first with something in it: what never began is no run."""
     for folder in (spec.run_dir / "logs", spec.run_dir, spec.run_dir.parent, spec.runs_dir):
         try:
@@ -248,8 +248,8 @@ def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, no
     Raises:
         UserError: no such profile, this machine is not of its kind, or the run does not fit there.
     """
-    from llmrecipes.clusters.load import load_profile
-    from llmrecipes.clusters.machine import machine
+    from llmrecipes.hardware.load import load_profile
+    from llmrecipes.hardware.machine import machine
     from llmrecipes.launch.environment import environment, missing
 
     profile = load_profile(name)

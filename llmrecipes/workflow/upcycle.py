@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmrecipes.cluster import Cluster, detect
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import recipe_hash, to_yaml
@@ -21,7 +21,7 @@ from llmrecipes.tracking.status import StatusSink
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import CheckpointStore, Entry
-    from llmrecipes.train.engine import MegatronEngine
+    from llmrecipes.engine.megatron.engine import MegatronEngine
 
 ORIGIN = "upcycled.json"
 
@@ -125,13 +125,13 @@ def _require_memory(dense: Plan, moe: Plan, cluster: Cluster) -> None:
 def _convert(
     entry: Entry, dense: Recipe, moe: Recipe, plans: tuple[Plan, Plan], store: CheckpointStore, result: Recipe
 ) -> None:
-    from llmrecipes.checkpoint.loader import load
-    from llmrecipes.model.gpt import build
-    from llmrecipes.model.upcycle import copy_into_experts
-    from llmrecipes.platform import select
-    from llmrecipes.train.engine import MegatronEngine
-    from llmrecipes.train.state import load_model, model_state
-    from llmrecipes.train.world import join
+    from llmrecipes.engine.megatron.checkpoint.loader import load
+    from llmrecipes.engine.megatron.engine import MegatronEngine
+    from llmrecipes.engine.megatron.model.gpt import build
+    from llmrecipes.engine.megatron.model.upcycle import copy_into_experts
+    from llmrecipes.engine.megatron.platform import select
+    from llmrecipes.engine.megatron.state import load_model, model_state
+    from llmrecipes.engine.megatron.world import join
 
     platform = select()
     platform.install()
@@ -148,7 +148,7 @@ def _convert(
 def _save(engine: MegatronEngine, store: CheckpointStore, result: Recipe) -> None:
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
-    from llmrecipes.train.state import Progress, sharded_state
+    from llmrecipes.engine.megatron.state import Progress, sharded_state
 
     info = CheckpointInfo(
         step=0,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmrecipes.cluster import Cluster, detect
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, derive
@@ -21,13 +21,13 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.verify.result import PARAMETERS, REPLICAS, FirstDifference, FirstTensor, Result, first_differing_step
 from llmrecipes.verify.spec import Record, VerifySpec
 from llmrecipes.verify.subject import reference, subject
-from llmrecipes.workflow.train import Places, new_run_id
+from llmrecipes.workflow.train import Paths, new_run_id
 
 MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Question:
+class VerifyOptions:
     """What the command line asks."""
 
     iters: int = 5
@@ -60,44 +60,42 @@ def start_ranks(spec: VerifySpec, ranks: int, cluster: Cluster) -> None:
 
 def verify(
     recipe: Recipe,
-    places: Places,
-    question: Question,
-    say: Callable[[str], None],
+    paths: Paths,
+    options: VerifyOptions,
+    log: Callable[[str], None],
     train_layout: Callable[[VerifySpec, int, Cluster], None] = start_ranks,
 ) -> Verification:
     """Train a recipe's small version in one process and in its layout, and compare.
 
     Args:
         recipe: the full recipe.
-        places: where runs and data are kept; `<runs>/<recipe>-verify/<id>/` receives verify.json and verify.svg.
-        question: steps, tolerance and ranks.
-        say: receives one line for each thing that takes time.
+        paths: where runs and data are kept; `<runs>/<recipe>-verify/<id>/` receives verify.json and verify.svg.
+        options: steps, tolerance and ranks.
+        log: receives one line for each thing that takes time.
         train_layout: trains as the spec says, on a number of ranks.
 
     Raises:
         UserError: the layout cannot run here, the reference's numbers are not finite, or a rank ended with an error.
     """
-    if not 0 < question.tolerance < math.inf:
-        raise UserError(
-            f"{question.tolerance:g}", where="--tolerance", rule="a relative difference above 0", fix="1e-5"
-        )
+    if not 0 < options.tolerance < math.inf:
+        raise UserError(f"{options.tolerance:g}", where="--tolerance", rule="a relative difference above 0", fix="1e-5")
     cluster = detect()
-    small = subject(recipe, question.iters, cluster.device)
-    plan = _plan(small, question.nproc, cluster)
+    small = subject(recipe, options.iters, cluster.device)
+    plan = _plan(small, options.nproc, cluster)
     one = reference(small, plan.data_parallel_size)
     for what, of in ((small, plan), (one, derive(one, 1, cluster))):
         check(what, of, cluster)
     from llmrecipes.data.prepare import prepare
 
-    prepare(small, places.data_dir, progress=say)
-    folder = places.runs_dir / f"{recipe.name}-verify" / new_run_id()
+    prepare(small, paths.data_dir, progress=log)
+    folder = paths.runs_dir / f"{recipe.name}-verify" / new_run_id()
     (folder / "logs").mkdir(parents=True)
-    common = {"data_dir": places.data_dir, "iters": question.iters, "tolerance": question.tolerance}
+    common = {"data_dir": paths.data_dir, "iters": options.iters, "tolerance": options.tolerance}
     alone = VerifySpec(recipe=one, folder=folder / "one", **common)  # type: ignore[arg-type]
     spread = VerifySpec(recipe=small, folder=folder / "layout", reference=alone.folder, **common)  # type: ignore[arg-type]
-    say(f"verify {recipe.name}: {question.iters} steps in one process")
+    log(f"verify {recipe.name}: {options.iters} steps in one process")
     _alone(alone, cluster)
-    say(f"verify {recipe.name}: the same on {plan.world_size} ranks")
+    log(f"verify {recipe.name}: the same on {plan.world_size} ranks")
     spread.folder.mkdir()
     train_layout(spread, plan.world_size, cluster)
     result = _compare(recipe.name, alone, spread, cluster, _scaled(recipe, small, plan))

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from llmrecipes.model.gpt import BuiltModel
-from llmrecipes.platform import select
+from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.engine.megatron.model.gpt import BuiltModel
+from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.world import model_parallel
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.engine import MegatronEngine
 from llmrecipes.train.resume import Start
-from llmrecipes.train.world import model_parallel
 from llmrecipes.verify.spec import VerifySpec
 from llmrecipes.verify.worker import train
 from tests.dist.training import Outcome
@@ -60,7 +60,7 @@ def _norms_not_reduced(patch: Patch) -> None:
 
 
 def _loss_over_micro_batches(patch: Patch) -> None:
-    from llmrecipes.train import engine
+    from llmrecipes.engine.megatron import engine
 
     whole = engine._sum_over_tokens
 
@@ -83,7 +83,7 @@ def _micro_batch_dropped(patch: Patch) -> None:
 
 
 def _replicas_averaged(patch: Patch) -> None:
-    from llmrecipes.train import engine
+    from llmrecipes.engine.megatron import engine
 
     finalize = engine.finalize_model_grads
 
@@ -99,12 +99,12 @@ def _chunks_in_order(patch: Patch) -> None:
     def contiguous(batch: dict[str, torch.Tensor], size: int, rank: int) -> dict[str, torch.Tensor]:
         return {name: tensor.chunk(size, dim=1)[rank] for name, tensor in batch.items()}
 
-    patch.setattr("llmrecipes.train.engine.own_chunks", contiguous)
+    patch.setattr("llmrecipes.engine.megatron.engine.own_chunks", contiguous)
 
 
 def _to_routers(change: Callable[[torch.nn.Parameter], None]) -> Callable[[Patch], None]:
     def fault(patch: Patch) -> None:
-        from llmrecipes.model import gpt
+        from llmrecipes.engine.megatron.model import gpt
 
         build = gpt.build
 
@@ -131,7 +131,7 @@ def _own_gradient(weight: torch.nn.Parameter) -> None:
 
 
 def _twice_the_rate(patch: Patch) -> None:
-    from llmrecipes.train import engine
+    from llmrecipes.engine.megatron import engine
 
     plain = engine._optimizer_config
 

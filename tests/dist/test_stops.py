@@ -14,7 +14,7 @@ from llmrecipes.faults.numerics import NonFinite
 from llmrecipes.train.finite import require_finite
 from llmrecipes.train.reading import first_failure
 from tests.dist.table import Row
-from tests.dist.training import feed, training
+from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
 
 pytestmark = pytest.mark.dist
@@ -34,7 +34,7 @@ def poisoned(row: Row) -> list[str]:
                 engine.modules[-1].decoder.layers[-1].mlp.linear_fc1.weight[2, 3] = math.nan
         said = "nothing"
         try:
-            require_finite(7, engine.train_step(feed(row.recipe, world)), engine, world)
+            require_finite(7, engine.train_step(loaders(row.recipe, world)), engine, world)
         except NonFinite as error:
             said = f"{error.code} {error}"
         everyones: list[str] = [""] * world.size
@@ -45,11 +45,11 @@ def poisoned(row: Row) -> list[str]:
 def stopping(row: Row) -> list[bool]:
     """Whether each rank hears of a stop that the last one was asked for: before and after, training and evaluating."""
     with training(row.recipe) as (engine, world):
-        batches, last = feed(row.recipe, world), world.rank == world.size - 1
+        batches, last = loaders(row.recipe, world), world.rank == world.size - 1
         heard = [engine.train_step(batches, stop=partial(bool, asked and last)).stop for asked in (False, True)]
         for asked in (False, True):
-            with engine.settled():
-                loss = engine.evaluate(feed(row.recipe, world), 2, partial(bool, asked and last))
+            with engine.params_synced():
+                loss = engine.evaluate(loaders(row.recipe, world), 2, partial(bool, asked and last))
             heard.append(loss is None)
         everyones: list[list[bool]] = [[]] * world.size
         dist.all_gather_object(everyones, heard)

@@ -12,15 +12,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llmrecipes.cli import run
+from llmrecipes.cli.app import run
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.verify.report import verdict
 from llmrecipes.verify.result import Result
 from llmrecipes.verify.scale import relative
-from llmrecipes.workflow.train import Places
-from llmrecipes.workflow.verify import Question, verify
+from llmrecipes.workflow.train import Paths
+from llmrecipes.workflow.verify import VerifyOptions, verify
 from tests.dist.faulty import DRIFT, DRIFTING, FAULTS, train_with
 from tests.dist.worlds import GlooWorld
 
@@ -76,8 +76,8 @@ def checked(worlds: dict[int, GlooWorld], corpus: Path, data_dir: Path, tmp_path
     ) -> Result:
         return verify(
             make(corpus, model, parallelism),
-            Places(tmp_path / "runs", data_dir),
-            Question(iters=iters, nproc=ranks),
+            Paths(tmp_path / "runs", data_dir),
+            VerifyOptions(iters=iters, nproc=ranks),
             lambda _line: None,
             lambda spec, size, _cluster: worlds[size].run(train_with, fault, spec),
         ).result
@@ -213,8 +213,8 @@ def test_the_command_says_so_by_its_exit_code(
 ) -> None:
     path = tmp_path / "checked.yaml"
     path.write_text(to_yaml(make(corpus, {}, TP2)), "utf-8")
-    places = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
-    common = ["verify", str(path), "train.train_iters=50", "--nproc", "2", "--iters", "2", *places]
+    paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
+    common = ["verify", str(path), "train.train_iters=50", "--nproc", "2", "--iters", "2", *paths]
     assert run([*common, "--json"]) == 0
     answer = json.loads(capfd.readouterr().out)
     assert list(answer) == [
@@ -257,7 +257,7 @@ def test_bad_input_is_one_message(
 def test_what_differs_on_purpose_is_refused(corpus: Path, tmp_path: Path) -> None:
     dropping = make(corpus, {**EXPERTS, "moe_expert_capacity_factor": 1.0}, TP2_EP2)
     with pytest.raises(UserError, match="2 ranks") as caught:
-        verify(dropping, Places(tmp_path, tmp_path), Question(), lambda _line: None)
+        verify(dropping, Paths(tmp_path, tmp_path), VerifyOptions(), lambda _line: None)
     assert "moe_expert_capacity_factor=null" in caught.value.fix
 
 

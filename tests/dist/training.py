@@ -17,15 +17,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.model.gpt import build
-from llmrecipes.model.init import global_name
+from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
+from llmrecipes.engine.megatron.model.gpt import build
+from llmrecipes.engine.megatron.model.init import global_name
+from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.state import Progress, sharded_state
+from llmrecipes.engine.megatron.world import World, model_parallel
 from llmrecipes.plan.derive import derive
-from llmrecipes.platform import select
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.engine import Batch, MegatronEngine
 from llmrecipes.train.resume import resume
-from llmrecipes.train.state import Progress, sharded_state
-from llmrecipes.train.world import World, model_parallel
 from llmrecipes.verify import replicas, shards
 from llmrecipes.verify.spec import ReplicaDifference
 from tests.dist.table import SAVED_AT, STEPS
@@ -103,7 +103,7 @@ def train(recipe: Recipe) -> Outcome | None:
 def save_midway(recipe: Recipe, folder: Path) -> None:
     """Train the first steps and write a checkpoint."""
     with training(recipe) as (engine, world):
-        batches = feed(recipe, world)
+        batches = loaders(recipe, world)
         for _ in range(SAVED_AT):
             engine.train_step(batches)
         samples = SAVED_AT * recipe.train.global_batch_size
@@ -116,7 +116,7 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
             recipe_hash="parity",
         )
         with AsyncSaver(CheckpointStore(folder), saver_group()) as saver:
-            with engine.settled():
+            with engine.params_synced():
                 saver.save(sharded_state(engine, progress), info)
                 saved = _everything(engine, world)
             (report,) = saver.wait()
@@ -149,16 +149,16 @@ def training(recipe: Recipe) -> Iterator[tuple[MegatronEngine, World]]:
             engine.close()
 
 
-def feed(recipe: Recipe, world: World, consumed: int = 0) -> Iterator[Batch]:
+def loaders(recipe: Recipe, world: World, consumed: int = 0) -> Iterator[Batch]:
     """Micro-batches of this rank."""
     return random_batches(recipe, consumed=consumed, rank=world.data_parallel_rank, ranks=world.data_parallel_size)
 
 
 def _run(engine: MegatronEngine, world: World, steps: int, consumed: int = 0) -> Outcome | None:
-    batches = feed(engine.recipe, world, consumed)
+    batches = loaders(engine.recipe, world, consumed)
     results = [engine.train_step(batches) for _ in range(steps)]
-    with engine.settled():
-        valid = engine.evaluate(feed(engine.recipe, world), 1)
+    with engine.params_synced():
+        valid = engine.evaluate(loaders(engine.recipe, world), 1)
         assert valid is not None
         tensors = _whole_tensors([module.sharded_state() for module in engine.modules], world)
         digests = replicas.gathered(replicas.digests(shards.weights(engine.modules)))

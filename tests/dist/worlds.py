@@ -206,8 +206,8 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from llmrecipes.platform import select
-    from llmrecipes.train.balance import _aux_losses
+    from llmrecipes.engine.megatron.balance import _aux_losses
+    from llmrecipes.engine.megatron.platform import select
 
     global _to_the_test
     _to_the_test = pipe

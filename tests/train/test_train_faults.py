@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes import cli
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.cluster import detect
+from llmrecipes.cli import app as cli
 from llmrecipes.console import setup_logging
+from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.hardware.cluster import detect
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.engine import MegatronEngine
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.train import start
 from tests.helpers import curve, lines, require_same_checkpoints, tiny_on, train_lines, write_recipe
@@ -39,8 +39,8 @@ def train(tmp_path: Path, corpus: Path, data_dir: Path, capfd: pytest.CaptureFix
 
     def run(*options: str, **sections: dict[str, Any]) -> tuple[int, str]:
         recipe = tiny_on(corpus, "faults", **sections)
-        places = ("--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir))
-        code = cli.run(["train", write_recipe(recipe, tmp_path), *options, "--run-id", "r", "--no-sample", *places])
+        paths = ("--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir))
+        code = cli.run(["train", write_recipe(recipe, tmp_path), *options, "--run-id", "r", "--no-sample", *paths])
         captured = capfd.readouterr()
         assert "Traceback" not in captured.err
         return code, captured.out + captured.err

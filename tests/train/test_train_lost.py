@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from llmrecipes import cli
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.cli import app as cli
+from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.engine.megatron.schedule import learning_rate
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train import folder
-from llmrecipes.train.engine import MegatronEngine
 from llmrecipes.train.history import require_complete
-from llmrecipes.train.schedule import learning_rate
 from llmrecipes.workflow import slurm
 from llmrecipes.workflow.recorded import require_same_recipe
 from tests.helpers import curve, lines, tiny_on, train_lines, write_recipe
@@ -33,8 +33,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Pa
     """A folder with a recipe and its run `runs/lost/r`: 12 steps, checkpoints at 4, 8 and 12."""
     folder = tmp_path_factory.mktemp("lost")
     recipe = write_recipe(tiny_on(corpus, "lost", checkpoint=CHECKPOINTS), folder)
-    places = ["--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)]
-    assert cli.run(["train", recipe, "--run-id", "r", "--no-sample", *places]) == 0
+    paths = ["--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)]
+    assert cli.run(["train", recipe, "--run-id", "r", "--no-sample", *paths]) == 0
     return folder
 
 
@@ -50,8 +50,8 @@ def train(trained: Path, tmp_path: Path, data_dir: Path, capfd: pytest.CaptureFi
     """`llmrecipes train` of the copy with more arguments; exit code and what was printed."""
 
     def run(*more: str) -> tuple[int, str]:
-        places = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
-        code = cli.run(["train", str(trained / "lost.yaml"), *more, "--run-id", "r", "--no-sample", *places])
+        paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
+        code = cli.run(["train", str(trained / "lost.yaml"), *more, "--run-id", "r", "--no-sample", *paths])
         captured = capfd.readouterr()
         assert "Traceback" not in captured.err
         return code, captured.out + captured.err
@@ -160,8 +160,8 @@ def test_a_slurm_job_of_such_a_run_ends_with_93(
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "SLURM_JOB_ID": "7"})
     break_manifests(run_dir)
-    places = ["--runs-dir", str(run_dir.parents[1]), "--data-dir", str(data_dir)]
-    job = ["begin", "--nodes", "1", "--ranks-per-node", "1", "--run-id", "r", *places, str(trained / "lost.yaml")]
+    paths = ["--runs-dir", str(run_dir.parents[1]), "--data-dir", str(data_dir)]
+    job = ["begin", "--nodes", "1", "--ranks-per-node", "1", "--run-id", "r", *paths, str(trained / "lost.yaml")]
     assert slurm.main(job) == ExitCode.STOP
 
 

@@ -17,9 +17,9 @@ def test_two_nodes_train_as_one(corpus: Path, data_dir: Path, tmp_path: Path) ->
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
-    places = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir), "--no-sample"]
-    finish(start_command("train", recipe, *places, "--run-id", "one", "--nproc", "2"), 0)
-    command = ["train", recipe, *places, "--run-id", "two", "--nnodes", "2", "--rdzv", rendezvous, "--node-rank"]
+    paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir), "--no-sample"]
+    finish(start_command("train", recipe, *paths, "--run-id", "one", "--nproc", "2"), 0)
+    command = ["train", recipe, *paths, "--run-id", "two", "--nnodes", "2", "--rdzv", rendezvous, "--node-rank"]
     nodes = [start_command(*command, str(number)) for number in range(2)]
     printed = [finish(process, 0) for process in nodes]
     runs = tmp_path / "runs" / "tiny"

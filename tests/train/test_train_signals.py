@@ -47,8 +47,8 @@ class Runs:
         return self._runs_dir / "signals" / run_id
 
     def start(self, run_id: str, ranks: int = 1, *options: str) -> subprocess.Popen[str]:
-        places = ("--runs-dir", str(self._runs_dir), "--data-dir", str(self._data_dir))
-        words = ("--run-id", run_id, "--nproc", str(ranks), "--no-sample", *places, *options)
+        paths = ("--runs-dir", str(self._runs_dir), "--data-dir", str(self._data_dir))
+        words = ("--run-id", run_id, "--nproc", str(ranks), "--no-sample", *paths, *options)
         return start_command("train", self._recipe, *words)
 
     def saved_steps(self, run_id: str) -> list[int]:
@@ -159,7 +159,7 @@ def test_when_the_command_is_killed_nothing_of_it_stays(runs: Runs) -> None:
     process = runs.start("launcher-killed", 2, *options)
     wait_for_step(process, runs.directory("launcher-killed"), 3)
     everyone = psutil.Process(process.pid).children(recursive=True)
-    mirror = [one for one in everyone if "llmrecipes.tracking.mlflow_mirror" in one.cmdline()]
+    mirror = [one for one in everyone if "llmrecipes.tracking.mlflow.mirror" in one.cmdline()]
     assert (len(everyone), len(mirror)) == (5, 1)
     process.kill()
     finish(process, -signal.SIGKILL)

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from llmrecipes.cluster import Cluster
-from llmrecipes.model.gpt import build
+from llmrecipes.engine.megatron.balance import Balance
+from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
+from llmrecipes.engine.megatron.model.gpt import build
+from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.world import model_parallel
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
-from llmrecipes.platform import select
 from llmrecipes.recipe.schema import Model, Optimizer, Parallelism, Recipe, Train
-from llmrecipes.train.balance import Balance
-from llmrecipes.train.engine import Batch, MegatronEngine
-from llmrecipes.train.world import model_parallel
 
 EXPERTS, TOPK, SEQUENCE, VOCABULARY = 4, 2, 16, 128
 ROOMY = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 40, memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)

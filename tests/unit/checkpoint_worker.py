@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-from llmrecipes.checkpoint.loader import load
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.megatron.checkpoint.loader import load
 from tests.dist.worlds import say
 
 TENSORS, ROWS, COLUMNS = 4, 64, 2000

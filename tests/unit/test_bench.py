@@ -10,10 +10,10 @@ import pytest
 from llmrecipes.bench.collectives import OPERATIONS, bus_factor
 from llmrecipes.bench.compare import LINK_BYTES, compare
 from llmrecipes.bench.spec import Collectives
-from llmrecipes.cli import run
-from llmrecipes.clusters.load import load_profile
-from llmrecipes.clusters.profile import Group, Measured, Operation
+from llmrecipes.cli.app import run
 from llmrecipes.data.prepare import prepare
+from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.profile import Group, Measured, Operation
 from llmrecipes.workflow.bench import sizes, write_profile
 from tests.helpers import tiny_on, write_recipe
 

@@ -10,7 +10,7 @@ from benchmarks.bubble import Pass, formula, idle_share
 from benchmarks.layout_overhead import LAYOUTS, SAME
 from benchmarks.ranks import small
 from benchmarks.traffic import Call, expected
-from llmrecipes.cluster import Cluster
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
 
 ROOMY = Cluster(gpus=(), cpu_cores=2, memory_bytes=1, memory_available_bytes=1, disk_free_bytes=1)

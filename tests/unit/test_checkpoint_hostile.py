@@ -18,12 +18,12 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from llmrecipes.checkpoint import loader
-from llmrecipes.checkpoint.index import INDEX_NAME
-from llmrecipes.checkpoint.loader import load, read_index
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, build, digest, dump
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
+from llmrecipes.engine.megatron.checkpoint import loader
+from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME
+from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
 from llmrecipes.errors import ExitCode, UserError
 
 INFO = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")

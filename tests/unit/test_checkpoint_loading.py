@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 from llmrecipes.checkpoint.compatibility import compatibility, differences, require_compatible
-from llmrecipes.checkpoint.loader import load
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.megatron.checkpoint.loader import load
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
 

@@ -14,19 +14,19 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factories,
 )
 
-from llmrecipes.checkpoint.loader import load
 from llmrecipes.checkpoint.manifest import CheckpointInfo
-from llmrecipes.checkpoint.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.cluster import detect
-from llmrecipes.model.gpt import build
+from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.checkpoint.optimizer_state import load_optimizer_state, sharded_optimizer_state
+from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.engine.megatron.model.gpt import build
+from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.state import model_state
+from llmrecipes.engine.megatron.world import join
+from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
-from llmrecipes.platform import select
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.engine import MegatronEngine
-from llmrecipes.train.state import model_state
-from llmrecipes.train.world import join
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its model on a CPU; torch sees a GPU")
 

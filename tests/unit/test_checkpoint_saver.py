@@ -20,10 +20,10 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-from llmrecipes.checkpoint.loader import load
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
+from llmrecipes.engine.megatron.checkpoint.loader import load
 from llmrecipes.errors import UserError
 from tests.dist.worlds import GlooWorld
 from tests.unit.checkpoint_worker import save_until_killed, train_in_two

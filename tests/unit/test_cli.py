@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes import __version__, cli
+from llmrecipes import __version__
+from llmrecipes.cli import app as cli
 from llmrecipes.recipe.load import load, names
 
 HEAVY = ("torch", "megatron", "mlflow", "datasets", "transformers", "tokenizers", "numpy", "rich.console")
@@ -42,9 +43,8 @@ def test_a_broken_recipe_does_not_hide_the_others(
 
 
 def test_list_imports_nothing_heavy() -> None:
-    code = (
-        f"import sys; from llmrecipes import cli; cli.run(['list']); print([m for m in {HEAVY!r} if m in sys.modules])"
-    )
+    loaded = f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    code = f"import sys; from llmrecipes.cli.app import run; run(['list']); {loaded}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -63,7 +63,7 @@ def test_show_prints_the_resolved_recipe_and_the_plan(capsys: pytest.CaptureFixt
 
 def test_version_names_what_a_bug_report_needs_and_loads_nothing_heavy() -> None:
     heavy = f"print([m for m in {HEAVY!r} if m in sys.modules])"
-    code = f"import sys; from llmrecipes import cli; cli.run(['--version']); {heavy}"
+    code = f"import sys; from llmrecipes.cli.app import run; run(['--version']); {heavy}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *lines, loaded = done.stdout.splitlines()
     assert loaded == "[]"

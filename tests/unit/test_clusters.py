@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes import cli
-from llmrecipes.cluster import peak_tflops
-from llmrecipes.clusters import profile
-from llmrecipes.clusters.load import clusters_dir, load_profile, names
-from llmrecipes.clusters.machine import machine, planned
+from llmrecipes.cli import app as cli
 from llmrecipes.errors import UserError
+from llmrecipes.hardware import profile
+from llmrecipes.hardware.cluster import peak_tflops
+from llmrecipes.hardware.load import clusters_dir, load_profile, names
+from llmrecipes.hardware.machine import machine, planned
 from llmrecipes.launch.environment import environment, missing
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.layout import layout

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from llmrecipes import cli
-from llmrecipes.plot import Series, plot
+from llmrecipes.cli import app as cli
+from llmrecipes.cli.plot import Series, plot
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.tracking.events import EvalMetrics, StepMetrics
 from llmrecipes.tracking.jsonl import JsonlSink

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmrecipes import cli
+from llmrecipes.cli import app as cli
 from llmrecipes.data import checked, dataset, index, listing, pool, write
 from llmrecipes.data import corpus as corpus_module
 from llmrecipes.data.manifest import sha256

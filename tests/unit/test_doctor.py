@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.cli import run
-from llmrecipes.clusters.load import load_profile
+from llmrecipes.cli.app import run
 from llmrecipes.doctor import data, fabric, gpus, limits, network, nodes, storage, versions
 from llmrecipes.doctor.finding import Finding
+from llmrecipes.hardware.load import load_profile
 from tests.helpers import tiny_on, write_recipe
 
 H100 = load_profile("h100-ib")
@@ -291,14 +291,14 @@ def test_clocks_apart_are_named() -> None:
 
 def test_the_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], corpus: Path) -> None:
     recipe = write_recipe(tiny_on(corpus), tmp_path)
-    places = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
-    code = run(["doctor", recipe, *places, "--json"])
+    paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
+    code = run(["doctor", recipe, *paths, "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert answer["ok"] is (code == 0)
     checks = {finding["check"] for finding in answer["findings"]}
     assert {"GPUs", "locked memory", "shared memory", "host name", "port", "runs", "data", "version of torch"} <= checks
     assert "runs speed" in checks
-    assert run(["doctor", *places, "--cluster", "h100-ib", "--quiet"]) == 1
+    assert run(["doctor", *paths, "--cluster", "h100-ib", "--quiet"]) == 1
     printed = capsys.readouterr().out
     assert "0 of 8" in printed
     assert "fix: " in printed

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from llmrecipes.train.engine import MegatronEngine
+from llmrecipes.engine.megatron.engine import MegatronEngine
 from tests.helpers import LLAMA, engine_of, largest_difference, random_batches, steps, tiny
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from llmrecipes import cli
+from llmrecipes.cli import app as cli
 from llmrecipes.errors import ExitCode
 from llmrecipes.faults.signals import INTERRUPTED, PRESS_INTERVAL, StoppedEarly, catch_signals, early_signals
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from llmrecipes.engine.megatron.generate import Sampling, draw, generate
+from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 from llmrecipes.errors import UserError
-from llmrecipes.generate import Sampling, draw, generate
-from llmrecipes.model.gpt import RecipeGPTModel
 from tests.helpers import LLAMA, built, tiny
 
 GREEDY = Sampling(temperature=0)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from llmrecipes.clusters.load import load_profile
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.load import load_profile
 from llmrecipes.launch.kubernetes.objects import jobset_rules, render, runtime, to_yaml
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options, Secret, object_name, parse_secrets
 from llmrecipes.launch.kubernetes.pod import Run
@@ -312,9 +312,9 @@ def test_secrets_are_named_and_never_written(monkeypatch: pytest.MonkeyPatch) ->
             flavor, secrets=parse_secrets(["HF_TOKEN=huggingface", "MLFLOW_TRACKING_PASSWORD=mlflow:pw"])
         )
         assert planted not in applied.as_yaml() + json.dumps(applied.as_dict())
-        places = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in container_of(applied)["env"] if "valueFrom" in e}
-        assert places["HF_TOKEN"] == {"name": "huggingface", "key": "HF_TOKEN"}
-        assert places["MLFLOW_TRACKING_PASSWORD"] == {"name": "mlflow", "key": "pw"}
+        refs = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in container_of(applied)["env"] if "valueFrom" in e}
+        assert references["HF_TOKEN"] == {"name": "huggingface", "key": "HF_TOKEN"}
+        assert references["MLFLOW_TRACKING_PASSWORD"] == {"name": "mlflow", "key": "pw"}
     for mistake in (planted, f"HF_TOKEN={planted}", f"{planted}="):
         with pytest.raises(UserError) as caught:
             parse_secrets([mistake])

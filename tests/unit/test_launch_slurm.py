@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llmrecipes import cli
+from llmrecipes.cli import app as cli
 from llmrecipes.errors import UserError
 from llmrecipes.launch.slurm import Options, Request, as_text, command
 from llmrecipes.launch.submit import submit

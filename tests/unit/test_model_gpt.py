@@ -14,10 +14,10 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
+from llmrecipes.engine.megatron.model.attention import SdpaCoreAttention
+from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
+from llmrecipes.engine.megatron.model.spec import choose
 from llmrecipes.errors import UserError
-from llmrecipes.model.attention import SdpaCoreAttention
-from llmrecipes.model.gpt import RecipeGPTModel
-from llmrecipes.model.spec import choose
 from tests.helpers import LLAMA, MODEL, built, engine_of, steps, tiny
 
 pytestmark = pytest.mark.usefixtures("world")

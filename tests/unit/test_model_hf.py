@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from llmrecipes.cluster import Cluster
-from llmrecipes.model.gpt import RecipeGPTModel, build
+from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel, build
+from llmrecipes.engine.megatron.platform import select
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
-from llmrecipes.platform import select
 from llmrecipes.recipe.schema import Recipe
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from llmrecipes.model.init import global_values
+from llmrecipes.engine.megatron.model.init import global_values
 from llmrecipes.recipe.schema import Model
 from tests.helpers import LLAMA, MODEL, built, tiny
 

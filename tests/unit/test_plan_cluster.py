@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes import cluster
-from llmrecipes.cluster import MIB, detect, peak_tflops, select_gpus
+from llmrecipes.hardware import cluster
+from llmrecipes.hardware.cluster import MIB, detect, peak_tflops, select_gpus
 
 LISTING = """\
 0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559, 80000
@@ -46,7 +46,7 @@ def test_this_machine() -> None:
 
 def test_affinity_counts() -> None:
     one = min(os.sched_getaffinity(0))
-    code = "from llmrecipes.cluster import detect; print(detect().cpu_cores)"
+    code = "from llmrecipes.hardware.cluster import detect; print(detect().cpu_cores)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
         preexec_fn=lambda: os.sched_setaffinity(0, {one}),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.cluster import Cluster, Gpu
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.plan.flops import flops_per_token

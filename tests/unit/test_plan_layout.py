@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.cluster import Cluster, Gpu
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.activations import activations, in_flight
 from llmrecipes.plan.check import recommend
 from llmrecipes.plan.derive import default_world_size, derive

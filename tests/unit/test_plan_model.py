@@ -52,12 +52,12 @@ def measure() -> Measured:
     """Parameters and bytes that autograd keeps, planned and real, for each of MODELS: job of a rank without a group."""
     import torch
 
-    from llmrecipes.cluster import Cluster
-    from llmrecipes.model.gpt import build
+    from llmrecipes.engine.megatron.model.gpt import build
+    from llmrecipes.engine.megatron.platform import select
+    from llmrecipes.engine.megatron.world import join
+    from llmrecipes.hardware.cluster import Cluster
     from llmrecipes.plan.derive import derive
-    from llmrecipes.platform import select
     from llmrecipes.recipe.schema import Parallelism, Recipe
-    from llmrecipes.train.world import join
 
     platform = select()
     platform.install()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmrecipes import cli
+from llmrecipes.cli import app as cli
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.placement import Placement, groups, place
 from llmrecipes.recipe.load import load
@@ -44,7 +44,7 @@ def measure() -> list[dict[str, Any]]:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from llmrecipes.train.world import RANK_ORDER
+    from llmrecipes.engine.megatron.world import RANK_ORDER
 
     found = []
     for name, ranks, changes in LAYOUTS:

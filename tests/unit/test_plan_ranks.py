@@ -61,14 +61,14 @@ def measure() -> Measured:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from llmrecipes.cluster import Cluster
-    from llmrecipes.model.gpt import build
+    from llmrecipes.engine.megatron.model.gpt import build
+    from llmrecipes.engine.megatron.platform import select
+    from llmrecipes.engine.megatron.world import RANK_ORDER, seed_random_states
+    from llmrecipes.hardware.cluster import Cluster
     from llmrecipes.plan.derive import derive
     from llmrecipes.plan.parameters import count_on_rank
-    from llmrecipes.platform import select
     from llmrecipes.recipe.rules import check
     from llmrecipes.recipe.schema import Recipe
-    from llmrecipes.train.world import RANK_ORDER, seed_random_states
 
     platform = select()
     platform.install()

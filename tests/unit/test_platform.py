@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.platform import cpu
-from llmrecipes.platform.adam import GroupStepAdamW
-from llmrecipes.platform.cpu import CpuPlatform, CpuTorch, names_cuda
-from llmrecipes.platform.patching import MissingPatchTarget, replace, resolve
+from llmrecipes.engine.megatron.platform import cpu
+from llmrecipes.engine.megatron.platform.adam import GroupStepAdamW
+from llmrecipes.engine.megatron.platform.cpu import CpuPlatform, CpuTorch, names_cuda
+from llmrecipes.engine.megatron.platform.patching import MissingPatchTarget, replace, resolve
 
 # -- patching --------------------------------------------------------------------------------------------------------
 

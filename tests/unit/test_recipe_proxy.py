@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.cluster import Cluster, Gpu
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names

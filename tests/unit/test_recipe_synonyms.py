@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmrecipes import cli
+from llmrecipes.cli import app as cli
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.hints import hint
 from llmrecipes.recipe.keys import keys

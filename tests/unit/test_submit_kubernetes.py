@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmrecipes.cli import run
+from llmrecipes.cli.app import run
 
 IMAGE = f"registry.example.com/llmrecipes@sha256:{'0' * 64}"
 COMMAND = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes import cli
+from llmrecipes.cli import app as cli
 from llmrecipes.tracking import tensorboard_ui
 from llmrecipes.tracking.events import StepMetrics
 from llmrecipes.tracking.tensorboard import TensorBoardSink

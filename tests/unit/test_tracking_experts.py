@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking.events import LayerBalance, StepMetrics
 from llmrecipes.tracking.experts import expert_metrics
-from llmrecipes.tracking.mlflow_run import METRICS_IN_A_BATCH
+from llmrecipes.tracking.mlflow.run import METRICS_IN_A_BATCH
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.tracking.store import tracking_uri
 

@@ -31,7 +31,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking import ui, web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
-from llmrecipes.tracking.mlflow_mirror import LOCK
+from llmrecipes.tracking.mlflow.mirror import LOCK
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.tracking.store import redact, tracking_uri
 
@@ -230,7 +230,7 @@ def mirrors(run_dir: Path) -> list[psutil.Process]:
     return [
         process
         for process in found
-        if "llmrecipes.tracking.mlflow_mirror" in (process.info["cmdline"] or ())
+        if "llmrecipes.tracking.mlflow.mirror" in (process.info["cmdline"] or ())
         and any(file.path == lock for file in process.info["open_files"] or ())
     ]
 

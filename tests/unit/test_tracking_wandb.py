@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llmrecipes import cli
+from llmrecipes.cli import app as cli
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.load import load
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
@@ -198,7 +198,7 @@ def test_a_missing_library_is_named_before_anything_starts(
 
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        "llmrecipes.tracking.wandb_sink.find_spec", lambda name: None if name == "wandb" else found(name)
+        "llmrecipes.tracking.wandb.sink.find_spec", lambda name: None if name == "wandb" else found(name)
     )
     monkeypatch.chdir(tmp_path)
     assert cli.run(["train", "gpt-tiny", "tracking.wandb=true"]) == 2

@@ -23,8 +23,8 @@ from tests.unit.balance_worker import (
 )
 
 if TYPE_CHECKING:
-    from llmrecipes.train.engine import MegatronEngine
-    from llmrecipes.train.world import World
+    from llmrecipes.engine.megatron.engine import MegatronEngine
+    from llmrecipes.engine.megatron.world import World
 
 TOKENS = 8 * SEQUENCE
 CAPACITY_OF_A_MICRO_BATCH = 2 * SEQUENCE * TOPK // EXPERTS  # at capacity factor 1

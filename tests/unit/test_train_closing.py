@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.train.closing import generate_command, sample_prompt
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.train.summary import generate_command, sample_prompt
 from tests.helpers import tiny
 
 

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes import cli
+from llmrecipes.cli import app as cli
+from llmrecipes.engine.megatron import state
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.scaled import scaled
-from llmrecipes.train import state
 from llmrecipes.workflow.smoke import SmokeResult
 from tests.helpers import ROOMY, tiny_on, write_recipe
 
 
 def smoke(corpus: Path, data_dir: Path, folder: Path, *options: str) -> int:
     recipe = tiny_on(corpus, "rehearsed", model={"hidden_dropout": 0.2}, train={"precision": "bf16"})
-    places = ("--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir))
-    return cli.run(["smoke", write_recipe(recipe, folder), *options, *places])
+    paths = ("--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir))
+    return cli.run(["smoke", write_recipe(recipe, folder), *options, *paths])
 
 
 def test_a_rehearsal_trains_saves_resumes_and_compares(

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmrecipes import cli
-from llmrecipes.cluster import Cluster
+from llmrecipes.cli import app as cli
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.workflow import train as workflow
 from llmrecipes.workflow.overfit import one_batch_recipe
 from llmrecipes.workflow.runs import find_run
@@ -134,8 +134,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Pa
     """A folder with a recipe and its run `runs/tiny/first`."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = write_recipe(tiny_on(corpus), folder)
-    places = ["--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)]
-    assert cli.run(["train", recipe, "--run-id", "first", "--no-sample", *places]) == 0
+    paths = ["--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)]
+    assert cli.run(["train", recipe, "--run-id", "first", "--no-sample", *paths]) == 0
     return folder
 
 
@@ -185,11 +185,11 @@ def test_tokens_that_were_cut_off_are_named_before_the_first_step(
 ) -> None:
     recipe = write_recipe(tiny_on(corpus), tmp_path)
     own = tmp_path / "data"
-    places = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(own)]
+    paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(own)]
     assert cli.run(["prepare", recipe, "--data-dir", str(own)]) == 0
     tokens = next(own.rglob("*train*.bin"))
     tokens.write_bytes(tokens.read_bytes()[:-100])
-    assert cli.run(["train", recipe, "--run-id", "r", *places]) == 2
+    assert cli.run(["train", recipe, "--run-id", "r", *paths]) == 2
     captured = capfd.readouterr()
     assert tokens.name in captured.err
     assert "Traceback" not in captured.err

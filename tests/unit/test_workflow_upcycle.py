@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.checkpoint.loader import load
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.cli import run
-from llmrecipes.model.gpt import build
+from llmrecipes.cli.app import run
+from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.engine.megatron.model.gpt import build
+from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.state import load_model, model_state
+from llmrecipes.engine.megatron.world import join
 from llmrecipes.plan.derive import derive
-from llmrecipes.platform import select
 from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.engine import MegatronEngine
-from llmrecipes.train.state import load_model, model_state
-from llmrecipes.train.world import join
-from llmrecipes.workflow.train import Places, Wishes, train
+from llmrecipes.workflow.train import Paths, TrainOptions, train
 from llmrecipes.workflow.upcycle import upcycle
 from tests.unit.balance_worker import ROOMY, make_engine, micro_batches
 
@@ -35,19 +35,19 @@ OVERRIDES = ["model.num_moe_experts=4", "model.moe_aux_loss_coeff=0.01", "train.
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Places:
-    return Places(tmp_path_factory.mktemp("runs"), data_dir)
+def paths(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Paths:
+    return Paths(tmp_path_factory.mktemp("runs"), data_dir)
 
 
 @pytest.fixture(scope="module")
-def dense_run(places: Places, corpus: Path) -> Path:
+def dense_run(paths: Paths, corpus: Path) -> Path:
     """A dense run of three steps."""
     values = json.loads(json.dumps(SHAPE))
     values["model"] |= GATED
     values["data"] = {"sources": [{"type": "text", "path": str(corpus)}], "num_workers": 0}
     recipe = Recipe.model_validate(values)
-    assert train(recipe, places, Wishes(run_id="first", sample=False), print) == 0
-    return places.runs_dir / "dense" / "first"
+    assert train(recipe, paths, TrainOptions(run_id="first", sample=False), print) == 0
+    return paths.runs_dir / "dense" / "first"
 
 
 def loss_of(run_dir: Path) -> float:
@@ -62,20 +62,20 @@ def loss_of(run_dir: Path) -> float:
 
 
 @pytest.mark.parametrize("extra", [[], ["model.moe_layer_freq=[0,1]", "model.moe_router_score_function=sigmoid"]])
-def test_the_first_loss_is_the_dense_model_s(places: Places, dense_run: Path, extra: list[str]) -> None:
+def test_the_first_loss_is_the_dense_model_s(paths: Paths, dense_run: Path, extra: list[str]) -> None:
     run_id = f"made-{len(extra)}"
-    made = upcycle(dense_run, [*OVERRIDES, *extra], places.runs_dir, run_id)
-    run_dir = places.runs_dir / "dense-moe" / run_id
+    made = upcycle(dense_run, [*OVERRIDES, *extra], paths.runs_dir, run_id)
+    run_dir = paths.runs_dir / "dense-moe" / run_id
     assert made.run_dir == str(run_dir) and made.dense_step == 3
     assert loss_of(run_dir) == pytest.approx(loss_of(dense_run), rel=1e-5)
 
 
-def test_training_goes_on_from_it(places: Places, dense_run: Path) -> None:
+def test_training_goes_on_from_it(paths: Paths, dense_run: Path) -> None:
     # In bf16 the optimizer has weights of its own, which have to be the experts' too.
-    upcycle(dense_run, [*OVERRIDES, "train.precision=bf16"], places.runs_dir, "next")
-    run_dir = places.runs_dir / "dense-moe" / "next"
+    upcycle(dense_run, [*OVERRIDES, "train.precision=bf16"], paths.runs_dir, "next")
+    run_dir = paths.runs_dir / "dense-moe" / "next"
     command = ["train", str(run_dir / "recipe.yaml"), "--run-id", "next", "--no-sample"]
-    command += ["--runs-dir", str(places.runs_dir), "--data-dir", str(places.data_dir)]
+    command += ["--runs-dir", str(paths.runs_dir), "--data-dir", str(paths.data_dir)]
     assert run(command) == 0
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
@@ -85,9 +85,9 @@ def test_training_goes_on_from_it(places: Places, dense_run: Path) -> None:
     assert CheckpointStore(run_dir / "checkpoints").entries()[-1].step == 2
 
 
-def test_experts_start_alike_and_routers_do_not(places: Places, dense_run: Path) -> None:
-    upcycle(dense_run, OVERRIDES, places.runs_dir, "weights")
-    run_dir = places.runs_dir / "dense-moe" / "weights"
+def test_experts_start_alike_and_routers_do_not(paths: Paths, dense_run: Path) -> None:
+    upcycle(dense_run, OVERRIDES, paths.runs_dir, "weights")
+    run_dir = paths.runs_dir / "dense-moe" / "weights"
     recipe = load_recipe(str(run_dir / "recipe.yaml")).recipe
     (entry,) = CheckpointStore(run_dir / "checkpoints").entries()
     with join(select(), recipe.train.seed, recipe.parallelism):
@@ -101,21 +101,21 @@ def test_experts_start_alike_and_routers_do_not(places: Places, dense_run: Path)
 
 
 def test_a_run_id_in_use_and_a_refused_recipe_leave_all_as_it_is(
-    places: Places, dense_run: Path, capsys: pytest.CaptureFixture[str]
+    paths: Paths, dense_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["upcycle", str(dense_run), "model.num_moe_experts=4", "--runs-dir", str(places.runs_dir)]
+    command = ["upcycle", str(dense_run), "model.num_moe_experts=4", "--runs-dir", str(paths.runs_dir)]
     assert run([*command, "--run-id", "once"]) == 0
     said = capsys.readouterr().out
-    assert f"llmrecipes train {places.runs_dir}/dense-moe/once/recipe.yaml --run-id once" in said
-    before = sorted((places.runs_dir / "dense-moe").rglob("*"))
+    assert f"llmrecipes train {paths.runs_dir}/dense-moe/once/recipe.yaml --run-id once" in said
+    before = sorted((paths.runs_dir / "dense-moe").rglob("*"))
     assert run([*command, "--run-id", "once"]) == 2
     assert "is there already" in capsys.readouterr().err
     assert run([*command, "model.moe_expert_capacity_factor=1.0", "--run-id", "refused"]) == 2
     assert "capacity_factor" in capsys.readouterr().err
-    assert sorted((places.runs_dir / "dense-moe").rglob("*")) == before
+    assert sorted((paths.runs_dir / "dense-moe").rglob("*")) == before
 
 
-def test_a_run_without_a_checkpoint_is_refused(places: Places, dense_run: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_refused(paths: Paths, dense_run: Path, tmp_path: Path) -> None:
     recipe = load_recipe(str(dense_run / "recipe.yaml")).recipe
     (tmp_path / "recipe.yaml").write_text(to_yaml(recipe), "utf-8")
     command = ["upcycle", str(tmp_path), "model.num_moe_experts=4", "--runs-dir", str(tmp_path / "runs")]

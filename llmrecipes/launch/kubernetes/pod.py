@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from llmrecipes.clusters.profile import Profile
+from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.environment import environment
 from llmrecipes.launch.kubernetes.options import Options
 from llmrecipes.plan.derive import Plan

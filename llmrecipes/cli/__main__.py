@@ -1,0 +1,5 @@
+"""`python -m llmrecipes.cli`."""
+
+from llmrecipes.cli.app import main
+
+main()

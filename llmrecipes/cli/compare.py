@@ -1,0 +1,136 @@
+"""`llmrecipes compare`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmrecipes.cli.commands import RUNS, JsonOption, RunsOption
+from llmrecipes.console import console, number
+from llmrecipes.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from llmrecipes.workflow.compare import Comparison, Curve, Run
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+AXES = ("step", "tokens")
+HEIGHT = 12
+LONGEST_VALUE = 40
+GIB = 1 << 30
+
+
+def compare(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Run directories, recipe/run-ids, run ids, or recipes for their newest run."
+        ),
+    ],
+    x: Annotated[
+        str | None, typer.Option("--x", metavar="AXIS", help="step or tokens; default: tokens if the batches differ.")
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Compare runs: how their recipes differ, their losses, and what came of them."""
+    from llmrecipes.workflow.compare import compare as read
+    from llmrecipes.workflow.runs import find_run
+
+    if x is not None and x not in AXES:
+        raise UserError(f"{x!r}", where="--x", rule=f"one of {', '.join(AXES)}")
+    if len(names) > len(LETTERS):
+        raise UserError(f"{len(names)} runs", where="RUN", rule=f"at most {len(LETTERS)} runs are compared")
+    comparison = read([find_run(name, runs_dir) for name in names])
+    if as_json:
+        print(json.dumps(comparison.as_dict(), indent=2))
+        return
+    out = console()
+    for line in lines(comparison, x or _axis(comparison), width=min(out.width, 110), colours=out.is_terminal):
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def lines(comparison: Comparison, axis: str, *, width: int, colours: bool) -> Iterator[str | Text]:
+    """The comparison for people."""
+    from rich.text import Text
+
+    from llmrecipes.cli.plot import COLOURS
+
+    runs = comparison.runs
+    wide = max(len(run.name) for run in runs)
+    for index, run in enumerate(runs):
+        planned = run.figures["steps_planned"]
+        steps = f"{run.figures['steps']}/{'?' if planned is None else f'{planned:.0f}'}"
+        style = COLOURS[index % len(COLOURS)] if colours else ""
+        yield Text.assemble((LETTERS[index], style), f"  {run.name:{wide}}  {run.state}, step {steps}")
+    letters = LETTERS[: len(runs)]
+    yield ""
+    if comparison.differences:
+        rows = [(key, *map(_value, values)) for key, values in comparison.differences.items()]
+        yield from _table([("recipe", *letters), *rows])
+    else:
+        yield "the recipes are the same"
+    for title, curves in (
+        ("training loss", [run.train for run in runs]),
+        ("validation loss", [run.valid for run in runs]),
+    ):
+        yield from _curves(title, curves, axis, width=width, braille=colours)
+    yield ""
+    yield from _table([("figure", *letters), *_figures(runs)])
+
+
+def _axis(comparison: Comparison) -> str:
+    keys = ("train.global_batch_size", "model.seq_length")
+    return "tokens" if any(key in comparison.differences for key in keys) else "step"
+
+
+def _curves(title: str, curves: Sequence[Curve], axis: str, *, width: int, braille: bool) -> Iterator[str | Text]:
+    from llmrecipes.cli.plot import Series, plot
+
+    series = []
+    for letter, curve in zip(LETTERS, curves, strict=False):
+        xs = curve.tokens if axis == "tokens" else curve.steps
+        finite = [(at, loss) for at, loss in zip(xs, curve.losses, strict=True) if math.isfinite(loss)]
+        series.append(Series(letter, [at for at, _ in finite], [loss for _, loss in finite]))
+    drawn = plot(series, width=width - 12, height=HEIGHT, braille=braille)
+    if drawn:
+        yield ""
+        yield f"{title} over {'tokens' if axis == 'tokens' else 'steps'}"
+        yield from drawn
+
+
+def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+    """Rows of what the runs came to; those that no run has are left out."""
+    shapes = {
+        "loss": ("training loss, last", "{:.4f}"),
+        "valid_loss": ("validation loss, last", "{:.4f}"),
+        "valid_loss_best": ("validation loss, best", "{:.4f}"),
+        "bits_per_byte": ("bits per byte, last", "{:.4f}"),
+        "tokens_per_second": ("tokens/s, median", "{:,.0f}"),
+        "step_seconds": ("seconds a step, median", "{:.3g}"),
+        "mfu": ("MFU, median", "{:.1%}"),
+    }
+    yield ("tokens", *(number(run.figures["tokens"] or 0) for run in runs))
+    for key, (words, shape) in shapes.items():
+        values = [run.figures[key] for run in runs]
+        if any(value is not None for value in values):
+            yield (words, *("-" if value is None else shape.format(value) for value in values))
+    memory = [run.figures["memory_bytes"] for run in runs]
+    if any(memory):
+        yield ("memory, peak", *("-" if not size else f"{size / GIB:.1f} GiB" for size in memory))
+
+
+def _value(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])

@@ -1,0 +1,120 @@
+"""`llmrecipes doctor`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmrecipes.cli.commands import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RunsOption
+from llmrecipes.doctor.finding import Finding, bad_nodes
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch.ranks import FIRST_PORT, port_of
+
+MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
+
+
+def doctor(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Its data and checkpoints too.")] = None,
+    overrides: OverridesArgument = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="NAME", envvar="LLMRECIPES_CLUSTER", help="What the nodes should have."),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            "--nodes", metavar="HOST,...", help="All nodes; run it on each of them at once. In a Slurm step: found."
+        ),
+    ] = None,
+    patience: Annotated[
+        float, typer.Option("--patience", metavar="S", min=1, help="Seconds to wait for the other nodes.")
+    ] = 60.0,
+    bad_nodes_file: Annotated[
+        Path | None, typer.Option("--bad-nodes", metavar="FILE", help="Write their names there, with commas.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only what is wrong.")] = False,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Find what would go wrong on this machine, or on all nodes of a job, and say how to mend it."""
+    from llmrecipes.doctor.examine import DoctorContext, examine
+    from llmrecipes.doctor.nodes import Meeting, meet
+    from llmrecipes.hardware.load import load_profile
+    from llmrecipes.plan.parameters import count
+    from llmrecipes.recipe.load import load
+
+    profile = load_profile(cluster) if cluster else None
+    loaded = load(recipe, overrides or []).recipe if recipe else None
+    hosts = _hosts(nodes)
+    job = os.environ.get("SLURM_JOB_ID")
+    port = port_of(job) if job else FIRST_PORT
+    parameters = count(loaded.model).total if loaded else 0
+    several = len(hosts) > 1
+    number = _number(hosts) if several else 0
+    # Pods of a Job look at themselves alone; Kubernetes numbers them.
+    leads = number == 0 and os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
+    found = examine(DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads))
+    if several:
+        gathered = meet(Meeting(hosts, number, port, runs_dir, patience), found)
+        if gathered is None:
+            return int(ExitCode.DONE)
+        found = gathered
+    bad = bad_nodes(found)
+    if bad_nodes_file is not None:
+        bad_nodes_file.write_text(",".join(bad), "utf-8")
+    if as_json:
+        print(json.dumps({"ok": not bad, "bad_nodes": bad, "findings": [each.as_dict() for each in found]}, indent=2))
+    else:
+        print(as_text(found, quiet))
+    return 1 if bad else int(ExitCode.DONE)
+
+
+def as_text(findings: list[Finding], quiet: bool) -> str:
+    """Lines for people, node by node, what is wrong with its fix."""
+    hosts = list(dict.fromkeys(finding.node for finding in findings))
+    shown = [each for each in findings if not quiet or each.status in ("warn", "fail")]
+    width = max((len(each.check) for each in shown), default=0)
+    lines = []
+    for host in hosts:
+        if len(hosts) > 1:
+            lines.append(f"{host}:")
+        for each in (finding for finding in shown if finding.node == host):
+            lines.append(f"{MARKS[each.status]} {each.check:{width}}  {each.what}")
+            if each.fix:
+                lines.append(f"     {'':{width}}  fix: {each.fix}")
+    wrong, odd = (sum(each.status == status for each in findings) for status in ("fail", "warn"))
+    bad = bad_nodes(findings)
+    where = f" on {', '.join(bad)}" if bad and len(hosts) > 1 else ""
+    lines.append(f"{wrong} wrong{where}, {odd} doubtful, of {len(findings)} checks")
+    return "\n".join(lines)
+
+
+def _hosts(nodes: str | None) -> tuple[str, ...]:
+    if nodes is not None:
+        hosts = tuple(host for host in nodes.split(",") if host)
+        if len(set(hosts)) != len(hosts) or not hosts:
+            raise UserError(f"{nodes!r}", where="--nodes", rule="host names with commas between them, each once")
+        return hosts
+    if int(os.environ.get("SLURM_NNODES", "1")) == 1 or "SLURM_PROCID" not in os.environ:
+        return (socket.gethostname(),)
+    listing = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    return tuple(subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split())
+
+
+def _number(hosts: tuple[str, ...]) -> int:
+    if "SLURM_NODEID" in os.environ:
+        return int(os.environ["SLURM_NODEID"])
+    own = socket.gethostname()
+    names = {own, own.partition(".")[0]}
+    if found := [number for number, host in enumerate(hosts) if host in names or host.partition(".")[0] in names]:
+        return found[0]
+    raise UserError(
+        f"{own} is not among {', '.join(hosts)}", where="--nodes", rule="the command runs on each of the nodes"
+    )

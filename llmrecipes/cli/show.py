@@ -1,0 +1,183 @@
+"""What `list` and `show` print."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from llmrecipes.console import console, duration, number
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.plan.check import gib
+from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.load import Loaded, load, to_yaml
+from llmrecipes.recipe.schema import Recipe
+
+
+def summaries(names: list[str]) -> list[dict[str, Any]]:
+    """Name, parameters, training tokens and description of recipes; a broken one has its `error` instead."""
+    return [_summary(name) for name in names]
+
+
+def summary_table(rows: list[dict[str, Any]]) -> str:
+    """The summaries as aligned lines."""
+    cells = [("recipe", "parameters", "tokens", "description")]
+    for row in rows:
+        if "error" in row:
+            cells.append((row["name"], "-", "-", f"broken: {row['error'].splitlines()[0]}"))
+        else:
+            cells.append((row["name"], number(row["parameters"]), number(row["tokens"]), row["description"]))
+    wide, parameters, tokens = (max(len(row[column]) for row in cells) for column in range(3))
+    lines = (f"{name:{wide}}  {n:>{parameters}}  {t:>{tokens}}  {text}".rstrip() for name, n, t, text in cells)
+    return "\n".join(lines)
+
+
+def _summary(name: str) -> dict[str, Any]:
+    try:
+        recipe = load(name).recipe
+    except UserError as error:  # one broken file must not hide the others
+        return {"name": name, "error": str(error)}
+    tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
+    parameters = count(recipe.model).total
+    return {"name": name, "parameters": parameters, "tokens": tokens, "description": recipe.description}
+
+
+def as_dict(loaded: Loaded, plan: Plan, cluster: Cluster, step_seconds: float | None = None) -> dict[str, Any]:
+    """Everything `show` knows, for programs. `step_seconds` is null until somebody has measured it."""
+    whole = None if step_seconds is None else step_seconds * loaded.recipe.train.train_iters
+    return {
+        "recipe": loaded.recipe.model_dump(mode="json"),
+        "hash": loaded.hash,
+        "plan": plan.as_dict(),
+        "cluster": cluster.as_dict(),
+        "step_seconds": step_seconds,
+        "total_seconds": whole,
+    }
+
+
+def print_plan(
+    loaded: Loaded, plan: Plan, cluster: Cluster, *, plan_only: bool = False, step_seconds: float | None = None
+) -> None:
+    """The resolved recipe unless `plan_only`, then the plan as a table, then its warnings."""
+    from rich.table import Table
+
+    out = console()
+    if not plan_only:
+        out.print(f"# {loaded.path}, sha256 {loaded.hash[:12]}", markup=False)
+        out.print(to_yaml(loaded.recipe), markup=False)
+    table = Table(title=f"Plan on {_machine(cluster)}", title_justify="left", box=None, pad_edge=False)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_column("from", style="dim")
+    for row in [*rows(plan, cluster), *_disk(loaded.recipe, plan), *_time(loaded.recipe, plan, cluster, step_seconds)]:
+        table.add_row(*row)
+    out.print(table)
+    for warning in plan.warnings:
+        out.print(f"\nwarning: {warning}", markup=False)
+
+
+def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
+    kept = recipe.checkpoint.most_recent_k
+    newest = "the newest is kept" if kept == 1 else f"the newest {kept} are kept"
+    # One more is on disk while it is written: the oldest goes when the new one is complete.
+    most = f"at most {gib((kept + 1) * plan.checkpoint_bytes)}"
+    more = f", and each of step {recipe.checkpoint.keep_interval:,} × n" if recipe.checkpoint.keep_interval else ""
+    return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}: {most} on disk{more}")]
+
+
+def _time(recipe: Recipe, plan: Plan, cluster: Cluster, seconds: float | None) -> list[tuple[str, str, str]]:
+    if seconds is None:
+        return [("time of a step", "unknown", f"until measured: llmrecipes bench step {recipe.name}")]
+    whole = seconds * recipe.train.train_iters
+    lines = [
+        ("time of a step", f"{seconds:g} s", "--step-seconds"),
+        ("time of all steps", duration(whole), f"{plan.world_size * whole / 3600:,.1f} rank-hours"),
+        ("tokens a second", f"{plan.tokens_per_step / seconds:,.0f}", f"{plan.world_size} ranks"),
+    ]
+    peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
+    if peak is not None:
+        rate = plan.tokens_per_step / seconds / (plan.world_size * peak * 1e12)
+        causal = f"{rate * plan.flops_per_token_causal:.1%} with causal attention"
+        lines.append(("MFU", f"{rate * plan.flops_per_token_full:.1%}", causal))
+    return lines
+
+
+def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
+    """The plan in words: what, value, where it comes from."""
+    parameters, memory = plan.num_parameters, plan.memory
+    ranks = _degrees(plan)
+    if cluster.gpus:
+        ranks += f", of {len(cluster.gpus)} GPUs"
+    lines = [("parameters", f"{parameters.total:,}", f"{parameters.embedding:,} in embeddings")]
+    if parameters.experts or parameters.mtp:
+        extra = f"; {parameters.mtp:,} predict more tokens" if parameters.mtp else ""
+        lines.append(("active parameters", f"{parameters.active:,}", f"{parameters.experts:,} in experts{extra}"))
+    if plan.num_parameters_on_rank != parameters.total:
+        lines.append(("parameters of a rank", f"{plan.num_parameters_on_rank:,}", "of the rank that has most"))
+    lines += [
+        ("padded vocabulary", f"{plan.padded_vocab_size:,}", "vocab_size, make_vocab_size_divisible_by"),
+        ("MLP width", f"{plan.ffn_hidden_size:,}", "ffn_hidden_size"),
+        (
+            "key/value heads × channels",
+            f"{plan.num_query_groups} × {plan.kv_channels}",
+            "num_query_groups, kv_channels",
+        ),
+        ("longest sequence", f"{plan.max_position_embeddings:,}", "max_position_embeddings"),
+        ("ranks", f"{plan.world_size}", ranks),
+        *_stages(plan),
+        ("micro-batches a step", f"{plan.num_microbatches}", "global_batch_size / micro_batch_size / data parallel"),
+        ("tokens a step", f"{plan.tokens_per_step:,}", "global_batch_size × seq_length"),
+        ("tokens in all", f"{plan.total_tokens:,}", "× train_iters"),
+        ("learning rate decays until", f"{plan.lr_decay_iters:,}", "lr_decay_iters"),
+        (
+            "FLOPs a token",
+            f"{plan.flops_per_token_full:.4g}",
+            f"{plan.flops_per_token_causal:.4g} with causal attention",
+        ),
+        ("FLOPs in all", f"{plan.flops_per_token_full * plan.total_tokens:.4g}", "forward and backward"),
+    ]
+    lines += [(f"memory: {name.replace('_', ' ')}", gib(size), "") for name, size in memory.as_dict().items() if size]
+    share = "free on one GPU" if cluster.gpus else "available memory / ranks"
+    lines.append(("fits" if plan.fits else "does NOT fit", gib(plan.memory_capacity_bytes), share))
+    return lines
+
+
+def _degrees(plan: Plan) -> str:
+    """`parallel: tensor 2 × pipeline 2 × data 4`, and how experts use the same ranks."""
+    degrees = plan.degrees
+    dense = {
+        "tensor": degrees.tensor_model_parallel_size,
+        "context": degrees.context_parallel_size,
+        "pipeline": degrees.pipeline_model_parallel_size,
+    }
+    words = [f"{name} {size}" for name, size in dense.items() if size > 1] + [f"data {plan.data_parallel_size}"]
+    text = f"parallel: {' × '.join(words)}"
+    if plan.num_parameters.experts and plan.world_size > 1:
+        experts = f"experts: expert {degrees.expert_model_parallel_size}"
+        if degrees.expert_tensor_parallel_size > 1:
+            experts += f" × tensor {degrees.expert_tensor_parallel_size}"
+        text += f"; {experts} × data {degrees.expert_data_parallel_size}"
+    return text
+
+
+def _stages(plan: Plan) -> list[tuple[str, str, str]]:
+    """Layers of the pipeline stages, neighbours with the same ones in one line."""
+    stages, chunks = plan.degrees.layers_per_stage, plan.degrees.virtual_pipeline_model_parallel_size
+    if len(stages) == 1:
+        return []
+    lines = []
+    for layers, same in groupby(enumerate(stages), key=lambda pair: pair[1]):
+        numbers = [number for number, _ in same]
+        which = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} to {numbers[-1]}"
+        split = ", ".join(str(number) for number in layers) if len(set(layers)) > 1 else f"{chunks} × {layers[0]}"
+        each = " each" if len(numbers) > 1 else ""
+        lines.append((f"layers of {which}", f"{sum(layers)}{each}", f"chunks of {split}" if chunks > 1 else ""))
+    return lines
+
+
+def _machine(cluster: Cluster) -> str:
+    of_site = f"{cluster.nodes} {'node' if cluster.nodes == 1 else 'nodes'} of {cluster.name}: " if cluster.name else ""
+    if cluster.gpus:
+        return f"{of_site}{len(cluster.gpus)} × {cluster.gpus[0].name}"
+    return f"{of_site}{cluster.cpu_cores:g} CPU cores, {gib(cluster.memory_available_bytes)} of available memory"

@@ -1,1 +1,0 @@
-"""What sites have: machines, links and schedulers, one YAML file each."""

@@ -1,0 +1,1 @@
+"""What trains: the protocol in `base`, and a folder for each implementation."""

@@ -1,0 +1,1 @@
+"""The engine on megatron-core; nothing outside of this folder knows its classes."""

@@ -1,0 +1,1 @@
+"""megatron-core sharded state dicts to files and back."""

@@ -1,0 +1,137 @@
+"""The index of checkpoints that older versions wrote: torch.distributed.checkpoint's `.metadata`, a pickle.
+
+It is read once, into records that only hold values, and these are checked like any other index. No class of torch's is
+named or built on the way, and torch never reads the file.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import IO, Any, NoReturn
+
+from llmrecipes.engine.megatron.checkpoint.index import DTYPES, Chunk, Document, Span, document
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+
+
+class _Sealed(type):
+    """A class that a pickle cannot alter."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it sets {cls.__name__}.{name}")
+
+    @property
+    def __setstate__(cls) -> NoReturn:
+        # A property of the metaclass is found before the method that records have.
+        raise pickle.UnpicklingError(f"it alters the class {cls.__name__}")
+
+
+class _Record(metaclass=_Sealed):
+    """What is built in place of every object: its arguments and its state, and nothing that acts on them."""
+
+    __slots__ = ("arguments", "state")
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> _Record:
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _kind(name: str) -> _Sealed:
+    return _Sealed(name, (_Record,), {"__slots__": ()})
+
+
+_GETATTR = _kind("getattr")
+"""Python 3.11.0 to 3.11.3 (Debian 12's) write the member of an enumeration as a call of it."""
+
+_KINDS: dict[tuple[str, str], _Sealed] = {
+    (module, name): _kind(name)
+    for module, names in {
+        "pathlib": ("Path", "PosixPath"),
+        "pathlib._local": ("PosixPath",),
+        "torch": ("Size",),
+        "torch.serialization": ("_get_layout",),
+        f"{_CHECKPOINT}.filesystem": ("_StorageInfo", "_StoragePrefix"),
+        f"{_CHECKPOINT}.metadata": (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        ),
+    }.items()
+    for name in names
+} | {("builtins", "getattr"): _GETATTR}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KINDS:
+            return _KINDS[module, name]
+        if module == "torch" and name in DTYPES:
+            return name
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def read(stream: IO[bytes]) -> Document:
+    """Read `.metadata`.
+
+    Raises:
+        pickle.UnpicklingError: it holds anything but the description of tensors and objects.
+        Exception: of any kind, where the bytes make no sense.
+    """
+    fields = _fields(_Reader(stream).load(), "Metadata")
+    tensors, objects = {}, []
+    for name, stored in fields["state_dict_metadata"].items():
+        if _is(stored, "BytesStorageMetadata"):
+            objects.append(name)
+        else:
+            tensors[name] = _tensor(_fields(stored, "TensorStorageMetadata"))
+    places = dict(_place(key, info) for key, info in fields["storage_data"].items())
+    return document(tensors, objects, places)
+
+
+def _tensor(fields: dict[str, Any]) -> tuple[str, tuple[int, ...], list[Chunk]]:
+    properties = _state(fields["properties"], "TensorProperties", tuple)
+    boxes = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
+    return properties[0], _size(fields["size"]), [(_size(box["offsets"]), _size(box["sizes"])) for box in boxes]
+
+
+def _place(key: object, info: object) -> tuple[tuple[str, tuple[int, ...] | None], Span]:
+    where, stored = _fields(key, "MetadataIndex"), _fields(info, "_StorageInfo")
+    if stored.get("transform_descriptors"):
+        raise pickle.UnpicklingError("it names transformations of the stored bytes")
+    offset = where.get("offset")
+    return (
+        (where["fqn"], None if offset is None else _size(offset)),
+        (stored["relative_path"], stored["offset"], stored["length"]),
+    )
+
+
+def _size(value: object) -> tuple[int, ...]:
+    if not (isinstance(value, _Record) and _is(value, "Size") and len(value.arguments) == 1):
+        raise pickle.UnpicklingError(f"it has a {type(value).__name__} in place of a Size")
+    return tuple(value.arguments[0])
+
+
+def _fields(value: object, kind: str) -> dict[str, Any]:
+    state: dict[str, Any] = _state(value, kind, dict)
+    return state
+
+
+def _state(value: object, kind: str, form: type) -> Any:
+    if not (isinstance(value, _Record) and _is(value, kind) and isinstance(value.state, form)):
+        raise pickle.UnpicklingError(f"it has a {type(value).__name__} in place of a {kind}")
+    return value.state
+
+
+def _is(value: object, kind: str) -> bool:
+    return type(value) in _KINDS.values() and type(value).__name__ == kind

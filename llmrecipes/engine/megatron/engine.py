@@ -1,0 +1,271 @@
+"""One optimizer step on megatron-core, in any layout, with mixed precision and the distributed optimizer.
+
+The loop owns the order of things, the engine owns their arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from llmrecipes.engine.megatron.balance import RouterBalance
+from llmrecipes.engine.megatron.model.config import DTYPES
+from llmrecipes.engine.megatron.model.context import own_chunks, prediction_weights
+from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
+from llmrecipes.engine.megatron.platform import Platform
+from llmrecipes.engine.megatron.schedule import scheduler
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step came to."""
+
+    loss: float
+    """Mean loss per token of the global batch, with label smoothing where the recipe has it."""
+    grad_norm: float | None
+    """Global gradient norm before clipping; None where there was no update."""
+    lr: float
+    """Learning rate of this step."""
+    loss_scale: float | None
+    """fp16 loss scale of this step."""
+    skipped: bool
+    """Gradients overflowed in fp16: weights and schedule stayed as they were."""
+    stop: bool
+    """Some rank was asked to stop before this step's gradients were reduced."""
+
+
+class MegatronEngine:
+    """Model, gradients, optimizer and schedule of one rank.
+
+    `local_loss` is this rank's part of the last loss; `balance` counts what routers do (None for a dense model).
+
+    Args:
+        recipe: the resolved recipe.
+        plan: its plan on this world.
+        built: the initialised model.
+        platform: where batches go.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, built: BuiltModel, platform: Platform) -> None:
+        self.recipe, self.plan, self.platform = recipe, plan, platform
+        self.modules: tuple[RecipeGPTModel, ...] = built.modules
+        self.balance: RouterBalance | None = None
+        if recipe.model.num_moe_experts:
+            self.balance = RouterBalance(self.modules, recipe.model, plan, platform.device)
+        if recipe.train.torch_compile:
+            for module in self.modules:
+                module.compile_layers()
+        self.chunks = [_data_parallel(recipe, built, number) for number in range(len(built.modules))]
+        self.optimizer: MegatronOptimizer = get_megatron_optimizer(_optimizer_config(recipe), self.chunks)
+        _allocate_optimizer_state(self.optimizer)
+        self.scheduler = scheduler(recipe, self.optimizer)
+        self.local_loss = 0.0
+        config = built.config
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if recipe.parallelism.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self._forward_backward = get_forward_backward_func()
+
+    def train_step(self, batches: Iterator[Batch], *, stop: Callable[[], bool] | None = None) -> StepResult:
+        """One optimizer step on the next global batch.
+
+        Args:
+            batches: micro-batches of this data-parallel rank, each tensor [micro_batch_size, seq_length].
+            stop: whether this rank has to stop, asked when its batches are used. The answer travels with the loss, so
+                that agreeing costs nothing.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss, stopping = self._run(batches, forward_only=False, stop=stop)
+        scale = float(self.optimizer.get_loss_scale()) if self.recipe.train.precision == "fp16" else None
+        lr = self.learning_rate
+        if scale is None and not math.isfinite(loss):
+            # The update would spread it to every weight, and nobody could tell any more in which one it began.
+            return StepResult(loss, None, lr, scale, False, stopping)
+        updated, grad_norm, _ = self.optimizer.step()
+        if updated:
+            self.scheduler.step(increment=1)
+        return StepResult(loss, float(grad_norm) if updated else None, lr, scale, not updated, stopping)
+
+    @torch.no_grad()
+    def evaluate(
+        self, batches: Iterator[Batch], global_batches: int, stop: Callable[[], bool] | None = None
+    ) -> float | None:
+        """Mean validation loss per token, without dropout and label smoothing.
+
+        Args:
+            batches: micro-batches of this data-parallel rank, of the validation split.
+            global_batches: how many global batches to read.
+            stop: whether this rank was asked to stop; asked once a global batch, and travels with its loss.
+
+        Returns:
+            The loss, or None on all ranks where one of them was asked to stop: the mean of a part is no result.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        losses: list[float] = []
+        stopping = False
+        while len(losses) < global_batches and not stopping:
+            loss, stopping = self._run(batches, forward_only=True, stop=stop)
+            losses.append(loss)
+        for chunk in self.chunks:
+            chunk.train()
+        return None if stopping else math.fsum(losses) / len(losses)
+
+    @contextmanager
+    def params_synced(self) -> Iterator[None]:
+        """A block in which every rank has whole parameters; all ranks have to enter it.
+
+        With `overlap_param_gather` the last update travels during the next forward pass, so without this a save would
+        have the parameters of before, and a forward pass of one rank alone would wait for the others for ever.
+        """
+        overlapped = self.chunks if self.recipe.parallelism.overlap_param_gather else []
+        for chunk in overlapped:
+            chunk.disable_forward_pre_hook()
+        try:
+            yield
+        finally:
+            for chunk in overlapped:
+                chunk.enable_forward_pre_hook()
+
+    def close(self) -> None:
+        """Let go of the model, its memory and its process groups.
+
+        megatron-core's gradient hooks hold the model, and the model's configuration the optimizer, from inside
+        autograd, where Python's collector does not look.
+        """
+        config = self.chunks[0].config
+        config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
+        for chunk in self.chunks:
+            vars(chunk).clear()
+        # A table of the process, whose width is that of this model.
+        MTPLossLoggingHelper.tracker.clear()
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return float(next(group["lr"] for group in self.optimizer.param_groups if group["params"]))
+
+    def _run(
+        self, batches: Iterator[Batch], *, forward_only: bool, stop: Callable[[], bool] | None = None
+    ) -> tuple[float, bool]:
+        outputs = self._forward_backward(
+            forward_step_func=self._forward_step,
+            data_iterator=self._for_chunks(batches),
+            model=self.chunks,
+            num_microbatches=self.plan.num_microbatches,
+            seq_length=self.recipe.model.seq_length,
+            micro_batch_size=self.recipe.train.micro_batch_size,
+            decoder_seq_length=self.recipe.model.seq_length,
+            forward_only=forward_only,
+        )
+        # Summed loss, tokens, and whether to stop. Only the last stage has losses; the tensor-parallel ranks of it have
+        # the same ones, which cancels out.
+        totals = torch.zeros(3, dtype=torch.float64, device=self.platform.device)
+        for output in outputs:
+            totals[:2] += output["loss"]
+        self.local_loss = float(totals[0] / totals[1].clamp(min=1.0))
+        totals[2] = float(stop is not None and stop())
+        dist.all_reduce(totals)
+        loss_sum, tokens, stops = totals.tolist()
+        return loss_sum / max(tokens, 1.0), stops > 0
+
+    def _for_chunks(self, batches: Iterator[Batch]) -> Any:
+        if len(self.chunks) == 1:
+            return batches
+        # Each virtual stage goes through all micro-batches in its own time.
+        of_this_step = list(islice(batches, self.plan.num_microbatches))
+        return [iter(of_this_step) for _ in self.chunks]
+
+    def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in next(batches).items()}
+        parts = parallel_state.get_context_parallel_world_size()
+        number = parallel_state.get_context_parallel_rank()
+        depths = self.recipe.model.mtp_num_layers
+        weights = prediction_weights(batch["loss_mask"], depths, parts, number) if depths else []
+        batch = own_chunks(batch, parts, number)
+        losses = model(
+            batch["tokens"],
+            batch["position_ids"],
+            None,
+            labels=batch["labels"],
+            loss_mask=torch.ones_like(batch["loss_mask"]) if weights else batch["loss_mask"],
+            prediction_weights=weights,
+        )
+        return losses, partial(_sum_over_tokens, batch["loss_mask"])
+
+
+def _sum_over_tokens(
+    mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Summed loss and token count of a micro-batch; megatron-core divides by the count of the global batch."""
+    total = (losses.float() * mask).sum()
+    tokens = mask.sum()
+    report = torch.stack([total.detach(), tokens]).double()
+    return total, tokens.to(torch.int), {"loss": report}
+
+
+def _data_parallel(recipe: Recipe, built: BuiltModel, number: int) -> DistributedDataParallel:
+    parallelism = recipe.parallelism
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=parallelism.grad_reduce_in_fp32 or recipe.train.precision == "fp32",
+        overlap_grad_reduce=parallelism.overlap_grad_reduce,
+        overlap_param_gather=parallelism.overlap_param_gather,
+        use_distributed_optimizer=parallelism.use_distributed_optimizer,
+    )
+    # The first chunk's gradients are the last to come; only they need buckets to overlap with the rest.
+    return DistributedDataParallel(built.config, config, built.modules[number], disable_bucketing=number > 0)
+
+
+def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
+    optimizer, train = recipe.optimizer, recipe.train
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        # megatron-core computes the norm only when it clips; an infinite bound gives the norm and never clips.
+        clip_grad=optimizer.clip_grad or math.inf,
+        bf16=train.precision == "bf16",
+        fp16=train.precision == "fp16",
+        params_dtype=DTYPES[train.precision],
+        initial_loss_scale=train.initial_loss_scale,
+        min_loss_scale=train.min_loss_scale,
+        loss_scale_window=train.loss_scale_window,
+        hysteresis=train.hysteresis,
+        use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer,
+        overlap_param_gather=recipe.parallelism.overlap_param_gather,
+    )
+
+
+def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    # Otherwise the moments appear at the first update: too late to be saved before it (every step can overflow in
+    # fp16), and too late to run out of memory.
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None:  # a stage may have no parameters of a kind
+            part.init_state_fn(part.optimizer, part.config)

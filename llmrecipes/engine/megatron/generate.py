@@ -1,0 +1,129 @@
+"""Sampling text from a trained model with a key/value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+
+from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
+from llmrecipes.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Args:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: keep only this many of the most likely tokens; 0 for all.
+        top_p: keep the smallest set of tokens with at least this probability (arXiv 1904.09751); 1 for all.
+        seed: of the draws.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise UserError(
+                f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}",
+                rule="temperature and top_k are not negative, and top_p lies in (0, 1]",
+                fix="--temperature 0.8 --top-k 40 --top-p 1.0",
+            )
+
+
+@torch.no_grad()
+def generate(
+    model: RecipeGPTModel,
+    prompt: list[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    vocab_size: int,
+    eod: int | None,
+    use_cache: bool = True,
+) -> Iterator[int]:
+    """Token ids that continue a prompt, until `max_new_tokens`, the end of the document, or the last position.
+
+    Args:
+        model: on its device; it is put into evaluation mode and back.
+        prompt: token ids, at least one.
+        max_new_tokens: most tokens to yield.
+        sampling: how to draw.
+        vocab_size: real size of the vocabulary; rows of the padded embedding beyond it are never drawn.
+        eod: end-of-document id, which is not yielded; None to go on after it.
+        use_cache: keep keys and values of earlier tokens; without, every token reads the whole text again.
+
+    Raises:
+        UserError: the prompt is empty or fills all positions.
+    """
+    longest = model.max_sequence_length
+    if not 0 < len(prompt) < longest:
+        raise UserError(
+            f"the prompt has {len(prompt)} tokens",
+            rule=f"a prompt has at least one token, and fewer than the model's {longest} positions",
+            fix="give a shorter prompt" if prompt else "give a prompt",
+        )
+    random = torch.Generator().manual_seed(sampling.seed)
+    limit = min(longest, len(prompt) + max_new_tokens)
+    step = _cached(model, limit) if use_cache else _uncached(model)
+    was_training = model.training
+    model.eval()
+    try:
+        tokens = list(prompt)
+        for _ in range(limit - len(prompt)):
+            token = draw(step(tokens)[:vocab_size], sampling, random)
+            if token == eod:
+                return
+            yield token
+            tokens.append(token)
+    finally:
+        model.train(was_training)
+
+
+def draw(logits: torch.Tensor, sampling: Sampling, random: torch.Generator) -> int:
+    """One token id from logits [vocabulary]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    logits = logits.float().cpu() / sampling.temperature
+    if 0 < sampling.top_k < logits.numel():
+        smallest = torch.topk(logits, sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    probabilities = torch.softmax(logits, dim=-1)
+    if sampling.top_p < 1:
+        ordered, order = probabilities.sort(descending=True)
+        beyond = ordered.cumsum(0) - ordered >= sampling.top_p
+        probabilities[order[beyond]] = 0
+    return int(torch.multinomial(probabilities, 1, generator=random))
+
+
+def _cached(model: RecipeGPTModel, limit: int) -> Callable[[list[int]], torch.Tensor]:
+    context = StaticInferenceContext(max_batch_size=1, max_sequence_length=limit)
+
+    def step(tokens: list[int]) -> torch.Tensor:
+        done = context.sequence_len_offset
+        logits = _forward(model, tokens[done:], done, context)
+        context.sequence_len_offset = len(tokens)
+        context.enable_decode_mode()
+        return logits
+
+    return step
+
+
+def _uncached(model: RecipeGPTModel) -> Callable[[list[int]], torch.Tensor]:
+    return lambda tokens: _forward(model, tokens, 0, None)
+
+
+def _forward(
+    model: RecipeGPTModel, tokens: list[int], offset: int, context: StaticInferenceContext | None
+) -> torch.Tensor:
+    device = next(model.parameters()).device
+    ids = torch.tensor([tokens], device=device)
+    positions = torch.arange(offset, offset + len(tokens), device=device)[None]
+    logits = model(ids, positions, None, inference_context=context, runtime_gather_output=True)
+    return logits[0, -1]

@@ -1,0 +1,184 @@
+"""Construction of the model of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from llmrecipes.engine.megatron.model.config import transformer_config
+from llmrecipes.engine.megatron.model.init import initialise
+from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
+from llmrecipes.engine.megatron.platform import Platform
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+
+CHECKPOINT_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""Optimizer state by parameter, not by buffer: the format that every layout can read."""
+
+
+class RecipeGPTModel(GPTModel):
+    """megatron-core's GPT with label smoothing, and a loss that reads whole rows of logits once.
+
+    megatron-core's cross entropy is built for logits split over tensor-parallel ranks; on whole rows torch's needs
+    fewer passes over what is the largest tensor of a small model.
+    """
+
+    label_smoothing: float = 0.0
+    _weights: Iterator[torch.Tensor] = iter(())
+
+    def compile_layers(self) -> None:
+        """Compile layer by layer: all layers share one compiled graph, so compilation does not grow with depth."""
+        for layer in self.decoder.layers:
+            layer.compile(dynamic=False)
+        self._token_losses = torch.compile(self._token_losses, dynamic=False)  # type: ignore[method-assign]
+
+    def forward(self, *args: Any, prediction_weights: Sequence[torch.Tensor] = (), **kwargs: Any) -> torch.Tensor:
+        """megatron-core's, with a weight for each loss of multi-token prediction."""
+        self._weights = iter(prediction_weights)
+        found: torch.Tensor = super().forward(*args, **kwargs)
+        return found
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Loss of each token; megatron-core asks for those of tokens further on first, which have weights.
+
+        Args and result as `_token_losses`.
+        """
+        losses = self._token_losses(labels, logits)
+        weight = next(self._weights, None)
+        return losses if weight is None else losses * weight
+
+    def _token_losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Cross entropy of each token.
+
+        Args:
+            labels: [b, s] token ids.
+            logits: [s, b, padded vocabulary / tensor-parallel size].
+
+        Returns:
+            [b, s] in fp32. Smoothed in training only, so that validation losses of all recipes compare.
+        """
+        smoothing = self.label_smoothing if self.training else 0.0
+        if self.config.tensor_model_parallel_size > 1:
+            excess = smoothing * _AboveMean.apply(logits, labels.t()).t() if smoothing else 0.0
+            loss: torch.Tensor = super().compute_language_model_loss(labels, logits)
+            return loss + excess
+        flat = logits.reshape(-1, logits.size(-1)).float()
+        loss = F.cross_entropy(flat, labels.t().reshape(-1), reduction="none", label_smoothing=smoothing)
+        return loss.view(labels.size(1), labels.size(0)).t().contiguous()
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Sharded state dict of the weights, in the format of checkpoints."""
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        metadata = {**CHECKPOINT_FORMAT, "dp_cp_group": group, "singleton_local_shards": False}
+        state: dict[str, Any] = self.sharded_state_dict(metadata=metadata)
+        return state
+
+
+class _AboveMean(torch.autograd.Function):
+    """How far each label's logit is above the mean logit: what smoothing, times its probability, adds to the loss.
+
+    megatron-core's own smoothing takes the mean over the rows of one tensor-parallel rank, which is another loss. A
+    function of our own, because autograd would keep the logits, which megatron-core's cross entropy overwrites.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[s, b] from logits [s, b, padded vocabulary / tensor-parallel size] and labels [s, b]."""
+        rows = logits.size(-1)
+        local = labels - parallel_state.get_tensor_model_parallel_rank() * rows
+        here = (local >= 0) & (local < rows)
+        local = local.clamp(0, rows - 1).unsqueeze(-1)
+        vocabulary = rows * parallel_state.get_tensor_model_parallel_world_size()
+        difference = logits.float().gather(-1, local).squeeze(-1) * here - logits.float().sum(-1) / vocabulary
+        torch.distributed.all_reduce(difference, group=parallel_state.get_tensor_model_parallel_group())
+        ctx.save_for_backward(local, here)
+        ctx.shape, ctx.dtype, ctx.vocabulary = logits.shape, logits.dtype, vocabulary
+        return difference
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Of the logits: 1 at the label less 1/vocabulary everywhere, each times the gradient."""
+        local, here = ctx.saved_tensors
+        gradient = gradients[0].unsqueeze(-1)
+        result = (-gradient / ctx.vocabulary).expand(ctx.shape).to(ctx.dtype).contiguous()
+        return result.scatter_add_(-1, local, (gradient * here.unsqueeze(-1)).to(ctx.dtype)), None
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model and how it was built."""
+
+    modules: tuple[RecipeGPTModel, ...]
+    """This rank's chunks: one, or one for each virtual pipeline stage."""
+    config: TransformerConfig
+    implementation: str
+    """`transformer_engine` or `local`."""
+    reason: str
+    """Why that one."""
+
+    @property
+    def module(self) -> RecipeGPTModel:
+        """The only chunk of a rank that has the whole model."""
+        (module,) = self.modules
+        return module
+
+
+def build(recipe: Recipe, plan: Plan, platform: Platform) -> BuiltModel:
+    """The initialised model of this rank, on the platform's device.
+
+    Args:
+        recipe: the resolved recipe.
+        plan: its derived sizes.
+        platform: where parameters live.
+    """
+    implementation, reason = choose(recipe.model.transformer_impl)
+    config = transformer_config(
+        recipe, plan, on_gpu=platform.name == "cuda", transformer_engine=implementation == "transformer_engine"
+    )
+    chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
+    stages = range(chunks) if chunks else (None,)
+    modules = tuple(_chunk(recipe, plan, config, implementation, stage) for stage in stages)
+    for module in modules:
+        module.to(device=platform.device)
+        for parameter in module.parameters():
+            # The table of positions is made in fp32. Buffers stay as they are: expert biases need fp32.
+            parameter.data = parameter.data.to(config.params_dtype)
+        initialise(module.sharded_state(), recipe.model, recipe.train.seed)
+    return BuiltModel(modules, config, implementation, reason)
+
+
+def _chunk(
+    recipe: Recipe, plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None
+) -> RecipeGPTModel:
+    model = recipe.model
+    block = block_spec(config, implementation, stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+    module = RecipeGPTModel(
+        config,
+        block,
+        vocab_size=plan.padded_vocab_size,
+        max_sequence_length=plan.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=last,
+        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=int(model.rotary_base),
+        rope_scaling=model.rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        mtp_block_spec=mtp_spec(config, block, implementation, stage),
+        vp_stage=stage,
+    )
+    module.label_smoothing = recipe.train.label_smoothing
+    return module

@@ -1,0 +1,121 @@
+"""Which layer implementation a run uses: TransformerEngine's modules, or megatron-core's own with our attention."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from llmrecipes.engine.megatron.model.attention import SdpaCoreAttention
+from llmrecipes.engine.megatron.model.latent import LatentAttention
+from llmrecipes.engine.megatron.model.norm import TorchNorm
+from llmrecipes.errors import UserError
+
+Implementation = Literal["transformer_engine", "local"]
+
+MINIMUM_CAPABILITY = (8, 0)  # TransformerEngine's fused attention needs Ampere
+
+
+def choose(requested: str) -> tuple[Implementation, str]:
+    """The implementation that `model.transformer_impl` comes to on this machine, and why.
+
+    Args:
+        requested: `auto`, `local` or `transformer_engine`.
+
+    Raises:
+        UserError: TransformerEngine is asked for by name and cannot run here.
+    """
+    if requested == "local":
+        return "local", "the recipe asks for it"
+    obstacle = _transformer_engine_obstacle()
+    if obstacle is None:
+        return "transformer_engine", "installed, and the GPU supports it"
+    if requested == "transformer_engine":
+        raise UserError(
+            f"model.transformer_impl: transformer_engine cannot run here: {obstacle}",
+            rule="an implementation asked for by name is never swapped for another",
+            fix="model.transformer_impl=auto, or a GPU image that has TransformerEngine",
+        )
+    return "local", obstacle
+
+
+def _transformer_engine_obstacle() -> str | None:
+    if not torch.cuda.is_available():
+        return "no GPU"
+    if torch.cuda.get_device_capability() < MINIMUM_CAPABILITY:
+        return f"{torch.cuda.get_device_name()} is older than compute capability 8.0"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "TransformerEngine is not installed"
+    return None
+
+
+def block_spec(
+    config: TransformerConfig, implementation: Implementation, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Specification of the layers that one model chunk of this pipeline stage has.
+
+    Args:
+        config: megatron-core's configuration, which says where dense and expert layers are.
+        implementation: see `choose`.
+        vp_stage: number of the chunk, with virtual pipeline stages.
+    """
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=implementation == "transformer_engine",
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+    )
+    if implementation == "local":
+        spec.layer_norm = TorchNorm
+        for layer in spec.layer_specs:
+            _use_ours(layer)
+    return spec
+
+
+def mtp_spec(
+    config: TransformerConfig, block: TransformerBlockSubmodules, implementation: Implementation, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Specification of the multi-token prediction layers (arXiv 2412.19437, section 2.2), on the chunk with them."""
+    if not config.mtp_num_layers:
+        return None
+    # Their transformer layer is the decoder's last one, which an early chunk does not have.
+    last = block if block.layer_specs else block_spec(config, implementation, None)
+    spec = get_gpt_mtp_block_spec(
+        config, last, use_transformer_engine=implementation == "transformer_engine", vp_stage=vp_stage
+    )
+    if spec is not None and implementation == "local":
+        for layer in spec.layer_specs:
+            for name in ("enorm", "hnorm", "layer_norm"):
+                setattr(layer.submodules, name, TorchNorm)
+    return spec
+
+
+def _use_ours(layer: ModuleSpec) -> None:
+    """Put our norms and core attention into megatron-core's local layer."""
+    parts = layer.submodules
+    parts.input_layernorm = TorchNorm
+    parts.pre_mlp_layernorm = TorchNorm
+    # A specification in megatron-core 0.16, a partial in 0.19.
+    if MoELayer in (getattr(parts.mlp, "module", None), getattr(parts.mlp, "func", None)):
+        # TransformerEngine fuses this norm into a dense MLP alone; checkpoints of both implementations name it alike.
+        parts.sharded_state_dict_keys_map = {
+            name: other
+            for name, other in parts.sharded_state_dict_keys_map.items()
+            if not name.startswith("pre_mlp_layernorm")
+        }
+    if parts.self_attention.module is MLASelfAttention:
+        parts.self_attention.module = LatentAttention
+    attention = parts.self_attention.submodules
+    attention.core_attention = SdpaCoreAttention
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, None) not in (None, IdentityOp):
+            setattr(attention, name, TorchNorm)

@@ -1,0 +1,5 @@
+"""Every device choice and every patch of megatron-core; nothing of it stands elsewhere."""
+
+from llmrecipes.engine.megatron.platform.select import Platform, select
+
+__all__ = ["Platform", "select"]

@@ -1,0 +1,88 @@
+"""AdamW for megatron-core where neither TransformerEngine nor Apex brings a fused one.
+
+megatron-core then falls back to `torch.optim.AdamW`, which keeps a `step` tensor for every parameter; its distributed
+optimizer cannot load or reshard that. The fused optimizers it was written for keep one `step` for each parameter group,
+and so does this one. The arithmetic is torch's fused kernel, on CPU and GPU alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from llmrecipes.engine.megatron.platform.patching import replace, resolve
+
+
+class GroupStepAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv 1711.05101) with the step count in the parameter group, as TransformerEngine's and Apex' FusedAdam.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        adam_w_mode: must be true; L2 regularisation in the gradient is not offered.
+        capturable: must be false; the step count is a Python number, which a CUDA graph cannot capture.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+    ) -> None:
+        if not adam_w_mode or capturable:
+            raise ValueError("GroupStepAdamW decays weights decoupled only and cannot be captured in a CUDA graph")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            group["step"] = int(group.get("step", 0)) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            # The kernel counts up each entry itself, so every parameter needs its own.
+            steps = torch.full((len(params),), float(group["step"] - 1), device=params[0].device)
+            adamw(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                list(steps.unbind()),
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+        return loss
+
+
+def install_adam() -> None:
+    """Give megatron-core `GroupStepAdamW` where it found no fused Adam; do nothing where it has one."""
+    if not resolve("megatron.core.optimizer").USING_PYTORCH_OPTIMIZER:
+        return
+    replace("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER", False)
+    replace("megatron.core.optimizer", "Adam", GroupStepAdamW)
+    replace("megatron.core.optimizer.distrib_optimizer", "Adam", GroupStepAdamW)
+    # It behaves as Apex' FusedAdam does, also in the checkpoint code.
+    replace("megatron.core.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE", True)
+    replace("megatron.core.optimizer.distrib_optimizer", "USING_APEX_OPTIMIZER", True)

@@ -1,0 +1,31 @@
+"""One NVIDIA GPU for each process. megatron-core runs unpatched here, but for what `substitutes` says."""
+
+from __future__ import annotations
+
+import torch
+
+from llmrecipes.engine.megatron.platform.substitutes import install_substitutes
+
+
+class CudaPlatform:
+    """A rank that owns `cuda:<local_rank>`."""
+
+    name = "cuda"
+    backend = "nccl"
+
+    def __init__(self, local_rank: int) -> None:
+        self._device = torch.device("cuda", local_rank)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def install(self) -> None:
+        torch.cuda.set_device(self._device)
+        install_substitutes()
+
+    def peak_memory(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)

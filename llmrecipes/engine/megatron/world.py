@@ -1,0 +1,104 @@
+"""The process group of a run: ranks, model-parallel groups and random states."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from llmrecipes.engine.megatron.platform import Platform
+from llmrecipes.recipe.schema import Parallelism
+
+TIMEOUT = timedelta(minutes=30)
+RANK_ORDER = "tp-cp-ep-dp-pp"
+"""Megatron's: tensor-parallel ranks are neighbours, so they share a node; pipeline stages are farthest apart."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all."""
+
+    rank: int
+    size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    holds_whole_model: bool
+    """Whether one rank has all parameters, so that it can run the model alone."""
+
+    @property
+    def is_first(self) -> bool:
+        """The rank that prints, tracks and publishes."""
+        return self.rank == 0
+
+
+@contextmanager
+def join(platform: Platform, seed: int, parallelism: Parallelism) -> Iterator[World]:
+    """Join the ranks a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`), or be a world of one.
+
+    Args:
+        platform: already installed.
+        seed: see `model_parallel`.
+        parallelism: degrees of the layout.
+    """
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(platform.backend, timeout=TIMEOUT)
+    else:
+        # One process needs no port.
+        dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with model_parallel(seed, parallelism) as world:
+            yield world
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def model_parallel(seed: int, parallelism: Parallelism) -> Iterator[World]:
+    """Lay model-parallel groups over the process group, and take them away at the end.
+
+    Args:
+        seed: seeds dropout: the same on every data-parallel rank, different over tensor-parallel ranks and stages.
+        parallelism: degrees of the layout.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallelism.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallelism.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallelism.context_parallel_size,
+        expert_model_parallel_size=parallelism.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
+        order=RANK_ORDER,
+    )
+    try:
+        seed_random_states(seed)
+        yield World(
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            holds_whole_model=dist.get_world_size() == parallel_state.get_data_parallel_world_size()
+            and parallelism.expert_model_parallel_size == 1,
+        )
+    finally:
+        _take_away_groups()
+
+
+def _take_away_groups() -> None:
+    """End the model-parallel groups; megatron-core only forgets them, and each gloo group's threads would live on."""
+    groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        # One group can serve several purposes, and is in the list once for each.
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+def seed_random_states(seed: int) -> None:
+    """Start the random states of dropout from a seed."""
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())

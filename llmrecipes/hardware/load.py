@@ -1,0 +1,100 @@
+"""A cluster profile's file to a checked `Profile`, with every problem named at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from llmrecipes.hardware.profile import Profile
+from llmrecipes.recipe import document, files
+from llmrecipes.recipe.document import Problem, clip
+from llmrecipes.recipe.explain import explain
+from llmrecipes.recipe.files import Kind
+
+CLUSTERS = Kind(
+    "cluster profile", "--cluster", "recipes/clusters/", "name, gpus_per_node, cpu_cores, memory_gib and both links"
+)
+OURS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+DANGEROUS = {"PATH", "PYTHONPATH", "PYTHONSTARTUP", "LD_PRELOAD", "BASH_ENV", "ENV", "HOME", "USER"}
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY")
+
+
+def clusters_dir() -> Path:
+    """Folder of the named profiles: `LLMRECIPES_CLUSTERS`, else `recipes/clusters/` of this checkout."""
+    configured = os.environ.get("LLMRECIPES_CLUSTERS")
+    return Path(configured) if configured else Path(__file__).parents[2] / "recipes" / "clusters"
+
+
+def names(directory: Path | None = None) -> list[str]:
+    """Names of the profiles in a folder, sorted."""
+    return files.names(directory or clusters_dir())
+
+
+def load_profile(name_or_path: str, directory: Path | None = None) -> Profile:
+    """Read and check one profile.
+
+    Args:
+        name_or_path: name in `directory`, or path of a YAML file (anything with a slash or a YAML suffix).
+        directory: folder of named profiles; None: `clusters_dir()`.
+
+    Raises:
+        UserError: no such profile, unreadable file, or any problem in it; all problems are in one message.
+    """
+    path = files.shown(files.find(name_or_path, directory or clusters_dir(), CLUSTERS))
+    parsed = document.parse(files.read(path, CLUSTERS))
+    found = [*parsed.problems, *files.require_mapping(parsed, CLUSTERS)]
+    profile = None
+    if isinstance(parsed.data, dict):
+        try:
+            profile = Profile.model_validate(parsed.data)
+        except ValidationError as error:
+            reported = {problem.key for problem in found}
+            found += [problem for problem in explain(error, parsed.lines, Profile) if problem.key not in reported]
+        else:
+            found += check(profile, path.stem)
+    if found or profile is None:
+        raise files.error_of(found, (), path, parsed.lines, {})
+    return profile
+
+
+def check(profile: Profile, stem: str) -> list[Problem]:
+    """What is wrong with a profile as a whole.
+
+    Args:
+        profile: of the right types.
+        stem: name of its file.
+    """
+    found = []
+    if profile.name != stem:
+        rule = "a profile has the name of its file"
+        found.append(Problem("name", f"{profile.name!r} in a file named {stem}.yaml", rule, f"name: {stem}"))
+    if bool(profile.gpus_per_node) != bool(profile.gpu):
+        what = f"{profile.gpus_per_node} with {'a' if profile.gpu else 'no'} section gpu"
+        rule = "a profile with GPUs says which, one without says none"
+        found.append(Problem("gpus_per_node", what, rule, "gpus_per_node: 0" if not profile.gpu else "leave gpu out"))
+    domain = profile.nvlink_domain
+    if domain and (not profile.gpus_per_node or domain % profile.gpus_per_node):
+        rule = "an NVLink domain is a number of whole nodes"
+        what = f"{domain} with gpus_per_node {profile.gpus_per_node}"
+        found.append(Problem("nvlink_domain", what, rule, "a multiple of gpus_per_node, or leave it out"))
+    kubernetes = profile.kubernetes
+    if bool(kubernetes.rdma_resource) != bool(kubernetes.rdma_count):
+        rule = "rdma_resource and rdma_count come together"
+        what = f"{kubernetes.rdma_count} of {kubernetes.rdma_resource or 'no resource'}"
+        found.append(Problem("kubernetes.rdma_count", what, rule))
+    for name, value in profile.environment.items():
+        key = f"environment.{name}"
+        if name in OURS or name in DANGEROUS:
+            rule = "the launcher sets it" if name in OURS else "it would change which programs run"
+            found.append(Problem(key, "may not be set here", rule, "remove it"))
+        elif SECRET.search(name):
+            rule = "profiles are shared: secrets stay in the environment, or in a Kubernetes Secret"
+            found.append(Problem(key, "looks like a secret", rule, "remove it"))
+        elif not str(value).isprintable():
+            found.append(
+                Problem(key, f"{clip(str(value))!r} does not fit", "a value is one line of printable characters")
+            )
+    return found

@@ -1,0 +1,60 @@
+"""A profile as the machine that the planner plans for."""
+
+from __future__ import annotations
+
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster, Gpu, detect
+from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.profile import Profile
+
+GIB = 1 << 30
+
+
+def machine(profile: Profile, nodes: int) -> Cluster:
+    """Some nodes of a site, all of them free.
+
+    Args:
+        profile: the site.
+        nodes: how many of its nodes, at least 1.
+
+    Its disk is not known and counts as none.
+    """
+    gpus: tuple[Gpu, ...] = ()
+    if profile.gpu is not None:
+        size = int(profile.gpu.memory_gib * GIB)
+        gpus = (Gpu(profile.gpu.name, size, size, profile.gpu.peak_tflops),) * profile.gpus_per_node
+    memory = int(profile.memory_gib * GIB)
+    node = Cluster(
+        gpus=gpus,
+        cpu_cores=profile.cpu_cores,
+        memory_bytes=memory,
+        memory_available_bytes=memory,
+        disk_free_bytes=0,
+        name=profile.name,
+        nvlink_domain=profile.nvlink_domain,
+    )
+    return node.times(nodes)
+
+
+def planned(cluster: str | None, nodes: int | None, ranks: int) -> Cluster:
+    """The machine that a command plans for.
+
+    Args:
+        cluster: name or path of a profile; None: this machine.
+        nodes: its nodes; None: as few as the ranks take.
+        ranks: how many there are to be at least.
+
+    Raises:
+        UserError: no such profile, a broken one, or nodes without a profile.
+    """
+    if cluster is None:
+        if nodes is not None:
+            raise UserError("--nodes without --cluster", rule="a plan for several nodes needs to know what they are",
+                            fix="--cluster NAME; llmrecipes clusters lists them")  # fmt: skip
+        return detect()
+    profile = load_profile(cluster)
+    if nodes is None:
+        nodes = -(-ranks // profile.gpus_per_node) if profile.gpus_per_node else 1
+    if nodes < 1:
+        raise UserError(f"--nodes {nodes}", rule="a run has at least one node", fix="--nodes 1")
+    return machine(profile, nodes)

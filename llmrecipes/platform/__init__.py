@@ -1,5 +1,0 @@
-"""Every device choice and every patch of megatron-core; nothing of it stands elsewhere."""
-
-from llmrecipes.platform.select import Platform, select
-
-__all__ = ["Platform", "select"]

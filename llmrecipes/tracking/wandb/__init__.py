@@ -1,0 +1,1 @@
+"""Weights & Biases: a process of its own reads metrics.jsonl and passes it on."""

@@ -1,0 +1,93 @@
+"""Batches of one rank, from prepared data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from llmrecipes.data import heldout
+from llmrecipes.data.dataset import build
+from llmrecipes.data.loader import ReaderLost, batches
+from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.unreadable import explain
+from llmrecipes.engine.megatron.engine import Batch
+from llmrecipes.engine.megatron.world import World
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class DataLoaders:
+    """Batches of this rank.
+
+    Args:
+        train: micro-batches from a number of consumed samples on; who asks for them closes them, which ends the
+            processes that read.
+        valid: the validation micro-batches, the same ones at every call; None where there is no validation split.
+        bits_per_byte: turns a validation loss in nats per token into bits per byte of the held-out text.
+    """
+
+    train: Callable[[int], Generator[Batch, None, None]]
+    valid: Callable[[], Iterator[Batch]] | None
+    bits_per_byte: Callable[[float], float]
+
+
+def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory: bool) -> DataLoaders:
+    """Batches of the train and validation splits.
+
+    Args:
+        recipe: the resolved recipe.
+        prepared: its prepared data.
+        world: this rank.
+        pin_memory: page-lock batches; only where there is a GPU.
+    """
+    train = build(recipe, prepared, "train")
+    if train is None:
+        raise UserError(
+            f"the training split has less than one sequence of {recipe.model.seq_length} tokens",
+            where=str(prepared.path),
+            fix="more text in data.sources, or a smaller model.seq_length",
+        )
+    valid = build(recipe, prepared, "valid")
+    read = partial(
+        _read,
+        recipe,
+        prepared,
+        micro_batch_size=recipe.train.micro_batch_size,
+        global_batch_size=recipe.train.global_batch_size,
+        data_parallel_rank=world.data_parallel_rank,
+        data_parallel_size=world.data_parallel_size,
+        prefetch_factor=recipe.data.prefetch_factor,
+        pin_memory=pin_memory and recipe.data.pin_memory,
+    )
+    # A few batches every hundred steps do not earn a worker process.
+    return DataLoaders(
+        train=lambda consumed: read(train, consumed_samples=consumed, num_workers=recipe.data.num_workers),
+        valid=None if valid is None else lambda: read(valid, consumed_samples=0, num_workers=0),
+        bits_per_byte=lambda loss: heldout.bits_per_byte(loss, prepared, "valid", recipe.model.seq_length),
+    )
+
+
+def _read(recipe: Recipe, prepared: Prepared, dataset: Dataset[Any], **options: Any) -> Generator[Batch, None, None]:
+    with closing(batches(dataset, **options)) as source:
+        try:
+            yield from source
+        except (ReaderLost, OSError) as error:
+            raise explain(error, recipe, prepared) from error
+
+
+def one_batch_forever(loaders: DataLoaders, num_microbatches: int) -> DataLoaders:
+    """A feed that repeats the first global batch, to see whether the model can learn it by heart."""
+
+    def train(_consumed: int) -> Generator[Batch, None, None]:
+        with closing(loaders.train(0)) as source:
+            first = [next(source) for _ in range(num_microbatches)]
+        while True:
+            yield from first
+
+    return DataLoaders(train=train, valid=None, bits_per_byte=loaders.bits_per_byte)
