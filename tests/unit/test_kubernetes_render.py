@@ -313,8 +313,8 @@ def test_secrets_are_named_and_never_written(monkeypatch: pytest.MonkeyPatch) ->
         )
         assert planted not in applied.as_yaml() + json.dumps(applied.as_dict())
         refs = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in container_of(applied)["env"] if "valueFrom" in e}
-        assert references["HF_TOKEN"] == {"name": "huggingface", "key": "HF_TOKEN"}
-        assert references["MLFLOW_TRACKING_PASSWORD"] == {"name": "mlflow", "key": "pw"}
+        assert refs["HF_TOKEN"] == {"name": "huggingface", "key": "HF_TOKEN"}
+        assert refs["MLFLOW_TRACKING_PASSWORD"] == {"name": "mlflow", "key": "pw"}
     for mistake in (planted, f"HF_TOKEN={planted}", f"{planted}="):
         with pytest.raises(UserError) as caught:
             parse_secrets([mistake])
