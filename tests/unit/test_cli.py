@@ -100,7 +100,6 @@ def test_show_warns_where_little_memory_is_left(capsys: pytest.CaptureFixture[st
         (["show"], "RECIPE"),
         (["show", "gpt-tiny", "--wrong"], "No such option: --wrong"),
         (["shwo"], "No such command 'shwo'"),
-        ([], "Missing command"),
     ],
 )
 def test_wrong_use_gets_one_message_and_exit_2(
