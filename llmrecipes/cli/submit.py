@@ -90,7 +90,7 @@ def submit(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Hand a recipe to a cluster's scheduler, after it was planned for the nodes it will get."""
+    """Submit a recipe to Slurm or Kubernetes, once its plan fits the nodes."""
     from llmrecipes.launch.slurm import Options, as_text
     from llmrecipes.workflow.preview import of_kubernetes, of_slurm
     from llmrecipes.workflow.submit import plan_for, submit_kubernetes, submit_slurm
