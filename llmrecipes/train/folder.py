@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.megatron.world import World
+from llmrecipes.engine.base import World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.load import RESOLVED_NAME

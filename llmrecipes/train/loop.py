@@ -13,10 +13,7 @@ from typing import Protocol
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
-from llmrecipes.engine.megatron.balance import Balance
-from llmrecipes.engine.megatron.engine import MegatronEngine, StepResult
-from llmrecipes.engine.megatron.state import Progress, sharded_state
-from llmrecipes.engine.megatron.world import World
+from llmrecipes.engine.base import Balance, Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.faults.spikes import LossWatch
@@ -89,7 +86,7 @@ class Loop:
 
     recipe: Recipe
     plan: Plan
-    engine: MegatronEngine
+    engine: Engine
     world: World
     loaders: DataLoaders
     tracker: Tracker
@@ -266,7 +263,7 @@ class Loop:
             recipe_hash=self.recipe_hash,
             recipe=self.recipe.model_dump(mode="json"),
         )
-        self.saver.save(sharded_state(self.engine, progress), info)
+        self.saver.save(self.engine.state(progress), info)
         self.waited[progress.step] = time.perf_counter() - started
 
     def _report_saves(self, reports: list[SaveReport]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from llmrecipes.console import console
 from llmrecipes.data import heldout
 from llmrecipes.data.prepared import Prepared
-from llmrecipes.engine.megatron.generate import Sampling, generate
+from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.loop import Loop
@@ -89,8 +89,7 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
 def _sample(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     tokenizer = prepared.tokenizer()
     prompt = sample_prompt(spec.recipe)
-    ids = generate(
-        loop.engine.modules[0],
+    ids = loop.engine.generate(
         tokenizer.encode(prompt),
         max_new_tokens=SAMPLE_TOKENS,
         sampling=Sampling(seed=spec.recipe.train.seed),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from llmrecipes.engine.base import Shard
 from llmrecipes.verify import shards
 
 
@@ -82,7 +83,7 @@ def _whole(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _place(shard: shards.Shard) -> tuple[slice, ...]:
+def _place(shard: Shard) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.tensor.shape, strict=True))
 
 

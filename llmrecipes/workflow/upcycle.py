@@ -21,7 +21,7 @@ from llmrecipes.tracking.status import StatusSink
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import CheckpointStore, Entry
-    from llmrecipes.engine.megatron.engine import MegatronEngine
+    from llmrecipes.engine.base import Engine
 
 ORIGIN = "upcycled.json"
 
@@ -125,30 +125,18 @@ def _require_memory(dense: Plan, moe: Plan, cluster: Cluster) -> None:
 def _convert(
     entry: Entry, dense: Recipe, moe: Recipe, plans: tuple[Plan, Plan], store: CheckpointStore, result: Recipe
 ) -> None:
-    from llmrecipes.engine.megatron.checkpoint.loader import load
-    from llmrecipes.engine.megatron.engine import MegatronEngine
-    from llmrecipes.engine.megatron.model.gpt import build
-    from llmrecipes.engine.megatron.model.upcycle import copy_into_experts
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.state import load_model, model_state
-    from llmrecipes.engine.megatron.world import join
+    from llmrecipes.engine.registry import backend
 
-    platform = select()
-    platform.install()
-    with join(platform, moe.train.seed, moe.parallelism):
-        given = build(dense, plans[0], platform)
-        load_model(given.modules, load(entry, model_state(given.modules)))
-        built = build(moe, plans[1], platform)
-        copy_into_experts(given.module, built.module)
-        del given
-        # The optimizer copies its master weights here, so the experts must be in place.
-        _save(MegatronEngine(moe, plans[1], built, platform), store, result)
+    engines = backend(moe)
+    platform = engines.platform()
+    with engines.join(moe, platform):
+        _save(engines.upcycle((dense, plans[0]), (moe, plans[1]), platform, entry), store, result)
 
 
-def _save(engine: MegatronEngine, store: CheckpointStore, result: Recipe) -> None:
+def _save(engine: Engine, store: CheckpointStore, result: Recipe) -> None:
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
-    from llmrecipes.engine.megatron.state import Progress, sharded_state
+    from llmrecipes.engine.base import Progress
 
     info = CheckpointInfo(
         step=0,
@@ -158,8 +146,8 @@ def _save(engine: MegatronEngine, store: CheckpointStore, result: Recipe) -> Non
         recipe_hash=recipe_hash(result),
         recipe=result.model_dump(mode="json"),
     )
-    with AsyncSaver(store, saver_group()) as saver:
-        saver.save(sharded_state(engine, Progress()), info)
+    with AsyncSaver(store, saver_group(), engine.checkpoint_format()) as saver:
+        saver.save(engine.state(Progress()), info)
         (report,) = saver.wait()
     if report.path is None:
         raise UserError(

@@ -22,6 +22,7 @@ from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, build,
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.engine.megatron.checkpoint import loader
+from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME
 from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
 from llmrecipes.errors import ExitCode, UserError
@@ -41,7 +42,7 @@ def state(fill: float = 0.0) -> dict[str, Any]:
 @pytest.fixture
 def checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> Path:
     store = CheckpointStore(tmp_path / "checkpoints")
-    with AsyncSaver(store, group, async_save=False) as saver:
+    with AsyncSaver(store, group, ShardedFormat(), async_save=False) as saver:
         saver.save(state(fill=7.0), INFO)
     return store.path(1)
 

@@ -15,6 +15,7 @@ from llmrecipes.checkpoint.compatibility import compatibility, differences, requ
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.checkpoint.loader import load
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
@@ -33,7 +34,7 @@ def state() -> dict[str, Any]:
 @pytest.fixture
 def checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> Path:
     store = CheckpointStore(tmp_path / "checkpoints")
-    with AsyncSaver(store, group, async_save=False) as saver:
+    with AsyncSaver(store, group, ShardedFormat(), async_save=False) as saver:
         saver.save(state(), INFO)
     return store.path(1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
+from llmrecipes.engine.base import Balance
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Model
@@ -21,15 +21,6 @@ from llmrecipes.tracking.events import LayerBalance
 
 PREDICTION_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 COLUMNS_BESIDE_EXPERTS = 3  # tokens, summed entropy, summed z-loss
-
-
-@dataclass(frozen=True)
-class Balance:
-    """What the routers did in one step, over all ranks."""
-
-    layers: tuple[LayerBalance, ...]
-    aux_loss: float | None
-    """See `StepMetrics.moe_aux_loss`."""
 
 
 class RouterBalance:
