@@ -139,6 +139,8 @@ class Shard(NamedTuple):
 class Engine(Protocol):
     """Model, gradients, optimizer and schedule of one rank."""
 
+    name: str
+    """As recipes name it."""
     recipe: Recipe
     plan: Plan
     platform: Platform

@@ -261,6 +261,7 @@ class Loop:
             consumed_tokens=progress.consumed_tokens,
             layout=self.plan.layout,
             recipe_hash=self.recipe_hash,
+            engine=self.engine.name,
             recipe=self.recipe.model_dump(mode="json"),
         )
         self.saver.save(self.engine.state(progress), info)

@@ -50,6 +50,13 @@ def resume(engine: Engine, store: CheckpointStore, world: World, *, from_scratch
     entry, notes = found[0]
     if entry is None:
         return Start(Progress(), notes)
+    if entry.manifest.engine != engine.name:
+        raise UserError(
+            f"this checkpoint was written by engine {entry.manifest.engine}, and the recipe asks for {engine.name}",
+            where=str(entry.path),
+            rule="a run keeps its engine",
+            fix=f"engine={entry.manifest.engine}, or a new run id",
+        )
     progress = engine.load_state(entry)
     if progress.step > engine.recipe.train.train_iters:
         raise UserError(

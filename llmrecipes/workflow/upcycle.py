@@ -144,6 +144,7 @@ def _save(engine: Engine, store: CheckpointStore, result: Recipe) -> None:
         consumed_tokens=0,
         layout=engine.plan.layout,
         recipe_hash=recipe_hash(result),
+        engine=engine.name,
         recipe=result.model_dump(mode="json"),
     )
     with AsyncSaver(store, saver_group(), engine.checkpoint_format()) as saver:

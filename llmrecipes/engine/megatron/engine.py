@@ -45,6 +45,8 @@ class MegatronEngine:
         platform: where batches go.
     """
 
+    name = "megatron"
+
     def __init__(self, recipe: Recipe, plan: Plan, built: BuiltModel, platform: Platform) -> None:
         self.recipe, self.plan, self.platform = recipe, plan, platform
         self.modules: tuple[RecipeGPTModel, ...] = built.modules
