@@ -93,7 +93,7 @@ def _square(tensor: torch.Tensor) -> float:
 
 
 def _difference(name: str, expected: torch.Tensor, squares: Sequence[tuple[float, float]]) -> TensorDifference:
-    apart, norm = (math.sqrt(math.fsum(column)) for column in zip(*squares, strict=True))
+    difference, norm = (math.sqrt(math.fsum(column)) for column in zip(*squares, strict=True))
     reference_norm = math.sqrt(_square(expected))
     # Of a tensor that is zero in the reference, the difference itself.
-    return TensorDifference(*readable(name), apart / (reference_norm or 1.0), norm, reference_norm)
+    return TensorDifference(*readable(name), difference / (reference_norm or 1.0), norm, reference_norm)

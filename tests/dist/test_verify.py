@@ -228,7 +228,7 @@ def test_the_command_says_so_by_its_exit_code(
     # Nothing agrees to the last digit.
     assert run([*common, "--tolerance", "1e-15"]) == 1
     printed = capfd.readouterr().out
-    assert "ANOTHER training" in printed
+    assert "DIFFERENT training" in printed
     assert "first difference" in printed
 
 
