@@ -60,7 +60,7 @@ def messages(recipe: Recipe, folder: Path) -> list[str]:
 def test_another_layout_says_that_random_states_are_new_ones(checkpoint: Path, worlds: dict[int, GlooWorld]) -> None:
     assert worlds[2].run(messages, SAVED.recipe, checkpoint) == []
     (said,) = worlds[2].run(messages, OTHERS[0].recipe, checkpoint)
-    assert "random states are new ones" in said
+    assert "random states are re-seeded" in said
 
 
 def test_masters_that_are_rebuilt_from_bf16_weights_are_found(checkpoint: Path, worlds: dict[int, GlooWorld]) -> None:
