@@ -80,7 +80,7 @@ def observe(
         final = shards.weights(engine.modules)
     apart = apart or _replicas(final, iters)
     shards.write(folder / FINAL / file, final)
-    return Record(layout=plan.layout, steps=tuple(steps), kept_step=kept, replicas=apart)
+    return Record(layout=plan.layout.as_dict(), steps=tuple(steps), kept_step=kept, replicas=apart)
 
 
 def _replicas(weights: list[shards.Shard], step: int) -> ReplicaDifference | None:

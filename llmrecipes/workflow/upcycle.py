@@ -154,7 +154,7 @@ def _save(engine: MegatronEngine, store: CheckpointStore, result: Recipe) -> Non
         step=0,
         consumed_samples=0,
         consumed_tokens=0,
-        layout=engine.plan.layout,
+        layout=engine.plan.layout.as_dict(),
         recipe_hash=recipe_hash(result),
         recipe=result.model_dump(mode="json"),
     )
