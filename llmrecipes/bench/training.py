@@ -38,7 +38,7 @@ def steps(spec: BenchSpec, engines: Backend, world: World, platform: Platform, c
     engine.close()
     return StepTimes(
         world_size=world.size,
-        layout=plan.layout,
+        layout=plan.layout.as_dict(),
         seconds=_slowest(times, platform),
         tokens_per_step=plan.tokens_per_step,
         flops_per_token=plan.flops_per_token_causal,

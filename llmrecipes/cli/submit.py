@@ -135,7 +135,9 @@ def submit(
     if dry_run:
         print(as_text(done.command))
     else:
-        print(f"job {done.job_id}: {planned.plan.world_size} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}")
+        print(
+            f"job {done.job_id}: {planned.plan.layout.world_size} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}"
+        )
         print(f"run  {done.run_dir}")
         print(f"log  {done.run_dir}/logs/slurm-{done.job_id}.out")
     _print_preview(preview, dry_run)
@@ -177,7 +179,11 @@ def _print_applied(applied: Applied, preview: Preview, dry_run: bool, as_json: b
         print(applied.as_yaml(), end="")
     else:
         print(applied.answer)
-        ranks, nodes, where = applied.planned.plan.world_size, applied.planned.nodes, f"--namespace {applied.namespace}"
+        ranks, nodes, where = (
+            applied.planned.plan.layout.world_size,
+            applied.planned.nodes,
+            f"--namespace {applied.namespace}",
+        )
         print(f"run  {applied.run_id}: {ranks} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}")
         print(f"log  kubectl logs {where} --selector app.kubernetes.io/instance={applied.name} --follow --prefix")
     _print_preview(preview, dry_run)

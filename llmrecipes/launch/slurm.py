@@ -78,7 +78,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
     site = profile.slurm
     runtime = options.runtime or (site.container_runtime if options.image else "none")
     wanted = {
-        "job-name": plan.recipe,
+        "job-name": plan.recipe.name,
         "nodes": str(request.nodes),
         "partition": options.partition or site.partition,
         "account": options.account,
@@ -97,7 +97,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         "runtime": runtime,
         "image": options.image,
         "python": options.python,
-        "ranks-per-node": str(plan.world_size // request.nodes),
+        "ranks-per-node": str(plan.layout.world_size // request.nodes),
         "run-id": request.run_id,
         "runs-dir": str(request.runs_dir),
         "data-dir": str(request.data_dir),

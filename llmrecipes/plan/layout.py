@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
@@ -33,6 +33,10 @@ class Layout:
     data_parallel_size: int
     expert_data_parallel_size: int
     layers_per_stage: tuple[tuple[int, ...], ...]
+
+    def as_dict(self) -> dict[str, int]:
+        """The degrees by name, as a checkpoint's manifest has them."""
+        return {name: int(value) for name, value in asdict(self).items() if isinstance(value, int)}
 
     def first_layer(self, stage: int, chunk: int) -> int:
         """Number, from 0, of the first layer of a chunk."""

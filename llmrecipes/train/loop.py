@@ -259,7 +259,7 @@ class Loop:
             step=progress.step,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
-            layout=self.plan.layout,
+            layout=self.plan.layout.as_dict(),
             recipe_hash=self.recipe_hash,
             engine=self.engine.name,
             recipe=self.recipe.model_dump(mode="json"),

@@ -38,9 +38,10 @@ def describe(
     rows = {
         "run": str(run_dir),
         "model": f"{number(plan.num_parameters.total)} parameters, {layers}",
-        "device": f"{plan.world_size} × {device}, {train.precision}, about {gib(plan.memory.total)} a rank",
+        "device": f"{plan.layout.world_size} × {device}, {train.precision}, about {gib(plan.memory.total)} a rank",
         "batch": f"{train.global_batch_size} × {recipe.model.seq_length} = {number(plan.tokens_per_step)} tokens, "
-        f"micro-batch {train.micro_batch_size} × {plan.num_microbatches} × {plan.data_parallel_size} data-parallel",
+        f"micro-batch {train.micro_batch_size} × {plan.num_microbatches} × "
+        f"{plan.layout.data_parallel_size} data-parallel",
         "data": f"{number(tokens)} training tokens, read {plan.total_tokens / max(tokens, 1):.2f} times",
         "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
     }

@@ -69,7 +69,7 @@ def observe(
         final = engine.weights()
     differing = differing or _replicas(final, iters)
     shards.write(folder / FINAL / file, final)
-    return Record(layout=plan.layout, steps=tuple(steps), kept_step=kept, replicas=differing)
+    return Record(layout=plan.layout.as_dict(), steps=tuple(steps), kept_step=kept, replicas=differing)
 
 
 def _replicas(weights: list[Shard], step: int) -> ReplicaDifference | None:

@@ -55,7 +55,7 @@ class Submitted:
             "run_dir": str(self.run_dir),
             "cluster": self.planned.profile.name,
             "nodes": self.planned.nodes,
-            "ranks": self.planned.plan.world_size,
+            "ranks": self.planned.plan.layout.world_size,
             "command": list(self.command),
         }
 
@@ -89,7 +89,7 @@ def plan_for(
         )
     site = machine(profile, nodes)
     plan = derive(loaded, nodes * (ranks_per_node or profile.ranks_per_node), site)
-    check(loaded, plan, site)
+    check(plan, site)
     return Planned((recipe, *overrides), cluster, loaded, profile, plan, nodes)
 
 
@@ -139,7 +139,7 @@ class Applied:
             "run_id": self.run_id,
             "cluster": self.planned.profile.name,
             "nodes": self.planned.nodes,
-            "ranks": self.planned.plan.world_size,
+            "ranks": self.planned.plan.layout.world_size,
             "submitted": self.answer is not None,
             "objects": list(self.objects),
         }

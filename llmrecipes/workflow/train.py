@@ -92,7 +92,7 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Callable[[st
     _require_even_nodes(ranks, nodes)
     if options.cluster is not None:
         _set_environment_of(options.cluster, recipe, ranks, cluster, nodes)
-    check(recipe, derive(recipe, ranks, cluster), cluster)
+    check(derive(recipe, ranks, cluster), cluster)
     require_library(recipe)
     spec = new_spec(recipe, paths, options)
     if options.node is not None and not options.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
@@ -262,7 +262,7 @@ def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, no
             fix=f"without --cluster it is planned for this machine; llmrecipes show RECIPE --cluster {name} plans only",
         )
     plan = derive(recipe, ranks, site)
-    check(recipe, plan, site)
+    check(plan, site)
     os.environ.update(missing(environment(profile, plan, ranks // nodes), os.environ))
 
 

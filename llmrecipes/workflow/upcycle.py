@@ -142,7 +142,7 @@ def _save(engine: Engine, store: CheckpointStore, result: Recipe) -> None:
         step=0,
         consumed_samples=0,
         consumed_tokens=0,
-        layout=engine.plan.layout,
+        layout=engine.plan.layout.as_dict(),
         recipe_hash=recipe_hash(result),
         engine=engine.name,
         recipe=result.model_dump(mode="json"),

@@ -113,7 +113,7 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
             step=progress.step,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
-            layout=engine.plan.layout,
+            layout=engine.plan.layout.as_dict(),
             recipe_hash="parity",
         )
         with AsyncSaver(CheckpointStore(folder), saver_group(), ShardedFormat()) as saver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.recipe.shape import Shape, shape
 
 LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=16 * GIB, memory_available_bytes=12 * GIB, disk_free_bytes=GIB)
 GPU = Gpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
@@ -35,7 +37,9 @@ def gpus(number: int) -> Cluster:
 
 def memory_of(changed: Recipe, ranks: int = 1, device: str = "cuda") -> Memory:
     """Memory of a rank where every rank does one micro-batch after another."""
-    return estimate(changed, layout(changed, ranks, gpus(ranks)), num_microbatches=64, device=device)
+    return estimate(
+        changed, shape(changed.model), layout(changed, ranks, gpus(ranks)), num_microbatches=64, device=device
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,13 +73,15 @@ def memory_of(changed: Recipe, ranks: int = 1, device: str = "cuda") -> Memory:
     ],
 )  # fmt: skip
 def test_parameter_counts_of_known_models(model: dict[str, Any], total: int) -> None:
-    parameters = count(Model.model_validate(model))
+    checked = Model.model_validate(model)
+    parameters = count(checked, shape(checked))
     assert parameters.total == total
     assert parameters.embedding + parameters.non_embedding == total
 
 
 def test_padding_adds_rows_to_the_embedding() -> None:
-    assert count(recipe("gpt-125m").model).total == 124_439_808 + 47 * 768
+    gpt = recipe("gpt-125m")
+    assert count(gpt.model, shape(gpt.model)).total == 124_439_808 + 47 * 768
 
 
 def test_flops_agree_with_the_published_formula() -> None:
@@ -83,9 +89,9 @@ def test_flops_agree_with_the_published_formula() -> None:
     layers, h, s, v = 24, 2048, 1024, 51200
     # Narayanan et al. 2021, equation 3, with 72 for 96 (no recomputed forward pass; the logits never were).
     published = 72 * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
-    assert flops_per_token(model, causal=False) == pytest.approx(published, rel=1e-12)
+    assert flops_per_token(model, shape(model), causal=False) == pytest.approx(published, rel=1e-12)
     attention = 72 * layers * h**2 * s / (6 * h)
-    assert flops_per_token(model, causal=True) == pytest.approx(published - attention / 2, rel=1e-12)
+    assert flops_per_token(model, shape(model), causal=True) == pytest.approx(published - attention / 2, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", names())
@@ -95,9 +101,25 @@ def test_plans_of_shipped_recipes(name: str, golden: Callable[[str, Any], None])
     golden(f"plan-{name}.json", derive(shipped, default_world_size(shipped, cluster), cluster).as_dict())
 
 
+def test_a_plan_derives_the_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    derived = []
+
+    def counted(model: Model) -> Shape:
+        derived.append(model)
+        return shape(model)
+
+    for module in [module for name, module in sys.modules.items() if name.startswith("llmrecipes.plan.")]:
+        if hasattr(module, "shape"):
+            monkeypatch.setattr(module, "shape", counted)
+    tiny = recipe("gpt-tiny-3d")
+    plan = derive(tiny, 4, LAPTOP)
+    assert derived == [tiny.model]
+    assert (plan.recipe, plan.shape) == (tiny, shape(tiny.model))
+
+
 def test_batch_arithmetic() -> None:
     plan = derive(recipe("gpt-125m", "train.global_batch_size=96", "train.micro_batch_size=4"), 8, NODE)
-    assert (plan.data_parallel_size, plan.num_microbatches) == (8, 3)
+    assert (plan.layout.data_parallel_size, plan.num_microbatches) == (8, 3)
     assert (plan.tokens_per_step, plan.total_tokens) == (96 * 1024, 96 * 1024 * 19000)
 
 
@@ -130,7 +152,7 @@ def test_bytes_of_a_parameter(precision: str, fp32_reduce: bool, weights: int, g
     changed = recipe(
         "gpt-125m", f"train.precision={precision}", f"parallelism.grad_reduce_in_fp32={fp32_reduce}".lower()
     )
-    n = count(changed.model)
+    n = count(changed.model, shape(changed.model))
     memory = memory_of(changed)
     assert (memory.weights, memory.gradients, memory.optimizer) == (
         weights * n.total, gradients * n.total, optimizer * n.total,
@@ -140,7 +162,7 @@ def test_bytes_of_a_parameter(precision: str, fp32_reduce: bool, weights: int, g
 
 def test_without_the_distributed_optimizer_every_rank_keeps_all_of_its_state() -> None:
     changed = recipe("gpt-125m", "parallelism.use_distributed_optimizer=false")
-    assert memory_of(changed, ranks=8).optimizer == 12 * count(changed.model).total
+    assert memory_of(changed, ranks=8).optimizer == 12 * count(changed.model, shape(changed.model)).total
 
 
 def test_activations_agree_with_the_published_formula() -> None:
@@ -173,12 +195,12 @@ def test_recomputation_and_smaller_batches_need_less() -> None:
 
 def test_what_fits_passes_and_what_does_not_is_refused_with_a_way_out() -> None:
     tiny = recipe("gpt-tiny")
-    check(tiny, derive(tiny, 1, LAPTOP), LAPTOP)
+    check(derive(tiny, 1, LAPTOP), LAPTOP)
     llama = recipe("llama3-8b")
     plan = derive(llama, 1, LAPTOP)
     assert not plan.fits
     with pytest.raises(UserError) as caught:
-        check(llama, plan, LAPTOP)
+        check(plan, LAPTOP)
     text = str(caught.value)
     assert caught.value.code == 2
     assert "there are 12.0 GiB here (no GPU, 4 CPU cores, 12.0 GiB of available memory)" in text
@@ -190,7 +212,7 @@ def test_what_fits_passes_and_what_does_not_is_refused_with_a_way_out() -> None:
 def test_a_recipe_that_no_number_of_gpus_holds_says_so() -> None:
     huge = recipe("llama3-8b", "model.num_layers=400")
     with pytest.raises(UserError, match="does not fit") as caught:
-        check(huge, derive(huge, 8, NODE), NODE)
+        check(derive(huge, 8, NODE), NODE)
     assert "no number of NVIDIA H100 80GB HBM3 is enough" in caught.value.fix
 
 
@@ -235,4 +257,4 @@ def test_experts_split_otherwise_than_dense_layers_need_expert_parallelism() -> 
     together = recipe(
         "moe-tiny", *layers, "parallelism.expert_model_parallel_size=2", "parallelism.expert_tensor_parallel_size=1"
     )
-    assert derive(together, 2, gpus(2)).layout["expert_model_parallel_size"] == 2
+    assert derive(together, 2, gpus(2)).layout.expert_model_parallel_size == 2

@@ -41,7 +41,7 @@ class RouterBalance:
         self._micro_batches = plan.num_microbatches
         # megatron-core's global loss is summed over all ranks of a stage already, the others over those of a sequence.
         over_all = model.moe_router_load_balancing_type == "global_aux_loss"
-        self._copies_of_loss = 1 if over_all else plan.data_parallel_size
+        self._copies_of_loss = 1 if over_all else plan.layout.data_parallel_size
         layers = model.num_layers + (model.mtp_num_layers or 0)
         # A row for each layer of the whole model, so that the ranks' counts can be added; the last is for the loss.
         shape = layers + 1, (model.num_moe_experts or 0) + COLUMNS_BESIDE_EXPERTS

@@ -41,7 +41,7 @@ class Run:
 
     @property
     def ranks_per_node(self) -> int:
-        return self.plan.world_size // self.nodes
+        return self.plan.layout.world_size // self.nodes
 
 
 def labels(run: Run) -> dict[str, str]:
@@ -52,7 +52,7 @@ def labels(run: Run) -> dict[str, str]:
 def notes(run: Run, options: Options) -> dict[str, str]:
     """What a person wants to know of a pod, and what Kueue does."""
     told = {
-        "llmrecipes/recipe": run.plan.recipe,
+        "llmrecipes/recipe": run.plan.recipe.name,
         "llmrecipes/recipe-hash": run.recipe_hash,
         "llmrecipes/run-id": run.run_id,
     }
@@ -157,14 +157,15 @@ def arguments(run: Run) -> list[str]:
     more = ["--nnodes", str(run.nodes)] if run.nodes > 1 else []
     more += ["--accept-changes"] if run.accept_changes else []
     return [
-        literal(word) for word in ("--run-id", run.run_id, "--nproc", str(run.plan.world_size), "--no-sample", *more)
+        literal(word)
+        for word in ("--run-id", run.run_id, "--nproc", str(run.plan.layout.world_size), "--no-sample", *more)
     ]
 
 
 def variables(run: Run, options: Options, master: str) -> list[Object]:
     """Environment of the container: plain values first, then those from Secrets."""
     runs = WORKSPACE / "runs"
-    logs = runs / run.plan.recipe / run.run_id / "logs"
+    logs = runs / run.plan.recipe.name / run.run_id / "logs"
     values = {
         **environment(run.profile, run.plan, run.ranks_per_node, Path(logs)),
         "HOME": str(WORKSPACE),

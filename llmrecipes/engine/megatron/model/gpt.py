@@ -167,8 +167,8 @@ def _chunk(
     module = RecipeGPTModel(
         config,
         block,
-        vocab_size=plan.padded_vocab_size,
-        max_sequence_length=plan.max_position_embeddings,
+        vocab_size=plan.shape.vocab_size,
+        max_sequence_length=plan.shape.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=last,
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
