@@ -47,7 +47,7 @@ def measure(recipe_name: str, saves: int) -> list[dict[str, Any]]:
     platform.install()
     with join(platform, recipe.train.seed, recipe.parallelism) as world, tempfile.TemporaryDirectory() as folder:
         plan = derive(recipe, world.size, detect())
-        engine = MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+        engine = MegatronEngine(plan, build(plan, platform), platform)
         store = CheckpointStore(Path(folder) / "checkpoints")
         found = []
 

@@ -102,14 +102,14 @@ def random_batches(recipe: Recipe, *, consumed: int = 0, rank: int = 0, ranks: i
 
 def built(recipe: Recipe) -> BuiltModel:
     """The initialised model of a world that has been joined."""
-    return build(recipe, derive(recipe, torch.distributed.get_world_size(), ROOMY), select())
+    return build(derive(recipe, torch.distributed.get_world_size(), ROOMY), select())
 
 
 def engine_of(recipe: Recipe) -> MegatronEngine:
     """An engine in a world that has been joined."""
     plan = derive(recipe, torch.distributed.get_world_size(), ROOMY)
     platform = select()
-    return MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+    return MegatronEngine(plan, build(plan, platform), platform)
 
 
 def steps(engine: MegatronEngine, number: int, batches_of_rank: Iterator[Batch] | None = None) -> list[StepResult]:

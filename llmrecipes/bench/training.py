@@ -24,7 +24,7 @@ def steps(spec: BenchSpec, engines: Backend, world: World, platform: Platform, c
     """Train on random tokens, which need no data. All ranks take part."""
     recipe = spec.recipe
     plan = derive(recipe, world.size, cluster)
-    engine = engines.build(recipe, plan, platform)
+    engine = engines.build(plan, platform)
     batches = random_tokens(recipe, world.data_parallel_rank)
     times = []
     for number in range(WARMUP + spec.repeats):

@@ -240,13 +240,13 @@ class Backend(Protocol):
     def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
         """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or be a world of one."""
 
-    def build(self, recipe: Recipe, plan: Plan, platform: Platform) -> Engine:
+    def build(self, plan: Plan, platform: Platform) -> Engine:
         """An engine with fresh weights, which depend on the seed alone."""
 
-    def load_weights(self, recipe: Recipe, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """The weights of a checkpoint in one process."""
 
-    def upcycle(self, dense: tuple[Recipe, Plan], moe: tuple[Recipe, Plan], platform: Platform, entry: Entry) -> Engine:
+    def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """An engine of a mixture of experts whose experts are copies of a dense checkpoint's MLP; in one process."""
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:

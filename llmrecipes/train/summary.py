@@ -30,7 +30,7 @@ def close(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
         UserError: an overfitting run did not learn its batch.
     """
     if spec.overfit_batch:
-        console().print(overfit_verdict(loop.losses, loop.recipe.model.hidden_dropout), markup=False)
+        console().print(overfit_verdict(loop.losses, loop.plan.recipe.model.hidden_dropout), markup=False)
         return
     if loop.valid_loss is not None:
         bits = loop.loaders.bits_per_byte(loop.valid_loss)

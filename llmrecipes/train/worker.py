@@ -51,7 +51,7 @@ def run(spec: RunSpec) -> ExitCode:
             loaders = one_batch_forever(loaders, plan.num_microbatches)
         store = CheckpointStore(spec.run_dir / "checkpoints")
         stop = stack.enter_context(catch_signals(lambda: _newest(store)))
-        engine = engines.build(recipe, plan, platform)
+        engine = engines.build(plan, platform)
         stack.callback(engine.close)
         saver = stack.enter_context(
             AsyncSaver(
@@ -82,7 +82,6 @@ def run(spec: RunSpec) -> ExitCode:
 
         peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
         loop = Loop(
-            recipe=recipe,
             plan=plan,
             engine=engine,
             world=world,

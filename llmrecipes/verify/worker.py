@@ -43,7 +43,7 @@ def train(spec: VerifySpec, engines: Backend, world: World, platform: Platform) 
     recipe = spec.recipe
     plan = derive(recipe, world.size, detect())
     loaders = open_loaders(recipe, open_prepared(recipe, spec.data_dir), world, pin_memory=False)
-    engine = engines.build(recipe, plan, platform)
+    engine = engines.build(plan, platform)
     with closing(loaders.train(0)) as batches:
         record = observe(engine, plan, batches, spec.iters, spec.folder, _keep(spec))
     if world.is_first:

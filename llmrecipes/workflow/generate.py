@@ -62,7 +62,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     # One process holds the whole model, whatever layout trained it.
     recipe = recipe.model_copy(update={"parallelism": Parallelism()})
     with engines.join(recipe, platform):
-        model = engines.load_weights(recipe, derive(recipe, 1, detect()), platform, entry)
+        model = engines.load_weights(derive(recipe, 1, detect()), platform, entry)
         for number in range(request.num_samples):
             sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed + number)
             ids = model.generate(

@@ -87,7 +87,7 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
         parameters=plans[1].num_parameters.total,
         active_parameters=plans[1].num_parameters.active,
     )
-    _convert(entry, whole_dense, whole_moe, plans, CheckpointStore(run_dir / "checkpoints"), moe)
+    _convert(entry, *plans, CheckpointStore(run_dir / "checkpoints"), moe)
     # The recipe makes a directory a run, so it comes last.
     status = StatusSink(run_dir, resumed_step=0, total_steps=moe.train.train_iters)
     status.note(Note(step=0, event="checkpoint_saved"))  # without it the run must not start from fresh weights
@@ -122,15 +122,13 @@ def _require_memory(dense: Plan, moe: Plan, cluster: Cluster) -> None:
         )
 
 
-def _convert(
-    entry: Entry, dense: Recipe, moe: Recipe, plans: tuple[Plan, Plan], store: CheckpointStore, result: Recipe
-) -> None:
+def _convert(entry: Entry, dense: Plan, moe: Plan, store: CheckpointStore, result: Recipe) -> None:
     from llmrecipes.engine.registry import backend
 
-    engines = backend(moe)
+    engines = backend(moe.recipe)
     platform = engines.platform()
-    with engines.join(moe, platform):
-        _save(engines.upcycle((dense, plans[0]), (moe, plans[1]), platform, entry), store, result)
+    with engines.join(moe.recipe, platform):
+        _save(engines.upcycle(dense, moe, platform, entry), store, result)
 
 
 def _save(engine: Engine, store: CheckpointStore, result: Recipe) -> None:

@@ -143,7 +143,7 @@ def training(recipe: Recipe) -> Iterator[tuple[MegatronEngine, World]]:
     platform = select()
     with model_parallel(recipe.train.seed, recipe.parallelism) as world:
         plan = derive(recipe, world.size, ROOMY)
-        engine = MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+        engine = MegatronEngine(plan, build(plan, platform), platform)
         try:
             yield engine, world
         finally:

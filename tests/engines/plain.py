@@ -70,8 +70,9 @@ class PlainEngine:
     implementation = Implementation("torch", "there is nothing else")
     balance = None
 
-    def __init__(self, recipe: Recipe, plan: Plan, platform: Platform) -> None:
-        self.recipe, self.plan, self.platform = recipe, plan, platform
+    def __init__(self, plan: Plan, platform: Platform) -> None:
+        self.recipe, self.plan, self.platform = plan.recipe, plan, platform
+        recipe = plan.recipe
         torch.manual_seed(recipe.train.seed)
         width, vocabulary = recipe.model.hidden_size, recipe.model.vocab_size
         self.model = torch.nn.Sequential(torch.nn.Embedding(vocabulary, width), torch.nn.Linear(width, vocabulary))
@@ -174,11 +175,11 @@ class PlainBackend:
         finally:
             dist.destroy_process_group()
 
-    def build(self, recipe: Recipe, plan: Plan, platform: Platform) -> PlainEngine:
-        return PlainEngine(recipe, plan, platform)
+    def build(self, plan: Plan, platform: Platform) -> PlainEngine:
+        return PlainEngine(plan, platform)
 
-    def load_weights(self, recipe: Recipe, plan: Plan, platform: Platform, entry: Entry) -> PlainEngine:
-        engine = PlainEngine(recipe, plan, platform)
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> PlainEngine:
+        engine = PlainEngine(plan, platform)
         engine.load_state(entry)
         return engine
 

@@ -64,7 +64,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[MegatronEngine]:
         patch.delenv("WORLD_SIZE", raising=False)
         with join(platform, 1, chosen.parallelism) as world:
             plan = derive(chosen, world.size, detect())
-            engine = MegatronEngine(chosen, plan, build(chosen, plan, platform), platform)
+            engine = MegatronEngine(plan, build(plan, platform), platform)
             for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
                 for state in part.optimizer.state.values():
                     for value in state.values():

@@ -129,7 +129,7 @@ def test_norms_in_front_of_experts_are_named_as_transformer_engine_names_them(de
         update={"model": recipe.model.model_copy(update={"num_moe_experts": 4, "moe_layer_freq": [0, 1]})}
     )
     with join(select(), 1, moe.parallelism):
-        state = build(moe, derive(moe, 1, ROOMY), select()).module.sharded_state()
+        state = build(derive(moe, 1, ROOMY), select()).module.sharded_state()
     keys = {value.key for value in state.values() if hasattr(value, "key")}
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in keys
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in keys

@@ -35,24 +35,22 @@ class MegatronBackend:
         """See `Backend`."""
         return world.join(platform, recipe.train.seed, recipe.parallelism)
 
-    def build(self, recipe: Recipe, plan: Plan, platform: Platform) -> MegatronEngine:
+    def build(self, plan: Plan, platform: Platform) -> MegatronEngine:
         """See `Backend`."""
-        return MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+        return MegatronEngine(plan, build(plan, platform), platform)
 
-    def load_weights(self, recipe: Recipe, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:
         """See `Backend`."""
-        return TextGPT(_loaded(recipe, plan, platform, entry))
+        return TextGPT(_loaded(plan, platform, entry))
 
-    def upcycle(
-        self, dense: tuple[Recipe, Plan], moe: tuple[Recipe, Plan], platform: Platform, entry: Entry
-    ) -> MegatronEngine:
+    def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         """See `Backend`."""
-        given = _loaded(*dense, platform, entry)
-        built = build(*moe, platform)
+        given = _loaded(dense, platform, entry)
+        built = build(moe, platform)
         copy_into_experts(given.module, built.module)
         del given
         # The optimizer copies its master weights here, so the experts must be in place.
-        return MegatronEngine(*moe, built, platform)
+        return MegatronEngine(moe, built, platform)
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         """See `Backend`."""
@@ -78,7 +76,7 @@ class TextGPT:
         )
 
 
-def _loaded(recipe: Recipe, plan: Plan, platform: Platform, entry: Entry) -> BuiltModel:
-    built = build(recipe, plan, platform)
+def _loaded(plan: Plan, platform: Platform, entry: Entry) -> BuiltModel:
+    built = build(plan, platform)
     load_model(built.modules, load(entry, model_state(built.modules)))
     return built

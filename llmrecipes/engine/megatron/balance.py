@@ -16,7 +16,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from llmrecipes.engine.base import Balance
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.schema import Model
 from llmrecipes.tracking.events import LayerBalance
 
 PREDICTION_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
@@ -28,14 +27,12 @@ class RouterBalance:
 
     Args:
         modules: this rank's chunks of the model.
-        model: the recipe's model section, with experts.
-        plan: its plan on this world.
+        plan: of a recipe with experts, on this world.
         device: of the model.
     """
 
-    def __init__(
-        self, modules: Sequence[RecipeGPTModel], model: Model, plan: Plan, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, modules: Sequence[RecipeGPTModel], plan: Plan, device: torch.device | None = None) -> None:
+        model = plan.recipe.model
         self._topk = model.moe_router_topk
         self._has_aux_loss = model.moe_aux_loss_coeff > 0
         self._micro_batches = plan.num_microbatches

@@ -39,22 +39,22 @@ class MegatronEngine:
     """See `engine.base.Engine`.
 
     Args:
-        recipe: the resolved recipe.
-        plan: its plan on this world.
+        plan: of the recipe, on this world.
         built: the initialised model.
         platform: where batches go.
     """
 
     name = "megatron"
 
-    def __init__(self, recipe: Recipe, plan: Plan, built: BuiltModel, platform: Platform) -> None:
-        self.recipe, self.plan, self.platform = recipe, plan, platform
+    def __init__(self, plan: Plan, built: BuiltModel, platform: Platform) -> None:
+        self.recipe, self.plan, self.platform = plan.recipe, plan, platform
+        recipe = plan.recipe
         self.modules: tuple[RecipeGPTModel, ...] = built.modules
         self.implementation = Implementation(built.implementation, built.reason)
         self._config = built.config
         self.balance: RouterBalance | None = None
         if recipe.model.num_moe_experts:
-            self.balance = RouterBalance(self.modules, recipe.model, plan, platform.device)
+            self.balance = RouterBalance(self.modules, plan, platform.device)
         if recipe.train.torch_compile:
             for module in self.modules:
                 module.compile_layers()
