@@ -75,15 +75,17 @@ def train(recipe: Recipe, places: Places, wishes: Wishes, say: Callable[[str], N
     """
     if wishes.node is not None and wishes.run_id is None:
         raise UserError(
-            "several nodes without --run-id", rule="all nodes work in one directory", fix="--run-id my-run-1"
-        )
+            "missing for several nodes", where="--run-id", rule="all nodes work in one directory",
+            fix="--run-id my-run-1",
+        )  # fmt: skip
     if wishes.node is not None and wishes.max_restarts:
         raise UserError(
             f"{wishes.max_restarts} on several nodes", where="--max-restarts",
             rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
     if wishes.from_scratch and wishes.run_id is None:
-        raise UserError("--from-scratch without --run-id", rule="a run without an id is a new one", fix="leave it out")
+        raise UserError("given without --run-id", where="--from-scratch", rule="a run without an id is a new one",
+                        fix="leave it out")  # fmt: skip
     if wishes.overfit_batch:
         recipe = one_batch_recipe(recipe)
     nodes = 1 if wishes.node is None else wishes.node.nodes
