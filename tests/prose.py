@@ -34,8 +34,9 @@ def in_file(path: Path) -> Iterator[tuple[int, str]]:
 def own_raises(path: Path) -> Iterator[int]:
     """Lines that expect a `UserError` without saying what it is about."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
-        is_raises = isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.raises"
-        if is_raises and any(isinstance(each, ast.Name) and each.id == "UserError" for each in ast.walk(node)):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "pytest.raises":
+            continue
+        if any(isinstance(each, ast.Name) and each.id == "UserError" for each in ast.walk(node)):
             yield node.lineno
 
 
