@@ -74,7 +74,7 @@ def _is_message(expression: ast.expr, known: set[str]) -> bool:
             return True
         if isinstance(node, ast.Subscript) and ast.unparse(node.slice) in ("'error'", "'rule'", "'fix'"):
             return True
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "str" and ".value" in ast.unparse(node):
+        if re.fullmatch(r"str\((error|\w+\.value)\)", ast.unparse(node)):
             return True
     return False
 

@@ -86,7 +86,7 @@ def test_a_nan_stops_the_run_and_leaves_the_checkpoint_of_before(
     poison(monkeypatch, at=6)
     code, printed = train(checkpoint={"save_interval": 4})
     assert code == 93
-    require_message(printed, "6", rule=("0", BAD))
+    require_message(printed, "step 6, rank 0", rule=BAD)
     assert saved(run_dir) == [4]
     assert [line["step"] for line in train_lines(run_dir)] == [1, 2, 3, 4, 5, 6]
     assert train_lines(run_dir)[-1]["non_finite"] == ["loss", "grad_norm"]
