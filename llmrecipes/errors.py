@@ -29,7 +29,7 @@ class UserError(Exception):
         rule: the rule it breaks.
         fix: the nearest thing that works.
         code: exit code of the process.
-        parts: the single errors of one that names several; `what` has their text.
+        parts: of an error that names several, the single ones that `what` writes out.
     """
 
     def __init__(

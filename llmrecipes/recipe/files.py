@@ -47,7 +47,7 @@ def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
     close = get_close_matches(name_or_path, known, n=3, cutoff=0.4)
     raise UserError(
         f"no {kind.name} of this name in {directory}",
-        where=clip(name_or_path),
+        where=f"{clip(name_or_path)!r}",
         rule=kind.rule,
         fix=f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known) or 'none'}",
     )
