@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -166,6 +167,13 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 def train_lines(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of optimizer steps."""
     return [line for line in lines(run_dir) if "grad_norm" in line]
+
+
+def steps_done(printed: str) -> int:
+    """From which step a command says that it resumes, in the row `steps` of its summary."""
+    found = re.search(r"\bsteps +(\d+) ", printed)
+    assert found, printed
+    return int(found[1])
 
 
 def curve(run_dir: Path) -> list[tuple[Any, ...]]:

@@ -204,7 +204,7 @@ def _meant_as_key(error: typer.TyperException) -> UserError | None:
     if not found.keys:
         return None
     rule = "recipe keys are set without dashes, as key.path=value"
-    return UserError(f"no option {option}", rule=rule, fix=" or ".join(f"{key}=..." for key in found.keys))
+    return UserError("no such option", where=option, rule=rule, fix=" or ".join(f"{key}=..." for key in found.keys))
 
 
 def _fail(details: dict[str, Any], message: str, code: int, as_json: bool) -> int:

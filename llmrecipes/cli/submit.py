@@ -147,7 +147,8 @@ def _require_own(to: str, others: dict[str, Any]) -> None:
     """UserError where an option of another scheduler is given: it would be without effect."""
     given = [f"--{name}" for name, value in others.items() if value is not None]
     if given:
-        raise UserError(f"{given[0]} with --to {to}", rule="it belongs to another scheduler", fix="leave it out")
+        raise UserError(f"given with --to {to}", where=given[0], rule="it belongs to another scheduler",
+                        fix="leave it out")  # fmt: skip
 
 
 def _kubernetes(image: str | None, max_restarts: int | None, given: dict[str, Any]) -> KubernetesOptions:

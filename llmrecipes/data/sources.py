@@ -101,7 +101,9 @@ def _stdlib() -> list[Path]:
 
 def _path(source: Source) -> str:
     if source.path is None:
-        raise UserError(f"source of type {source.type} has no path", where="data.sources", fix="set its path")
+        raise UserError(
+            f"source of type {source.type} has no path", where="data.sources", fix="set data.sources[].path"
+        )
     return source.path
 
 

@@ -26,12 +26,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise UserError(
-                f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}",
-                rule="temperature and top_k are not negative, and top_p lies in (0, 1]",
-                fix="--temperature 0.8 --top-k 40 --top-p 1.0",
-            )
+        if not self.temperature >= 0:  # not a number either
+            raise UserError(f"{self.temperature}", where="--temperature", rule="0 or more", fix="--temperature 0.8")
+        if self.top_k < 0:
+            raise UserError(f"{self.top_k}", where="--top-k", rule="0 or more", fix="--top-k 40")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"{self.top_p}", where="--top-p", rule="above 0, and 1 at most", fix="--top-p 1.0")
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, random: torch.Generator) -> int:

@@ -222,6 +222,7 @@ class Loop:
         if result.skipped and result.loss_scale is not None and result.loss_scale <= smallest:
             raise UserError(
                 f"fp16 gradients overflow in step {progress.step} even at the smallest loss scale, {smallest:g}",
+                where="train.min_loss_scale",
                 rule="the loss scale may not fall below train.min_loss_scale",
                 fix="train.precision=bf16, or a lower optimizer.lr; the newest checkpoint is from before",
                 code=ExitCode.STOP,

@@ -79,7 +79,8 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
     else:
         cause = "it was still falling: more train.train_iters, or a higher optimizer.lr"
     raise UserError(
-        f"one batch was not learnt by heart: loss {losses[0]:.3f} -> {final:.4f} in {len(losses)} steps",
+        where="--overfit-batch",
+        what=f"one batch was not learnt by heart: loss {losses[0]:.3f} -> {final:.4f} in {len(losses)} steps",
         rule=f"a model that can learn brings one batch below {LEARNT_BY_HEART} nats per token",
         fix=cause,
         code=ExitCode.STOP,

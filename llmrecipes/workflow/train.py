@@ -75,15 +75,17 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Callable[[st
     """
     if options.node is not None and options.run_id is None:
         raise UserError(
-            "several nodes without --run-id", rule="all nodes work in one directory", fix="--run-id my-run-1"
-        )
+            "missing for several nodes", where="--run-id", rule="all nodes work in one directory",
+            fix="--run-id my-run-1",
+        )  # fmt: skip
     if options.node is not None and options.max_restarts:
         raise UserError(
             f"{options.max_restarts} on several nodes", where="--max-restarts",
             rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
     if options.from_scratch and options.run_id is None:
-        raise UserError("--from-scratch without --run-id", rule="a run without an id is a new one", fix="leave it out")
+        raise UserError("given without --run-id", where="--from-scratch", rule="a run without an id is a new one",
+                        fix="leave it out")  # fmt: skip
     if options.overfit_batch:
         recipe = one_batch_recipe(recipe)
     nodes = 1 if options.node is None else options.node.nodes

@@ -27,13 +27,13 @@ import yaml
 from mlflow.tracking import MlflowClient
 from rich.console import Console
 
-from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking import ui, web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
 from llmrecipes.tracking.mlflow.mirror import LOCK
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.tracking.store import redact, tracking_uri
+from tests.refusals import refused
 
 TOTAL = 1000
 
@@ -370,7 +370,7 @@ def test_more_values_than_one_request_may_have(runs_dir: Path) -> None:
 def test_the_page_of_a_remote_store_is_named_and_no_runs_is_the_users_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(UserError, match="no runs yet"):
+    with refused(tmp_path / "missing"):
         ui.serve(tmp_path / "missing")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:sesame@tracking.example.org")
     ui.serve(tmp_path / "missing")

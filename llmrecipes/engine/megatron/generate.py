@@ -40,7 +40,8 @@ def generate(
     longest = model.max_sequence_length
     if not 0 < len(prompt) < longest:
         raise UserError(
-            f"the prompt has {len(prompt)} tokens",
+            f"{len(prompt)} tokens",
+            where="--prompt",
             rule=f"a prompt has at least one token, and fewer than the model's {longest} positions",
             fix="give a shorter prompt" if prompt else "give a prompt",
         )

@@ -36,7 +36,7 @@ def render(run: Run, options: Options) -> list[Object]:
     """
     check(options)
     if len(run.recipe_yaml.encode()) > MOST_CONFIG_BYTES:
-        raise UserError("the recipe is larger than 1 MiB", rule="it travels as a ConfigMap")
+        raise UserError("larger than 1 MiB", where=f"recipe {run.plan.recipe}", rule="it travels as a ConfigMap")
     objects = [_recipe(run, options)]
     if not options.host_network:
         objects.append(_network_policy(run, options))
@@ -192,8 +192,9 @@ def _trainjob(run: Run, options: Options) -> Object:
     template = {"metadata": {"labels": pod.labels(run), "annotations": pod.notes(run, options)}, "spec": spec}
     if options.host_network:
         raise UserError(
-            "--host-network with --flavor trainjob", rule="that is the runtime's choice", fix="--flavor jobset"
-        )
+            "given with --flavor trainjob", where="--host-network", rule="that is the runtime's choice",
+            fix="--flavor jobset",
+        )  # fmt: skip
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",

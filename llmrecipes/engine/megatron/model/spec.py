@@ -41,7 +41,8 @@ def choose(requested: str) -> tuple[Implementation, str]:
         return "transformer_engine", "installed, and the GPU supports it"
     if requested == "transformer_engine":
         raise UserError(
-            f"model.transformer_impl: transformer_engine cannot run here: {obstacle}",
+            f"transformer_engine cannot run here: {obstacle}",
+            where="model.transformer_impl",
             rule="an implementation asked for by name is never swapped for another",
             fix="model.transformer_impl=auto, or a GPU image that has TransformerEngine",
         )
