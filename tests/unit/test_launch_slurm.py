@@ -118,7 +118,7 @@ def test_nodes_change_data_parallelism_only() -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["gpt-7b"], "which cluster?"),
+        (["gpt-7b"], "no cluster is named"),
         (["gpt-7b", "--cluster", "nope"], "no cluster profile named 'nope'"),
         (["gpt-7b", "--cluster", "h100-ib", "--nodes", "3"], "global_batch_size"),
         (["llama3-405b", "--cluster", "ethernet", "--nodes", "2"], "tensor_model_parallel_size"),
