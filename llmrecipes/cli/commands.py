@@ -75,10 +75,16 @@ def train(
         int, typer.Option("--nnodes", metavar="N", min=1, help="Machines of this run; start it on each of them.")
     ] = 1,
     node_rank: Annotated[
-        int | None, typer.Option("--node-rank", metavar="K", help="Which of them this is, from 0; pods know.")
+        int | None,
+        typer.Option(
+            "--node-rank", metavar="K", help="Number of this one, from 0; pods read it from their environment."
+        ),
     ] = None,
     rdzv: Annotated[
-        str | None, typer.Option("--rdzv", metavar="HOST:PORT", help="Where machine 0 listens; pods know.")
+        str | None,
+        typer.Option(
+            "--rdzv", metavar="HOST:PORT", help="Where machine 0 listens; pods read it from their environment."
+        ),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", metavar="NAME", help="Cluster profile this machine belongs to.")

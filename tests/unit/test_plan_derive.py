@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.machine import machine
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.plan.flops import flops_per_token
@@ -94,8 +98,56 @@ def test_flops_agree_with_the_published_formula() -> None:
     assert flops_per_token(model, shape(model), causal=True) == pytest.approx(published - attention / 2, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", names())
-def test_plans_of_shipped_recipes(name: str, golden: Callable[[str, Any], None]) -> None:
+SITES = {
+    "deepseek-v3": ("h100-ib", 128, 671e9),
+    "gpt-125m": ("h100-ib", 1, 125e6),
+    "gpt-175b": ("h100-ib", 16, 174.6e9),
+    "gpt-1b": ("h100-ib", 1, 1.3e9),
+    "gpt-350m": ("h100-ib", 1, 356e6),
+    "gpt-7b": ("h100-ib", 1, 7.5e9),
+    "gpt-tiny": ("laptop", 1, None),
+    "gpt-tiny-3d": ("laptop", 4, None),
+    "llama3-405b": ("h100-ib", 64, 405e9),
+    "llama3-70b": ("h100-ib", 8, 70.6e9),
+    "llama3-8b": ("h100-ib", 1, 8.03e9),
+    "mixtral-8x7b": ("h100-ib", 8, 46.7e9),
+    "moe-tiny": ("laptop", 2, None),
+    "qwen3-30b-a3b": ("h100-ib", 2, 30.5e9),
+}
+"""Of each shipped recipe: a profile, the fewest of its nodes (1, 2, 4, …) that hold it, and the published size."""
+
+
+def test_every_shipped_recipe_has_a_site() -> None:
+    assert sorted(SITES) == names()
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_shipped_recipes_fit_where_they_are_meant_to_run(name: str) -> None:
+    cluster, nodes, size = SITES[name]
+    shipped, profile = recipe(name), load_profile(cluster)
+    site = machine(profile, nodes)
+    plan = derive(shipped, nodes * profile.ranks_per_node, site)
+    check(plan, site)
+    assert plan.fits
+    assert plan.shape.vocab_size >= shipped.model.vocab_size
+    assert plan.layout.data_parallel_size * plan.num_microbatches * shipped.train.micro_batch_size == (
+        shipped.train.global_batch_size
+    )
+    if size is not None:
+        # deepseek-v3's source counts its model without the layer for multi-token prediction.
+        assert plan.num_parameters.total - plan.num_parameters.mtp == pytest.approx(size, rel=0.015)
+    told = re.search(r"on (\d+)B tokens", shipped.description)
+    if told:
+        assert plan.total_tokens == pytest.approx(int(told[1]) * 1e9, rel=0.02)
+    if nodes > 1 and cluster != "laptop":
+        fewer = machine(profile, nodes // 2)
+        with pytest.raises(UserError):
+            check(derive(shipped, nodes // 2 * profile.ranks_per_node, fewer), fewer)
+
+
+# Dense with tensor, pipeline and context parallelism; experts with latent attention; data parallelism alone.
+@pytest.mark.parametrize("name", ["llama3-405b", "deepseek-v3", "gpt-125m"])
+def test_every_number_of_a_plan(name: str, golden: Callable[[str, Any], None]) -> None:
     shipped = recipe(name)
     cluster = gpus(max(8, smallest_world(shipped.parallelism)))
     golden(f"plan-{name}.json", derive(shipped, default_world_size(shipped, cluster), cluster).as_dict())
