@@ -238,7 +238,8 @@ def test_its_pods_are_two_nodes_of_one_run(base: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("base", RUNS.values())
 def test_its_other_containers_run_commands_of_this_program(base: str) -> None:
     for container in containers(workload(built(base))):
-        program, command, *words = [*container["command"], *container.get("args", [])]
+        whole: list[str] = container["command"] + container.get("args", [])
+        program, command, *words = whole
         assert program == "llmrecipes"
         group: Any = typer.main.get_command(app)
         assert load(group.commands[command].make_context(command, words).params["recipe"]).recipe
