@@ -1,4 +1,4 @@
-"""Saving while training goes on."""
+"""Saving in the background."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class AsyncSaver:
         except RuntimeError:
             if error is None:
                 raise
-            logger.exception("while the run was already ending with %s", type(error).__name__)
+            logger.exception("while the run was already failing with %s", type(error).__name__)
 
     def _collect(self, *, block: bool) -> None:
         if self._running is None or not (block or self._running[1].done()):
@@ -157,7 +157,7 @@ class AsyncSaver:
                 raise RuntimeError(f"the checkpoint of step {info.step} could not be written: {failure}") from failure
             if self._rank == 0:
                 logger.error(
-                    "ALARM: the checkpoint of step %d was not saved (%s); training goes on, earlier checkpoints are "
+                    "ALARM: the checkpoint of step %d was not saved (%s); training continues; earlier checkpoints are "
                     "untouched",
                     info.step,
                     failure,

@@ -251,7 +251,7 @@ def _token_file(meeting: Meeting) -> Path:
 def _receive(stream: Any) -> dict[str, Any]:
     message = json.loads(stream.readline(LONGEST_MESSAGE) or "null")
     if not isinstance(message, dict):
-        raise UserError("the other end hung up", where="doctor", fix="read what it printed")
+        raise UserError("the connection was closed by the other node", where="doctor", fix="see its messages")
     return message
 
 

@@ -46,7 +46,7 @@ class NonFinite(UserError):
             where=f"step {step}, rank {rank}",
             rule="training stops at the first loss or gradient norm that is not finite",
             fix="lower optimizer.lr, lengthen scheduler.lr_warmup_iters, set optimizer.clip_grad: 1.0, or use "
-            "train.precision: bf16 or fp32; the newest checkpoint is from before",
+            "train.precision: bf16 or fp32; the newest checkpoint predates this",
             code=ExitCode.STOP,
         )
 

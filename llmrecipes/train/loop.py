@@ -224,7 +224,7 @@ class Loop:
                 f"fp16 gradients overflow in step {progress.step} even at the smallest loss scale, {smallest:g}",
                 where="train.min_loss_scale",
                 rule="the loss scale may not fall below train.min_loss_scale",
-                fix="train.precision=bf16, or a lower optimizer.lr; the newest checkpoint is from before",
+                fix="train.precision=bf16, or a lower optimizer.lr; the newest checkpoint predates this",
                 code=ExitCode.STOP,
             )
 
@@ -288,7 +288,7 @@ class Loop:
         if step in self.failed_saves:
             raise UserError(
                 f"the checkpoint of the last step, {step}, could not be written: {self.failed_saves[step]}",
-                rule="a run ends with its state saved",
-                fix="make room, then give the same command with the same run id: it goes on from the newest checkpoint",
+                rule="a run ends only when its state is saved",
+                fix="free some disk space, then run the same command with the same --run-id",
                 code=ExitCode.STOP,
             )

@@ -1,4 +1,4 @@
-"""What a run says at its start, and who hears it while it runs."""
+"""The header that a run prints, and its tracker."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _from_scratch(store: CheckpointStore) -> tuple[None, tuple[Note, ...]]:
     aside = move_aside(store.directory.parent)
     if aside is None:
         return None, ()
-    logger.warning("what this run had recorded is now in %s; it starts at step 0", aside)
+    logger.warning("this run's history was moved to %s; starting at step 0", aside)
     return None, (Note(step=0, event="history_moved", details={"path": str(aside)}),)
 
 
@@ -100,10 +100,10 @@ def _set_aside(store: CheckpointStore, found: Damaged, step: int) -> Note:
         raise UserError(
             f"the damaged checkpoint cannot be renamed: {error.strerror}",
             where=str(found.path),
-            rule="a damaged checkpoint is kept, and its step is written again",
-            fix="move it away by hand, then give the same command",
+            rule="a damaged checkpoint is kept under another name, so that its step can be saved again",
+            fix="move it away by hand, then run the same command",
             code=ExitCode.STOP,
         ) from error
-    logger.warning("checkpoint %s is damaged (%s); it is now %s", found.path, found.reason, path.name)
+    logger.warning("checkpoint %s is damaged (%s); renamed to %s", found.path, found.reason, path.name)
     details = {"checkpoint": found.path.name, "reason": found.reason, "path": str(path)}
     return Note(step=step, event="checkpoint_damaged", details=details, alarm=True)

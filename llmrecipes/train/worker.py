@@ -36,7 +36,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.pending import evaluation_due
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import resume
-    from llmrecipes.train.summary import close
+    from llmrecipes.train.summary import print_summary
 
     recipe = spec.recipe
     engines = backend(recipe)
@@ -105,7 +105,7 @@ def run(spec: RunSpec) -> ExitCode:
         tracker.close("FINISHED" if outcome is Outcome.FINISHED else "KILLED")
         with engine.params_synced():
             if world.is_first and outcome is Outcome.FINISHED:
-                close(spec, prepared, loop)
+                print_summary(spec, prepared, loop)
     return outcome.value
 
 

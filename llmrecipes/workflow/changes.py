@@ -81,9 +81,7 @@ def _order_change(now: Recipe, then: Recipe, data_dir: Path) -> tuple[str, str]:
     if order(first) == order(last):
         return "", ""
     passes = [max(count for count, _ in order(iters)) for iters in (last, first)]
-    what = (
-        f"data: {passes[0]} passes over it are shuffled together, not {passes[1]}, so the rest comes in another order"
-    )
+    what = f"data: {passes[0]} passes over it are shuffled together instead of {passes[1]}, so the order changes"
     if last < first:
         return what, f"train.train_iters={first} keeps the order of the data"
     longest = first - 1 + bisect_left(range(first, last), True, key=lambda iters: order(iters) != order(first))

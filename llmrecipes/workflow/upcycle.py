@@ -65,7 +65,7 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
     dense, moe = load_upcycled(dense_run / "recipe.yaml", overrides)
     run_dir = runs_dir / moe.name / run_id
     if (run_dir / "recipe.yaml").exists():
-        raise UserError(f"run {run_id} is there already", where=str(run_dir), fix="another --run-id, or none")
+        raise UserError(f"run {run_id} already exists", where=str(run_dir), fix="another --run-id, or none")
     cluster = detect()
     whole_dense, whole_moe = _on_one_rank(dense), _on_one_rank(moe)
     plans = derive(whole_dense, 1, cluster), derive(whole_moe, 1, cluster)
@@ -152,6 +152,6 @@ def _save(engine: Engine, store: CheckpointStore, result: Recipe) -> None:
         raise UserError(
             f"the checkpoint could not be written: {report.error}",
             where=str(store.directory),
-            fix="make room, and upcycle again",
+            fix="free some disk space, and upcycle again",
             code=ExitCode.STOP,
         )

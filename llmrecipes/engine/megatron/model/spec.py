@@ -35,7 +35,7 @@ def choose(requested: str) -> tuple[Implementation, str]:
         UserError: TransformerEngine is asked for by name and cannot run here.
     """
     if requested == "local":
-        return "local", "the recipe asks for it"
+        return "local", "requested by the recipe"
     obstacle = _transformer_engine_obstacle()
     if obstacle is None:
         return "transformer_engine", "installed, and the GPU supports it"
@@ -43,7 +43,7 @@ def choose(requested: str) -> tuple[Implementation, str]:
         raise UserError(
             f"transformer_engine cannot run here: {obstacle}",
             where="model.transformer_impl",
-            rule="an implementation asked for by name is never swapped for another",
+            rule="an implementation that is requested by name is never replaced",
             fix="model.transformer_impl=auto, or a GPU image that has TransformerEngine",
         )
     return "local", obstacle
