@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmrecipes.cli.commands import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:

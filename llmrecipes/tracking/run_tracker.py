@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
@@ -200,8 +200,7 @@ def _status_of(error: BaseException | None) -> RunStatus:
 
 
 def _where_to_look(runs_dir: Path, experiment: str, run_name: str) -> str:
-    elsewhere = "" if runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(runs_dir))}"
-    return f" MLflow  llmrecipes ui{elsewhere}: experiment {experiment}, run {run_name}"
+    return f" MLflow  {command_line('ui', runs_dir=runs_dir)}: experiment {experiment}, run {run_name}"
 
 
 def _tags(environment: Mapping[str, Any]) -> dict[str, str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 import statistics
-from pathlib import Path
 
+from llmrecipes.commandline import command_line
 from llmrecipes.console import console
 from llmrecipes.data import heldout
 from llmrecipes.data.prepared import Prepared
@@ -16,8 +15,6 @@ from llmrecipes.train.loop import Loop
 from llmrecipes.train.spec import RunSpec
 
 PROMPTS = {"stdlib": "def "}
-DATA = Path("data")
-"""Where `llmrecipes generate` looks for prepared data unless it is told."""
 SAMPLE_TOKENS = 120
 OVERFIT_LOSS = 0.05
 """Mean loss in nats per token below which a batch counts as overfitted."""
@@ -51,10 +48,8 @@ def sample_prompt(recipe: Recipe) -> str:
 
 def generate_command(spec: RunSpec) -> str:
     """The command that continues the same prompt again, quoted for a shell."""
-    words = ["llmrecipes", "generate", str(spec.run_dir), "--prompt", sample_prompt(spec.recipe)]
-    if spec.data_dir != DATA:
-        words += ["--data-dir", str(spec.data_dir)]
-    return shlex.join(words)
+    options = {"prompt": sample_prompt(spec.recipe)}
+    return command_line("generate", spec.run_dir, options=options, data_dir=spec.data_dir)
 
 
 def overfit_verdict(losses: list[float], dropout: float) -> str:

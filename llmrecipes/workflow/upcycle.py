@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmrecipes.commandline import resume_command
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.plan.check import gib
@@ -77,7 +78,7 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
         raise UserError(
             "no valid checkpoint",
             where=str(dense_run / "checkpoints"),
-            fix=f"train it first: llmrecipes train {dense.name} --run-id {dense_run.name}",
+            fix=f"train it first: {resume_command(dense_run)}",
         )
     result = Upcycled(
         run_dir=str(run_dir),

@@ -101,7 +101,6 @@ def test_show_warns_where_little_memory_is_left(capsys: pytest.CaptureFixture[st
         (["show"], "RECIPE", ()),
         (["show", "gpt-tiny", "--wrong"], "--wrong", "--help"),
         (["shwo"], "shwo", "--help"),
-        ([], "command", "--help"),
     ],
 )
 def test_wrong_use_gets_one_message_and_exit_2(
