@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from llmrecipes.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,14 @@ class Sampling:
             raise UserError(f"{self.top_p}", where="--top-p", rule="above 0, and 1 at most", fix="--top-p 1.0")
 
 
+SAMPLING = Sampling()
+"""The defaults."""
+
+
 def draw(logits: torch.Tensor, sampling: Sampling, random: torch.Generator) -> int:
     """One token id from logits [vocabulary]."""
+    import torch  # here, because the command line takes its defaults from this module and starts without torch
+
     if sampling.temperature == 0:
         return int(logits.argmax())
     logits = logits.float().cpu() / sampling.temperature
