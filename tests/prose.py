@@ -17,7 +17,7 @@ Messages = Mapping[str, Set[int | None]]
 
 def is_prose(text: str) -> bool:
     """Whether a text has words that only the author of a message chose: two in a row, or one alone."""
-    words = [word.strip(".,;!?()") for word in text.split()]
+    words = [word.strip("()").rstrip(".,;!?") for word in text.split()]
     plain = [bool(re.fullmatch(r"[A-Z]?[a-z]+(?:'[a-z]+)?", word)) and word not in PROGRAMS for word in words]
     return (plain == [True] and text.islower()) or any(a and b for a, b in pairwise(plain))
 

@@ -122,7 +122,7 @@ def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (("NCCL_IB_TIMEOUT: 22", "nccl: 22"), ":16: environment.nccl", ()),
         (("NCCL_IB_TIMEOUT: 22", "NCCL_IB_TIMEOUT: [1]"), ":16: environment.NCCL_IB_TIMEOUT", "[1]"),
         (("NCCL_IB_TIMEOUT: 22", "NCCL_IB_TIMEOUT: true"), ":16: environment.NCCL_IB_TIMEOUT", "true ("),
-        (("NCCL_IB_TIMEOUT: 22", 'A: "1\\n#SBATCH"'), ":16: environment.A", "'1\\\\n#SBATCH'"),
+        (("NCCL_IB_TIMEOUT: 22", 'A: "1\\n#SBATCH"'), ":16: environment.A", "'1\\n#SBATCH'"),
         (("NCCL_IB_TIMEOUT: 22", "LD_PRELOAD: /x.so"), ":16: environment.LD_PRELOAD", ()),
         (("NCCL_IB_TIMEOUT: 22", "RANK: 1"), ":16: environment.RANK", ()),
         (("NCCL_IB_TIMEOUT: 22", "HF_TOKEN: hf_x"), ":16: environment.HF_TOKEN", ()),
@@ -197,7 +197,9 @@ def test_training_here_as_a_node_of_a_cluster(
     profile = tmp_path / "small.yaml"
     profile.write_text((clusters_dir() / "laptop.yaml").read_text().replace("laptop", "small").replace(": 16", ": 0.1"))
     assert cli.run(["train", "gpt-tiny", "--cluster", str(profile)]) == 2
-    require_message(capsys.readouterr().err, "recipe gpt-tiny", rule=("GiB", "on small"))
+    printed = capsys.readouterr().err
+    require_message(printed, "recipe gpt-tiny", rule="GiB")
+    assert " small " in printed
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1"})
     profile.write_text(

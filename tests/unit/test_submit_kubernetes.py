@@ -113,7 +113,7 @@ def test_without_kubectl_there_is_a_way_on(capsys: pytest.CaptureFixture[str], m
         (["--topology", "rack"], "--topology", "--queue"),
         (["--tracking-uri", "http://me:word@mlflow"], "--tracking-uri", "--secret"),
         (["--flavor", "trainjob", "--host-network"], "--host-network", "--flavor"),
-        (["--nodes", "0"], "--nodes", "0"),
+        (["--nodes", "0"], "--nodes", "1"),
         (["train.global_batch_size=17"], "train.global_batch_size", "17"),
         (["train.unknown=1"], "train.unknown", ()),
     ],

@@ -228,7 +228,7 @@ def test_generate_without_a_checkpoint_says_how_to_get_one(command: Command, tra
     (run / "recipe.yaml").write_bytes((trained / "runs/tiny/first/recipe.yaml").read_bytes())
     code, printed = command("generate", "tiny/empty")
     assert code == 2
-    require_message(printed, run / "checkpoints", rule=("tiny", "--run-id"))
+    require_message(printed, run / "checkpoints", rule="--run-id empty")
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
