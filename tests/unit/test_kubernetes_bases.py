@@ -238,10 +238,10 @@ def test_its_pods_are_two_nodes_of_one_run(base: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("base", RUNS.values())
 def test_its_other_containers_run_commands_of_this_program(base: str) -> None:
     for container in containers(workload(built(base))):
-        program, command, *words = [*container["command"], *container.get("args", [])]
-        assert program == "llmrecipes"
+        words: list[str] = [*container["command"], *container.get("args", [])]
+        assert words[0] == "llmrecipes"
         group: Any = typer.main.get_command(app)
-        assert load(group.commands[command].make_context(command, words).params["recipe"]).recipe
+        assert load(group.commands[words[1]].make_context(words[1], words[2:]).params["recipe"]).recipe
 
 
 @pytest.mark.parametrize("base", RUNS.values())
@@ -263,11 +263,8 @@ def test_its_pods_reach_each_other_and_nobody_else_does(base: str) -> None:
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"] is True
         assert service["spec"]["selector"].items() <= labels
-    selected = {tuple(sorted(each["podSelector"]["matchLabels"].items())) for each in (policy,)}
-    others = [workload(built(other)) for other in RUNS.values() if other != base]
-    assert not any(
-        set(chosen) <= set(pod_of(other)["metadata"]["labels"].items()) for chosen in selected for other in others
-    )
+    for other in {*RUNS.values()} - {base}:
+        assert not selectors[0]["matchLabels"].items() <= pod_of(workload(built(other)))["metadata"]["labels"].items()
 
 
 @pytest.mark.parametrize("flavor", RUNS)
