@@ -227,7 +227,8 @@ def test_its_pods_are_two_nodes_of_one_run(base: str, monkeypatch: pytest.Monkey
         assert {pod.places.runs_dir.parent, pod.places.data_dir.parent} == {Path("/workspace")}
     nodes = [pod.wishes.node for pod in pods]
     assert nodes[0] and nodes[1]
-    ranks_per_node = (pods[0].wishes.nproc or 0) // nodes[0].nodes
+    ranks_per_node, left = divmod(pods[0].wishes.nproc or 0, nodes[0].nodes)
+    assert left == 0
     port = nodes[0].master_port
     assert [rank for node in nodes if node for rank in node.ranks(ranks_per_node)] == [
         Rank(index, 2, 0, 1, host(thing, 0), port) for index in range(2)
