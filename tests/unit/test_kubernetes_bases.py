@@ -227,7 +227,8 @@ def test_its_pods_are_two_nodes_of_one_run(base: str, monkeypatch: pytest.Monkey
         assert {pod.paths.runs_dir.parent, pod.paths.data_dir.parent} == {Path("/workspace")}
     nodes = [pod.options.node for pod in pods]
     assert nodes[0] and nodes[1]
-    ranks_per_node = (pods[0].options.nproc or 0) // nodes[0].nodes
+    ranks_per_node, left = divmod(pods[0].options.nproc or 0, nodes[0].nodes)
+    assert left == 0
     port = nodes[0].master_port
     assert [rank for node in nodes if node for rank in node.ranks(ranks_per_node)] == [
         Rank(index, 2, 0, 1, host(thing, 0), port) for index in range(2)
@@ -238,11 +239,10 @@ def test_its_pods_are_two_nodes_of_one_run(base: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("base", RUNS.values())
 def test_its_other_containers_run_commands_of_this_program(base: str) -> None:
     for container in containers(workload(built(base))):
-        whole: list[str] = container["command"] + container.get("args", [])
-        program, command, *words = whole
-        assert program == "llmrecipes"
+        words: list[str] = [*container["command"], *container.get("args", [])]
+        assert words[0] == "llmrecipes"
         group: Any = typer.main.get_command(app)
-        assert load(group.commands[command].make_context(command, words).params["recipe"]).recipe
+        assert load(group.commands[words[1]].make_context(words[1], words[2:]).params["recipe"]).recipe
 
 
 @pytest.mark.parametrize("base", RUNS.values())
@@ -264,11 +264,8 @@ def test_its_pods_reach_each_other_and_nobody_else_does(base: str) -> None:
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"] is True
         assert service["spec"]["selector"].items() <= labels
-    selected = {tuple(sorted(each["podSelector"]["matchLabels"].items())) for each in (policy,)}
-    others = [workload(built(other)) for other in RUNS.values() if other != base]
-    assert not any(
-        set(chosen) <= set(pod_of(other)["metadata"]["labels"].items()) for chosen in selected for other in others
-    )
+    for other in {*RUNS.values()} - {base}:
+        assert not selectors[0]["matchLabels"].items() <= pod_of(workload(built(other)))["metadata"]["labels"].items()
 
 
 @pytest.mark.parametrize("flavor", RUNS)

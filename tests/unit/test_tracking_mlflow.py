@@ -304,7 +304,7 @@ def test_a_server_that_dies_neither_stops_nor_delays_training_and_gets_the_rest_
         before = time.perf_counter()
         tracker.step(step(number))
         slowest = max(slowest, time.perf_counter() - before)
-    wait_for(lambda: "trying again in the background" in caplog.text)
+    wait_for(lambda: "retrying in the background" in caplog.text)
     tracker.close("KILLED")
     assert slowest < 1.0
     assert caplog.text.count("trying again") == 1  # said once
@@ -334,7 +334,7 @@ def test_an_unreachable_server_costs_a_warning_without_its_password(
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')  # may be in MLflow since an earlier attempt
     with start(tmp_path, recipe("nowhere"), "r", resumed_step=1) as tracker:
         tracker.step(step(2))
-        wait_for(lambda: "trying again in the background" in caplog.text)
+        wait_for(lambda: "retrying in the background" in caplog.text)
     assert "1 point(s) lost" in caplog.text
     written = [path.read_text() for path in run_dir.rglob("*") if path.is_file()]
     assert "sesame" not in caplog.text + "".join(written)

@@ -165,8 +165,8 @@ def test_a_place_that_fails_is_dropped_once_and_the_run_goes_on(
         tracker.step(step(number))
         tracker.note(Note(step=number, event="x"))
     tracker.close("FINISHED")
-    assert caplog.text.count("TensorBoard is off") == 1
-    assert caplog.text.count("progress is off") == 1
+    assert caplog.text.count("TensorBoard is disabled") == 1
+    assert caplog.text.count("progress is disabled") == 1
     assert len(steps(tmp_path / "tiny" / "one")) == 6
 
 
