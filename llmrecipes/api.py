@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIABLE
 from llmrecipes.console import ignore_library_warnings
+from llmrecipes.engine.sampling import SAMPLING, Sampling
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.load import load
@@ -153,10 +154,10 @@ class Run:
         prompt: str,
         *,
         max_new_tokens: int = 128,
-        temperature: float = 0.8,
-        top_k: int = 40,
-        top_p: float = 1.0,
-        seed: int = 0,
+        temperature: float = SAMPLING.temperature,
+        top_k: int = SAMPLING.top_k,
+        top_p: float = SAMPLING.top_p,
+        seed: int = SAMPLING.seed,
     ) -> str:
         """Continue a prompt with the newest valid checkpoint, loaded into this process; returns the continuation.
 
@@ -173,7 +174,7 @@ class Run:
         """
         from llmrecipes.workflow.generate import Request, samples
 
-        request = Request(prompt, max_new_tokens, temperature, top_k, top_p, seed)
+        request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed))
         with warnings.catch_warnings():
             ignore_library_warnings()
             (sample,) = samples(self.path, self.data_dir, request)

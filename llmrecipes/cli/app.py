@@ -165,7 +165,8 @@ def _usage_error(error: typer.TyperException) -> UserError:
         found = namesake(option)
         if found.keys:
             rule = "recipe keys are set without dashes, as key.path=value"
-            return UserError(f"no option {option}", rule=rule, fix=" or ".join(f"{key}=..." for key in found.keys))
+            fix = " or ".join(f"{key}=..." for key in found.keys)
+            return UserError("no such option", where=option, rule=rule, fix=fix)
     command = PROGRAM if context is None else context.command_path
     return UserError(error.format_message().rstrip("."), fix=f"{command} --help")
 

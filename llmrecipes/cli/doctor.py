@@ -68,13 +68,14 @@ def doctor(
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.plan.parameters import count
     from llmrecipes.recipe.load import load
+    from llmrecipes.recipe.shape import shape
 
     profile = load_profile(cluster) if cluster else None
     loaded = load(recipe, overrides or []).recipe if recipe else None
     hosts = _hosts(nodes)
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
-    parameters = count(loaded.model).total if loaded else 0
+    parameters = count(loaded.model, shape(loaded.model)).total if loaded else 0
     several = len(hosts) > 1
     number = _number(hosts) if several else 0
     # Pods of a Job look at themselves alone; Kubernetes numbers them.

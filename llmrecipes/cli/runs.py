@@ -10,6 +10,7 @@ import typer
 
 from llmrecipes.cli import completion
 from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunArgument, RunsOption
+from llmrecipes.engine.sampling import SAMPLING, Sampling
 from llmrecipes.errors import UserError
 
 PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="TCP port.")]
@@ -68,14 +69,14 @@ def generate(
     ] = 128,
     temperature: Annotated[
         float, typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 is greedy decoding.")
-    ] = 0.8,
+    ] = SAMPLING.temperature,
     top_k: Annotated[
         int, typer.Option("--top-k", metavar="K", help="Sample from the K likeliest tokens; 0: from all.")
-    ] = 40,
+    ] = SAMPLING.top_k,
     top_p: Annotated[
         float, typer.Option("--top-p", metavar="P", help="Sample from the likeliest tokens of total probability P.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
+    ] = SAMPLING.top_p,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = SAMPLING.seed,
     num_samples: Annotated[int, typer.Option("--num-samples", metavar="N", min=1, help="Number of continuations.")] = 1,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -87,7 +88,7 @@ def generate(
     from llmrecipes.workflow.runs import find_run
 
     setup_logging()
-    request = Request(prompt, max_new_tokens, temperature, top_k, top_p, seed, num_samples)
+    request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples)
     for sample in samples(find_run(run, runs_dir), data_dir, request):
         if as_json:
             print(json.dumps({"step": sample.step, "prompt": prompt, "text": sample.text, "tokens": sample.tokens}))

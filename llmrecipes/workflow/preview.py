@@ -113,7 +113,7 @@ def _preview(planned: Planned, place: Mapping[str, str | None], time_limit: str 
         nodes=planned.nodes,
         gpus=planned.nodes * profile.gpus_per_node,
         gpu=profile.gpu.name if profile.gpu else None,
-        ranks=plan.world_size,
+        ranks=plan.layout.world_size,
         memory_bytes=plan.memory.total,
         memory_capacity_bytes=plan.memory_capacity_bytes,
         memory_headroom=round(plan.memory_headroom, 4),

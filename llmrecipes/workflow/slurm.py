@@ -68,7 +68,7 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     profile = None if arguments.cluster is None else load_profile(arguments.cluster)
     cluster = detect().times(arguments.nodes) if profile is None else machine(profile, arguments.nodes)
     plan = derive(recipe, ranks, cluster)
-    check(recipe, plan, cluster)
+    check(plan, cluster)
     paths = Paths(arguments.runs_dir, arguments.data_dir)
     options = TrainOptions(run_id=arguments.run_id, sample=False, accept_changes=arguments.accept_changes)
     spec = new_spec(recipe, paths, options)
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return int(error.code)
     if path is None:
-        print("the run has finished; nothing is left to do", file=sys.stderr)
+        print("the run has already finished; nothing to do", file=sys.stderr)
         return ExitCode.DONE
     print(path)
     # A warning that came meanwhile was blocked: there is no time left to start the ranks.

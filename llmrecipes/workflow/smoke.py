@@ -85,7 +85,7 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Callable[[str], 
     small = proxy(recipe, cluster.device)
     ranks = default_world_size(small, cluster) if nproc is None else nproc
     plan = derive(small, ranks, cluster)
-    check(small, plan, cluster)
+    check(plan, cluster)
     from llmrecipes.data.prepare import prepare
 
     prepare(small, paths.data_dir, progress=log)
@@ -111,8 +111,8 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Callable[[str], 
         last_loss=one[-1]["loss"],
         first_difference=next(different, None),
         run_dir=str(folder),
-        layout=plan.layout,
-        scaled=scaled(recipe, plan.layout),
+        layout=plan.layout.as_dict(),
+        scaled=scaled(recipe, plan.layout.as_dict()),
     )
 
 
@@ -128,7 +128,7 @@ def _run(spec: RunSpec, ranks: int, cluster: Cluster, expected: ExitCode) -> Non
         code = start(spec, ranks, cluster)
     if code != expected:
         raise UserError(
-            f"the rehearsal ended with exit code {code}", where=str(spec.run_dir), fix="read what is printed above"
+            f"the rehearsal ended with exit code {code}", where=str(spec.run_dir), fix="see the messages above"
         )
 
 

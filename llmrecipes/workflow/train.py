@@ -78,15 +78,17 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Callable[[st
     """
     if options.node is not None and options.run_id is None:
         raise UserError(
-            "several nodes without --run-id", rule="all nodes work in one directory", fix="--run-id my-run-1"
-        )
+            "missing for several nodes", where="--run-id", rule="all nodes work in one directory",
+            fix="--run-id my-run-1",
+        )  # fmt: skip
     if options.node is not None and options.max_restarts:
         raise UserError(
             f"{options.max_restarts} on several nodes", where="--max-restarts",
             rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
     if options.from_scratch and options.run_id is None:
-        raise UserError("--from-scratch without --run-id", rule="a run without an id is a new one", fix="leave it out")
+        raise UserError("given without --run-id", where="--from-scratch", rule="a run without an id is a new one",
+                        fix="leave it out")  # fmt: skip
     if options.overfit_batch:
         recipe = one_batch_recipe(recipe)
     nodes = 1 if options.node is None else options.node.nodes
@@ -95,7 +97,7 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Callable[[st
     _require_even_nodes(ranks, nodes)
     if options.cluster is not None:
         _set_environment_of(options.cluster, recipe, ranks, cluster, nodes)
-    check(recipe, derive(recipe, ranks, cluster), cluster)
+    check(derive(recipe, ranks, cluster), cluster)
     require_library(recipe)
     spec = new_spec(recipe, paths, options)
     if options.node is not None and not options.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
@@ -266,7 +268,7 @@ def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, no
             + command_line("show", recipe.name, options={"cluster": name}),
         )
     plan = derive(recipe, ranks, site)
-    check(recipe, plan, site)
+    check(plan, site)
     os.environ.update(missing(environment(profile, plan, ranks // nodes), os.environ))
 
 

@@ -9,7 +9,7 @@ from llmrecipes.commandline import command_line
 from llmrecipes.console import console, duration
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.derive import Plan, decay_iters
 from llmrecipes.recipe.load import Loaded, to_yaml
 from llmrecipes.recipe.schema import Recipe
 
@@ -76,12 +76,12 @@ def _time(
     whole = seconds * recipe.train.train_iters
     lines = [
         ("time of a step", f"{seconds:g} s", "--step-seconds"),
-        ("time of all steps", duration(whole), f"{plan.world_size * whole / 3600:,.1f} rank-hours"),
-        ("tokens a second", f"{plan.tokens_per_step / seconds:,.0f}", f"{plan.world_size} ranks"),
+        ("time of all steps", duration(whole), f"{plan.layout.world_size * whole / 3600:,.1f} rank-hours"),
+        ("tokens a second", f"{plan.tokens_per_step / seconds:,.0f}", f"{plan.layout.world_size} ranks"),
     ]
     peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
     if peak is not None:
-        rate = plan.tokens_per_step / seconds / (plan.world_size * peak * 1e12)
+        rate = plan.tokens_per_step / seconds / (plan.layout.world_size * peak * 1e12)
         causal = f"{rate * plan.flops_per_token_causal:.1%} with causal attention"
         lines.append(("MFU", f"{rate * plan.flops_per_token_full:.1%}", causal))
     return lines
@@ -100,20 +100,20 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
     if plan.num_parameters_on_rank != parameters.total:
         lines.append(("parameters of a rank", f"{plan.num_parameters_on_rank:,}", "of the rank that has most"))
     lines += [
-        ("padded vocabulary", f"{plan.padded_vocab_size:,}", "vocab_size, make_vocab_size_divisible_by"),
-        ("MLP width", f"{plan.ffn_hidden_size:,}", "ffn_hidden_size"),
+        ("padded vocabulary", f"{plan.shape.vocab_size:,}", "vocab_size, make_vocab_size_divisible_by"),
+        ("MLP width", f"{plan.shape.ffn_hidden_size:,}", "ffn_hidden_size"),
         (
             "key/value heads × channels",
-            f"{plan.num_query_groups} × {plan.kv_channels}",
+            f"{plan.shape.num_query_groups} × {plan.shape.kv_channels}",
             "num_query_groups, kv_channels",
         ),
-        ("longest sequence", f"{plan.max_position_embeddings:,}", "max_position_embeddings"),
-        ("ranks", f"{plan.world_size}", ranks),
+        ("longest sequence", f"{plan.shape.max_position_embeddings:,}", "max_position_embeddings"),
+        ("ranks", f"{plan.layout.world_size}", ranks),
         *_stages(plan),
         ("micro-batches a step", f"{plan.num_microbatches}", "global_batch_size / micro_batch_size / data parallel"),
         ("tokens a step", f"{plan.tokens_per_step:,}", "global_batch_size × seq_length"),
         ("tokens in all", f"{plan.total_tokens:,}", "× train_iters"),
-        ("learning rate decays until", f"{plan.lr_decay_iters:,}", "lr_decay_iters"),
+        ("learning rate decays until", f"{decay_iters(plan.recipe):,}", "lr_decay_iters"),
         (
             "FLOPs a token",
             f"{plan.flops_per_token_full:.4g}",
@@ -129,15 +129,15 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
 
 def _degrees(plan: Plan) -> str:
     """`parallel: tensor 2 × pipeline 2 × data 4`, and how experts use the same ranks."""
-    degrees = plan.degrees
+    degrees = plan.layout
     dense = {
         "tensor": degrees.tensor_model_parallel_size,
         "context": degrees.context_parallel_size,
         "pipeline": degrees.pipeline_model_parallel_size,
     }
-    words = [f"{name} {size}" for name, size in dense.items() if size > 1] + [f"data {plan.data_parallel_size}"]
+    words = [f"{name} {size}" for name, size in dense.items() if size > 1] + [f"data {plan.layout.data_parallel_size}"]
     text = f"parallel: {' × '.join(words)}"
-    if plan.num_parameters.experts and plan.world_size > 1:
+    if plan.num_parameters.experts and plan.layout.world_size > 1:
         experts = f"experts: expert {degrees.expert_model_parallel_size}"
         if degrees.expert_tensor_parallel_size > 1:
             experts += f" × tensor {degrees.expert_tensor_parallel_size}"
@@ -147,7 +147,7 @@ def _degrees(plan: Plan) -> str:
 
 def _stages(plan: Plan) -> list[tuple[str, str, str]]:
     """Layers of the pipeline stages, neighbours with the same ones in one line."""
-    stages, chunks = plan.degrees.layers_per_stage, plan.degrees.virtual_pipeline_model_parallel_size
+    stages, chunks = plan.layout.layers_per_stage, plan.layout.virtual_pipeline_model_parallel_size
     if len(stages) == 1:
         return []
     lines = []

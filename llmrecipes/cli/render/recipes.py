@@ -9,6 +9,7 @@ from llmrecipes.console import number
 from llmrecipes.errors import UserError
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.shape import shape
 
 
 def summaries(names: list[str]) -> list[dict[str, Any]]:
@@ -33,5 +34,5 @@ def _summary(name: str) -> dict[str, Any]:
     except UserError as error:  # one broken file must not hide the others
         return {"name": name, "error": str(error)}
     tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
-    parameters = count(recipe.model).total
+    parameters = count(recipe.model, shape(recipe.model)).total
     return {"name": name, "parameters": parameters, "tokens": tokens, "description": recipe.description}
