@@ -12,6 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
 from llmrecipes.errors import UserError
+from llmrecipes.nested import leaves
 
 _ADVICE = "Weights only load failed"
 """With this torch begins to say how the file could be loaded all the same."""
@@ -66,7 +67,7 @@ def require_plain(state: dict[str, Any]) -> None:
     Raises:
         TypeError: names the entry that is not plain data.
     """
-    for key, value in _leaves(state):
+    for key, value in _saved(state):
         buffer = io.BytesIO()
         torch.save(value, buffer)
         buffer.seek(0)
@@ -76,14 +77,9 @@ def require_plain(state: dict[str, Any]) -> None:
             raise TypeError(f"{key} of the state dict is not plain data: {problem}") from problem
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{key}.{index}")
-    elif isinstance(value, ShardedObject):
-        yield value.key, value.data
-    elif not isinstance(value, ShardedTensor | LocalNonpersistentObject):
-        yield key, value
+def _saved(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in leaves(state, enter=lambda _: True):
+        if isinstance(value, ShardedObject):
+            yield value.key, value.data
+        elif not isinstance(value, ShardedTensor | LocalNonpersistentObject):
+            yield key, value

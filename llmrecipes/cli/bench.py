@@ -11,6 +11,7 @@ import typer
 
 from llmrecipes.cli.commands import DATA, DataOption, JsonOption, OverridesArgument, RanksOption, RecipeArgument
 from llmrecipes.errors import UserError
+from llmrecipes.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from llmrecipes.bench.compare import Comparison
@@ -167,7 +168,7 @@ def _comparison(name: str, compared: list[Comparison]) -> str:
 
 
 def _size(size: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= unit:
             return f"{size / unit:g} {name}"
     return f"{size} B"

@@ -12,6 +12,7 @@ import typer
 from llmrecipes.cli.commands import RUNS, JsonOption, RunsOption
 from llmrecipes.console import console, number
 from llmrecipes.errors import UserError
+from llmrecipes.units import GIB
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -22,7 +23,6 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 AXES = ("step", "tokens")
 HEIGHT = 12
 LONGEST_VALUE = 40
-GIB = 1 << 30
 
 
 def compare(

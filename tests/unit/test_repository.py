@@ -12,6 +12,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 
 # Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
 LAYERS = (
-    ("errors", "console"),
+    ("errors", "console", "units", "nested", "io", "secret"),
     ("recipe",),
     ("hardware",),
     ("plan",),
@@ -36,7 +37,7 @@ LAYERS = (
     ("workflow",),
     ("cli",),
 )
-LIGHT = ("errors", "console", "recipe", "hardware", "plan", "launch", "doctor", "cli")
+LIGHT = (*LAYERS[0], "recipe", "hardware", "plan", "launch", "doctor", "cli")
 HEAVY = {
     "torch",
     "megatron",
@@ -116,6 +117,81 @@ def test_imports_go_one_way() -> None:
     assert not wrong, "\n".join(wrong)
     both_ways = sorted(edge for edge in edges if edge[::-1] in edges)
     assert not both_ways, f"parts that import each other: {both_ways}"
+
+
+def module_name(path: Path) -> str:
+    names = ("llmrecipes", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
+def test_modules_do_not_import_each_other() -> None:
+    """No cycles, those of imports inside functions and for type checkers among them."""
+    modules = {module_name(path): path for path in sources()}
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        imported = (module for _, module in imported_modules(path))
+        # `from a.b import c` is the module a.b.c, or a name of a.b.
+        nearest = (each if each in modules else each.rpartition(".")[0] for each in imported)
+        found[name] = {each for each in nearest if each in modules and each != name}
+    assert sum(map(len, found.values())) > len(found), "no import was seen: this test has gone blind"
+    try:
+        TopologicalSorter(found).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+# Modules outside of engine/ and data/ that still import megatron-core. Take out what no longer does, add nothing.
+STILL_MEGATRON = {
+    "llmrecipes.bench.collectives", "llmrecipes.checkpoint.safety", "llmrecipes.checkpoint.saver",
+    "llmrecipes.checkpoint.writer", "llmrecipes.verify.shards",
+}  # fmt: skip
+
+
+def test_the_engine_alone_imports_megatron() -> None:
+    """And data/, for megatron-core's datasets."""
+    found = set()
+    for path in sources():
+        for line, module in imported_modules(path):
+            if module.split(".")[0] != "megatron" or part(path) == "engine":
+                continue
+            if part(path) == "data":
+                assert module.startswith("megatron.core.datasets"), f"{relative(path)}:{line}: {module}"
+            else:
+                found.add(module_name(path))
+    assert found <= STILL_MEGATRON, sorted(found - STILL_MEGATRON)
+    assert found >= STILL_MEGATRON, f"take out of STILL_MEGATRON: {sorted(STILL_MEGATRON - found)}"
+
+
+HOMES = {
+    r"\b[KMG]IB = |1 << 30\b|2 ?\*\* ?30\b": ("units",),
+    r'"nvidia-smi"': ("hardware.nvidia",),
+    r"sched_getaffinity|cpu\.max": ("hardware.cluster",),
+    r"os\.fsync\(": ("io", "tracking.jsonl", "doctor.storage"),  # both on a file they go on writing
+    r"\|SECRET\|": ("secret",),
+}
+"""What is written down in one place, and the modules that may."""
+
+
+@pytest.mark.parametrize("pattern", HOMES)
+def test_what_is_written_down_once(pattern: str) -> None:
+    text = re.compile(pattern)
+    found = {module_name(path) for path in sources() if text.search(path.read_text(encoding="utf-8"))}
+    assert found == {f"llmrecipes.{name}" for name in HOMES[pattern]}
+
+
+VERSIONS = "llmrecipes.engine.megatron.versions"
+
+
+def test_one_module_knows_megatrons_version() -> None:
+    """It says what a version does; others ask it that, and not for numbers."""
+    asking = re.compile(r"package_info|\bMAJOR\b|\bMINOR\b|megatron\.core\.__version__|hasattr\([^)]*\).*#.*0\.\d\d")
+    found = {
+        f"{relative(path)}:{number}"
+        for path in sources()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if part(path) == "engine" and module_name(path) != VERSIONS and asking.search(line)
+    }
+    assert not found, sorted(found)
 
 
 def heavy_after(code: str) -> set[str]:
