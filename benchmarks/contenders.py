@@ -65,8 +65,8 @@ def ours(recipe: Recipe, session: Session) -> None:
 
     with join(platform, recipe.train.seed, recipe.parallelism) as world:
         plan = derive(recipe, world.size, detect())
-        built = build(recipe, plan, platform)
-        engine = MegatronEngine(recipe, plan, built, platform)
+        built = build(plan, platform)
+        engine = MegatronEngine(plan, built, platform)
         source = batches()
         gc.collect()
         gc.freeze()

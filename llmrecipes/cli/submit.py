@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmrecipes.cli.commands import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,21 +24,22 @@ def submit(
     overrides: OverridesArgument = None,
     to: Annotated[str, typer.Option("--to", metavar="WHERE", help="Scheduler: slurm or k8s.")] = "slurm",
     nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, help="Nodes; they change data parallel only.")
+        int, typer.Option("--nodes", metavar="N", min=1, help="Nodes; more of them add data-parallel ranks only.")
     ] = 1,
     cluster: Annotated[
         str | None,
         typer.Option("--cluster", metavar="NAME", envvar="LLMRECIPES_CLUSTER", help="Cluster profile or YAML file."),
     ] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option("--ranks-per-node", metavar="N", min=1, help="Default: one a GPU, else one.")
+        int | None,
+        typer.Option("--ranks-per-node", metavar="N", min=1, help="Default: one per GPU, or one without GPUs."),
     ] = None,
     partition: Annotated[str | None, typer.Option("--partition", metavar="NAME")] = None,
     account: Annotated[str | None, typer.Option("--account", metavar="NAME")] = None,
     qos: Annotated[str | None, typer.Option("--qos", metavar="NAME")] = None,
     time: Annotated[str | None, typer.Option("--time", metavar="LIMIT", help="For example 8:00:00.")] = None,
     image: Annotated[
-        str | None, typer.Option("--image", metavar="REF", help="Container image; k8s: with its digest.")
+        str | None, typer.Option("--image", metavar="REF", help="Container image; for k8s, NAME@sha256:DIGEST.")
     ] = None,
     runtime: Annotated[
         str | None, typer.Option("--runtime", metavar="WHAT", help="pyxis, apptainer or none; default: the profile's.")
@@ -51,7 +52,8 @@ def submit(
         int, typer.Option("--warning", metavar="S", min=1, max=65535, help="Save S seconds before the time limit.")
     ] = 180,
     max_restarts: Annotated[
-        int | None, typer.Option("--max-restarts", metavar="N", min=0, help="Then the job ends with 93.")
+        int | None,
+        typer.Option("--max-restarts", metavar="N", min=0, help="Restarts after failures; then it ends with 93."),
     ] = None,
     sbatch: Annotated[
         list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="More for sbatch: --sbatch=--reservation=x")
@@ -59,38 +61,46 @@ def submit(
     flavor: Annotated[
         str | None, typer.Option("--flavor", metavar="KIND", help="k8s: job (default), jobset or trainjob.")
     ] = None,
-    namespace: Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="k8s; default: default.")] = None,
-    claim: Annotated[
-        str | None, typer.Option("--claim", metavar="NAME", help="k8s: volume claim with runs and data.")
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", metavar="NAME", help="k8s: namespace; default: default.")
     ] = None,
-    queue: Annotated[str | None, typer.Option("--queue", metavar="NAME", help="k8s: Kueue's LocalQueue.")] = None,
+    claim: Annotated[
+        str | None, typer.Option("--claim", metavar="NAME", help="k8s: PersistentVolumeClaim with runs and data.")
+    ] = None,
+    queue: Annotated[str | None, typer.Option("--queue", metavar="NAME", help="k8s: LocalQueue of Kueue.")] = None,
     topology: Annotated[
-        str | None, typer.Option("--topology", metavar="LABEL", help="k8s: nodes close to each other by this label.")
+        str | None, typer.Option("--topology", metavar="LABEL", help="k8s: prefer nodes that share this label's value.")
     ] = None,
     secret: Annotated[
         list[str] | None,
-        typer.Option("--secret", metavar="VAR=NAME[:KEY]", help="k8s: a variable from a Secret, by its name."),
+        typer.Option("--secret", metavar="VAR=NAME[:KEY]", help="k8s: set a variable from a Secret."),
     ] = None,
     tracking_uri: Annotated[
-        str | None, typer.Option("--tracking-uri", metavar="URL", help="k8s: MLflow server.")
+        str | None, typer.Option("--tracking-uri", metavar="URL", help="k8s: URL of the MLflow server.")
     ] = None,
-    service_account: Annotated[str | None, typer.Option("--service-account", metavar="NAME", help="k8s.")] = None,
-    pull_secret: Annotated[str | None, typer.Option("--pull-secret", metavar="NAME", help="k8s.")] = None,
+    service_account: Annotated[
+        str | None, typer.Option("--service-account", metavar="NAME", help="k8s: service account of the pods.")
+    ] = None,
+    pull_secret: Annotated[
+        str | None, typer.Option("--pull-secret", metavar="NAME", help="k8s: Secret to pull the image with.")
+    ] = None,
     host_network: Annotated[
-        bool | None, typer.Option("--host-network", help="k8s: the node's own network, where RDMA needs it.")
+        bool | None, typer.Option("--host-network", help="k8s: use the node's network, where RDMA needs it.")
     ] = None,
     run_id: Annotated[
-        str | None, typer.Option("--run-id", metavar="ID", help="Name of the run; one that exists goes on.")
+        str | None, typer.Option("--run-id", metavar="ID", help="Name of the run; an existing one resumes.")
     ] = None,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume although its learning rate or data order changes.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and do nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
+    ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Hand a recipe to a cluster's scheduler, after it was planned for the nodes it will get."""
+    """Submit a recipe to a cluster's scheduler, after checking its plan for those nodes."""
     from llmrecipes.launch.slurm import Options, as_text
     from llmrecipes.workflow.preview import of_kubernetes, of_slurm
     from llmrecipes.workflow.submit import plan_for, submit_kubernetes, submit_slurm
@@ -147,7 +157,8 @@ def _require_own(to: str, others: dict[str, Any]) -> None:
     """UserError where an option of another scheduler is given: it would be without effect."""
     given = [f"--{name}" for name, value in others.items() if value is not None]
     if given:
-        raise UserError(f"{given[0]} with --to {to}", rule="it belongs to another scheduler", fix="leave it out")
+        raise UserError(f"given with --to {to}", where=given[0], rule="it belongs to another scheduler",
+                        fix="leave it out")  # fmt: skip
 
 
 def _kubernetes(image: str | None, max_restarts: int | None, given: dict[str, Any]) -> KubernetesOptions:
@@ -155,7 +166,7 @@ def _kubernetes(image: str | None, max_restarts: int | None, given: dict[str, An
 
     if image is None:
         raise UserError(
-            "which image?", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST, see make image"
+            "no image is named", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST; make image builds one"
         )
     values = {name.replace("-", "_"): value for name, value in given.items() if value is not None and name != "secret"}
     if max_restarts is not None:

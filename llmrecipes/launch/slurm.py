@@ -164,9 +164,11 @@ def check(request: Request, profile: Profile, options: Options) -> None:
             )
     for path in (request.runs_dir, request.data_dir):
         if not str(path).isprintable() or "\\" in str(path):
-            raise UserError(f"{str(path)!r}", rule="paths in Slurm's --output are printable and have no backslash")
+            raise UserError("not printable", where=f"{str(path)!r}",
+                            rule="paths in Slurm's --output are printable and have no backslash")  # fmt: skip
         if runtime != "none" and options.image and set(str(path)) & set(":,"):
-            raise UserError(f"{str(path)!r}", rule="a path that is mounted into a container has neither : nor ,")
+            raise UserError("cannot be mounted", where=str(path),
+                            rule="a path that is mounted into a container has neither : nor ,")  # fmt: skip
 
 
 def _segment(nodes: int, segment: int) -> int:

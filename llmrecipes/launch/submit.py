@@ -20,7 +20,8 @@ def require_program(program: str, dry_run: str) -> None:
     """
     if shutil.which(program) is None:
         raise UserError(
-            f"there is no {program} on this machine",
+            "not on this machine",
+            where=program,
             rule="a job is submitted where the scheduler's programs are, such as a login node",
             fix=dry_run,
         )
@@ -40,8 +41,8 @@ def submit(command: Sequence[str], text: str = "") -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False, input=text)
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"{command[0]} has not answered for {TIMEOUT_SECONDS:g} s") from error
+        raise UserError(f"no answer within {TIMEOUT_SECONDS:g} s", where=command[0]) from error
     if done.returncode:
         words = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise UserError(f"{command[0]} refuses:\n{words}", fix="--dry-run prints the command")
+        raise UserError(f"refused:\n{words}", where=command[0], fix="--dry-run prints the command")
     return done.stdout.strip()

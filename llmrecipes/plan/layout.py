@@ -127,7 +127,7 @@ def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
 
 def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> None:
     if world_size < 1:
-        raise UserError(f"{world_size} ranks", rule="a run has at least one rank")
+        raise UserError(f"{world_size} ranks", where="--nproc", rule="a run has at least one rank")
     if not cluster.gpus:
         return
     here, tensor, near = len(cluster.gpus), parallel.tensor_model_parallel_size, cluster.gpus_per_domain
@@ -143,6 +143,7 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
         least = smallest_world(parallel)
         raise UserError(
             f"{world_size} ranks on {here} GPUs",
+            where="--nproc" if least <= here else "parallelism",
             rule="one rank a GPU",
             fix=f"at most {here} ranks here"
             if least <= here

@@ -128,7 +128,7 @@ def _run(spec: RunSpec, ranks: int, cluster: Cluster, expected: ExitCode) -> Non
         code = start(spec, ranks, cluster)
     if code != expected:
         raise UserError(
-            f"the rehearsal ended with exit code {code}", where=str(spec.run_dir), fix="read what is printed above"
+            f"the rehearsal ended with exit code {code}", where=str(spec.run_dir), fix="see the messages above"
         )
 
 

@@ -1,4 +1,4 @@
-"""`llmrecipes submit`: plan for the cluster, check, render, and only then hand over."""
+"""`llmrecipes submit`: plan for the cluster, check, render, and only then submit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLURM_SCRIPT = Path(__file__).parents[2] / "slurm" / "train.sbatch"
 
 @dataclass(frozen=True)
 class Planned:
-    """A recipe on a number of nodes of a site, checked; `asked` and `cluster` are what the user wrote."""
+    """A recipe on a number of nodes of a site, checked; `asked` and `cluster` are as the user wrote them."""
 
     asked: tuple[str, ...]
     cluster: str
@@ -39,7 +39,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Submitted:
-    """What was handed over, or would be: `job_id` is None after a dry run."""
+    """A job that was submitted, or would be: `job_id` is None after a dry run."""
 
     command: tuple[str, ...]
     planned: Planned
@@ -68,8 +68,8 @@ def plan_for(
     Args:
         recipe, overrides: see `recipe.load.load`.
         cluster: name or path of a profile.
-        nodes: how many of its nodes; more nodes are more data-parallel ranks, and nothing else.
-        ranks_per_node: None: one a GPU.
+        nodes: how many of its nodes; more nodes add data-parallel ranks and change nothing else.
+        ranks_per_node: None: one per GPU.
 
     Raises:
         UserError: the recipe or the profile is wrong, or the run does not fit.
@@ -77,15 +77,15 @@ def plan_for(
     loaded = load(recipe, overrides).recipe
     if cluster is None:
         raise UserError(
-            "which cluster?",
+            "no cluster is named",
             where="--cluster",
-            rule="a job is planned for the nodes it will get, not for the machine that submits it",
+            rule="a job is planned for the nodes it will run on, not for the machine that submits it",
             fix=f"one of {', '.join(names())}, or a YAML file",
         )
     profile = load_profile(cluster)
     if ranks_per_node is not None and profile.gpus_per_node and ranks_per_node > profile.gpus_per_node:
         raise UserError(
-            f"{ranks_per_node} ranks on {profile.gpus_per_node} GPUs", where="--ranks-per-node", rule="one rank a GPU"
+            f"{ranks_per_node} ranks on {profile.gpus_per_node} GPUs", where="--ranks-per-node", rule="one rank per GPU"
         )
     site = machine(profile, nodes)
     plan = derive(loaded, nodes * (ranks_per_node or profile.ranks_per_node), site)
@@ -99,7 +99,7 @@ def submit_slurm(
     """Render the sbatch command, and run it unless this is a dry run.
 
     Raises:
-        UserError: a value that Slurm cannot take, no sbatch here, or Slurm's refusal.
+        UserError: a value that Slurm cannot take, no sbatch on this machine, or Slurm rejects the job.
     """
     run_id = new_run_id() if run_id is None else checked_run_id(run_id)
     runs_dir, data_dir = paths.runs_dir.resolve(), paths.data_dir.resolve()
@@ -108,9 +108,9 @@ def submit_slurm(
     words = slurm.command(request, planned.plan, planned.profile, options, SLURM_SCRIPT)
     job_id = None
     if not dry_run:
-        require_program(words[0], "--dry-run prints the command; make train runs the recipe here")
+        require_program(words[0], "--dry-run prints the command; make train runs the recipe on this machine")
         start = TrainOptions(run_id=run_id, accept_changes=options.accept_changes)
-        # Also makes the folder of the log.
+        # Also creates the directory of the log.
         spec = new_spec(planned.recipe, Paths(runs_dir, data_dir), start)
         try:
             job_id = submit(words).partition(";")[0]
@@ -122,7 +122,7 @@ def submit_slurm(
 
 @dataclass(frozen=True)
 class Applied:
-    """Objects that were given to Kubernetes, or would be: `answer` is kubectl's, None after a dry run."""
+    """Objects that were applied, or would be: `answer` is the output of kubectl, None after a dry run."""
 
     objects: tuple[dict[str, Any], ...]
     planned: Planned
@@ -145,7 +145,7 @@ class Applied:
         }
 
     def as_yaml(self) -> str:
-        """What kubectl reads."""
+        """The objects as YAML for kubectl."""
         return objects.to_yaml(list(self.objects))
 
 
@@ -155,7 +155,7 @@ def submit_kubernetes(
     """Render the objects, and apply them unless this is a dry run.
 
     Raises:
-        UserError: a value that Kubernetes cannot take, no kubectl here, or the cluster's refusal.
+        UserError: a value that Kubernetes cannot take, no kubectl on this machine, or the cluster rejects the objects.
     """
     run_id = new_run_id() if run_id is None else checked_run_id(run_id)
     name = object_name(planned.recipe.name, run_id)
@@ -172,6 +172,6 @@ def submit_kubernetes(
     rendered = tuple(objects.render(run, options))
     answer = None
     if not dry_run:
-        require_program("kubectl", "--dry-run prints the objects; make train runs the recipe here")
+        require_program("kubectl", "--dry-run prints the objects; make train runs the recipe on this machine")
         answer = submit(("kubectl", "apply", "--filename", "-"), objects.to_yaml(list(rendered)))
     return Applied(rendered, planned, run_id, name, options.namespace, answer)

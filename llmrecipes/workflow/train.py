@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
 from llmrecipes.hardware.cluster import Cluster, detect
@@ -54,6 +55,8 @@ class TrainOptions:
     """How often ranks that end with a fault are started again."""
     accept_changes: bool = False
     """Resume although another number of steps changes the learning rate or the order of the data."""
+    separate_process: bool = False
+    """Start a process even for a single rank."""
     from_scratch: bool = False
     """Move what the run has recorded out of the way, and start at step 0."""
 
@@ -75,15 +78,17 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Callable[[st
     """
     if options.node is not None and options.run_id is None:
         raise UserError(
-            "several nodes without --run-id", rule="all nodes work in one directory", fix="--run-id my-run-1"
-        )
+            "missing for several nodes", where="--run-id", rule="all nodes work in one directory",
+            fix="--run-id my-run-1",
+        )  # fmt: skip
     if options.node is not None and options.max_restarts:
         raise UserError(
             f"{options.max_restarts} on several nodes", where="--max-restarts",
             rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
     if options.from_scratch and options.run_id is None:
-        raise UserError("--from-scratch without --run-id", rule="a run without an id is a new one", fix="leave it out")
+        raise UserError("given without --run-id", where="--from-scratch", rule="a run without an id is a new one",
+                        fix="leave it out")  # fmt: skip
     if options.overfit_batch:
         recipe = one_batch_recipe(recipe)
     nodes = 1 if options.node is None else options.node.nodes
@@ -106,7 +111,7 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Callable[[st
         remove_empty_run_dir(spec)
         raise
     if options.max_restarts == 0:
-        return start(spec, ranks, cluster, options.node)
+        return start(spec, ranks, cluster, options.node, apart=options.separate_process)
     return _start_again(spec, ranks, cluster, options.max_restarts, log)
 
 
@@ -259,7 +264,8 @@ def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, no
             f"cluster profile {name} has {profile.gpus_per_node} GPUs a node, this machine has {len(here.gpus)}",
             where="--cluster",
             rule="a run is planned for the kind of machine it runs on",
-            fix=f"without --cluster it is planned for this machine; llmrecipes show RECIPE --cluster {name} plans only",
+            fix="without --cluster the run is planned for this machine; to plan only: "
+            + command_line("show", recipe.name, options={"cluster": name}),
         )
     plan = derive(recipe, ranks, site)
     check(plan, site)

@@ -55,7 +55,7 @@ def start_ranks(spec: VerifySpec, ranks: int, cluster: Cluster) -> None:
     threads = max(1, int(cluster.cpu_cores) // ranks)
     code = run_ranks("llmrecipes.verify.worker", [str(path)], world_size=ranks, threads=threads, logs=logs)
     if code:
-        raise UserError(f"the layout ended with exit code {code}", where=str(logs), fix="read what is printed above")
+        raise UserError(f"the layout ended with exit code {code}", where=str(logs), fix="see the messages above")
 
 
 def verify(

@@ -73,7 +73,7 @@ def measure() -> Measured:
             sections = {"model": {**BASE, **of_model}, "train": train, "optimizer": {"lr": 1e-3}}
             recipe = Recipe.model_validate({"name": "t", **sections})
             plan = derive(recipe, 1, cpu)
-            built = build(recipe, plan, platform)
+            built = build(plan, platform)
             module = built.module.to(dtype=built.config.params_dtype).train()
             own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
             kept: dict[int, torch.UntypedStorage] = {}

@@ -94,7 +94,7 @@ def measure() -> Measured:
                 create_gloo_process_groups=False,
             )
             seed_random_states(1)
-            modules = build(recipe, plan, platform).modules
+            modules = build(plan, platform).modules
             found[name].append(
                 {
                     "layers": [len(module.decoder.layers) for module in modules],

@@ -19,14 +19,16 @@ from rich.console import Console
 from llmrecipes.data import index
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, open_prepared
+from llmrecipes.engine import registry
+from llmrecipes.engine.base import Progress
 from llmrecipes.engine.megatron.model import config as engine_config
 from llmrecipes.engine.megatron.model.config import transformer_config
 from llmrecipes.engine.megatron.schedule import learning_rate
-from llmrecipes.engine.megatron.state import Progress
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.engines import ENGINES
 from llmrecipes.recipe.keys import ITEM, keys
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
@@ -57,7 +59,7 @@ def plan(recipe: Recipe, *_: Any) -> dict[str, Any]:
 
 
 def config(recipe: Recipe, *_: Any) -> dict[str, Any]:
-    found = transformer_config(recipe, planned(recipe), on_gpu=False, transformer_engine=False)
+    found = transformer_config(planned(recipe), on_gpu=False, transformer_engine=False)
     return {each.name: getattr(found, each.name) for each in fields(found)}
 
 
@@ -140,16 +142,23 @@ def tracking(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> d
 
 def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("llmrecipes.checkpoint.saver.AsyncSaver", recorder)
-    here = SimpleNamespace(size=1, is_first=True)
-    monkeypatch.setattr("llmrecipes.engine.megatron.world.join", lambda *_: nullcontext(here))
-    for name in (
-        "data.prepared.open_prepared", "train.loaders.open_loaders", "engine.megatron.model.gpt.build",
-        "engine.megatron.engine.MegatronEngine", "checkpoint.saver.saver_group",
-    ):  # fmt: skip
-        monkeypatch.setattr(f"llmrecipes.{name}", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("llmrecipes.checkpoint.saver.saver_group", lambda: None)
+    engine = SimpleNamespace(close=lambda: None, checkpoint_format=lambda: None)
+    backend = SimpleNamespace(
+        platform=lambda _: SimpleNamespace(name="cpu"),
+        join=lambda *_: nullcontext(SimpleNamespace(size=1, is_first=True)),
+        build=lambda *_: engine,
+    )
+    monkeypatch.setattr("llmrecipes.engine.registry.backend", lambda _: backend)
+    for name in ("data.prepared.open_prepared", "train.loaders.open_loaders"):
+        monkeypatch.setattr(f"llmrecipes.{name}", lambda *_, **__: None)
     with pytest.raises(Recorded) as found:
         worker.run(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder))
     return found.value.args[1]
+
+
+def backend_of(recipe: Recipe, *_: Any) -> str:
+    return type(registry.backend(recipe)).__name__
 
 
 def grace(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -192,7 +201,7 @@ def loop(recipe: Recipe, *_: Any) -> dict[str, Any]:
     here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_size=1)
     sink: Any = ran
     Loop(
-        recipe, engine.plan, engine, here, fed, sink, sink, StopRequest(), recipe_hash="", peak_flops=None,
+        engine.plan, engine, here, fed, sink, sink, StopRequest(), recipe_hash="", peak_flops=None,
         after_step=lambda: None,
     ).run(Progress())  # fmt: skip
     engine.close()
@@ -237,6 +246,7 @@ TOKENIZER = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": "gpt2"
 WANDB = {"tracking.wandb": True}
 
 CASES: dict[str, Case] = {
+    "engine": Case("plain", backend_of),
     "model.num_layers": Case(3, config),
     "model.hidden_size": Case(128, config),
     "model.num_attention_heads": Case(2, config),
@@ -396,6 +406,11 @@ def made(*changes: Mapping[str, Any]) -> Recipe:
             inside = inside[0] if section == ITEM else inside.setdefault(section, {})
         inside[key] = value
     return Recipe.model_validate({"name": "tiny", **values})
+
+
+@pytest.fixture(autouse=True)
+def second_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "plain", "tests.engines.plain:PlainBackend")
 
 
 def test_every_key_has_its_line() -> None:

@@ -19,13 +19,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests import prose
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "llmrecipes"
 LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 
 # Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
 LAYERS = (
-    ("errors", "console", "units", "nested", "io", "secret"),
+    ("errors", "console", "commandline", "units", "nested", "io", "secret"),
     ("recipe",),
     ("hardware",),
     ("plan",),
@@ -35,9 +37,10 @@ LAYERS = (
     ("train",),
     ("verify", "doctor", "bench"),
     ("workflow",),
+    ("api",),
     ("cli",),
 )
-LIGHT = (*LAYERS[0], "recipe", "hardware", "plan", "launch", "doctor", "cli")
+LIGHT = (*LAYERS[0], "recipe", "hardware", "plan", "launch", "doctor", "api", "cli")
 HEAVY = {
     "torch",
     "megatron",
@@ -76,10 +79,20 @@ def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute module) of every import in a file, wherever it stands."""
+def nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from nodes_that_run(node)
+
+
+def imported_modules(path: Path, *, running: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import in a file, wherever it stands; of those that `running` executes."""
     package = ("llmrecipes", *path.relative_to(PACKAGE).parts[:-1]) if path.is_relative_to(PACKAGE) else ()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    for node in nodes_that_run(tree) if running else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -125,11 +138,11 @@ def module_name(path: Path) -> str:
 
 
 def test_modules_do_not_import_each_other() -> None:
-    """No cycles, those of imports inside functions and for type checkers among them."""
+    """No cycles, those of imports inside functions among them; a name for the type checker alone is no import."""
     modules = {module_name(path): path for path in sources()}
     found: dict[str, set[str]] = {}
     for name, path in modules.items():
-        imported = (module for _, module in imported_modules(path))
+        imported = (module for _, module in imported_modules(path, running=True))
         # `from a.b import c` is the module a.b.c, or a name of a.b.
         nearest = (each if each in modules else each.rpartition(".")[0] for each in imported)
         found[name] = {each for each in nearest if each in modules and each != name}
@@ -140,26 +153,17 @@ def test_modules_do_not_import_each_other() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-# Modules outside of engine/ and data/ that still import megatron-core. Take out what no longer does, add nothing.
-STILL_MEGATRON = {
-    "llmrecipes.bench.collectives", "llmrecipes.checkpoint.safety", "llmrecipes.checkpoint.saver",
-    "llmrecipes.checkpoint.writer", "llmrecipes.verify.shards",
-}  # fmt: skip
-
-
 def test_the_engine_alone_imports_megatron() -> None:
     """And data/, for megatron-core's datasets."""
-    found = set()
-    for path in sources():
-        for line, module in imported_modules(path):
-            if module.split(".")[0] != "megatron" or part(path) == "engine":
-                continue
-            if part(path) == "data":
-                assert module.startswith("megatron.core.datasets"), f"{relative(path)}:{line}: {module}"
-            else:
-                found.add(module_name(path))
-    assert found <= STILL_MEGATRON, sorted(found - STILL_MEGATRON)
-    assert found >= STILL_MEGATRON, f"take out of STILL_MEGATRON: {sorted(STILL_MEGATRON - found)}"
+    wrong = [
+        f"{relative(path)}:{line}: {module}"
+        for path in sources()
+        if part(path) != "engine"
+        for line, module in imported_modules(path)
+        if module.split(".")[0] == "megatron"
+        and not (part(path) == "data" and module.startswith("megatron.core.datasets"))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 HOMES = {
@@ -278,7 +282,7 @@ def test_every_import_is_declared() -> None:
     providers = packages_distributions()
     known = declared("gpu", "wandb")
     shipped_with = {"pydantic_core": "pydantic", "pynvml": "nvidia-ml-py"}
-    optional = {"transformer_engine", "apex"}  # used where the user's machine has them
+    optional = {"transformer_engine", "apex", "pandas"}  # used where the user's machine has them
     missing = []
     for path in sources():
         for line, module in imported_modules(path):
@@ -332,6 +336,40 @@ def test_nothing_is_left_to_do() -> None:
         if marks.search(line) and path.parent != ROOT / "requirements"
     ]
     assert not found, found
+
+
+def test_tests_do_not_repeat_the_words_of_errors() -> None:
+    """They assert key, tokens and exit code (`tests.refusals`), so that a message can be improved without them."""
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        wrong += [f"{relative(path)}:{line}: {text!r}" for line, text in prose.in_file(path)]
+        if path.name != "refusals.py":
+            wrong += [f"{relative(path)}:{line}: refused() instead" for line in prose.own_raises(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_words_of_errors_are_noticed(tmp_path: Path) -> None:
+    source = tmp_path / "test_x.py"
+    source.write_text(
+        """
+def message(run):
+    with pytest.raises(UserError, match="no such file") as caught:
+        run()
+    return str(caught.value)
+
+@pytest.mark.parametrize(("change", "says"), [(1, "not a multiple"), (2, "model.num_layers 8")])
+def test_a(change, says, capsys):
+    assert says in message(change)
+    text = capsys.readouterr().err
+    assert "cannot be read" in text and "--nproc 3" in text
+    assert text.startswith("error: wrong number")
+    assert load().fix == "leave it out"
+    assert "a plain string" in other
+"""
+    )
+    words = ["no such file", "not a multiple", "cannot be read", "error: wrong number", "leave it out"]
+    assert sorted(text for _, text in prose.in_file(source)) == sorted(words)
+    assert list(prose.own_raises(source)) == [3]
 
 
 def test_links_between_pages_lead_somewhere() -> None:

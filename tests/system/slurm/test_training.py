@@ -62,7 +62,7 @@ def test_requeued_three_times(site: Site, recipe: Recipe, reference: dict[str, l
     site.lab.run("scontrol", "requeue", job)
     site.wait_for_restart(job, 4)
     site.finish(job, run_dir)
-    assert "the run has finished; nothing is left to do" in site.log(run_dir, job)
+    assert "the run has already finished; nothing to do" in site.log(run_dir, job)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 

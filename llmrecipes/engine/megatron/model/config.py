@@ -43,15 +43,15 @@ NOT_PASSED = frozenset(
 )
 
 
-def transformer_config(recipe: Recipe, plan: Plan, *, on_gpu: bool, transformer_engine: bool) -> TransformerConfig:
+def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) -> TransformerConfig:
     """megatron-core's configuration of a recipe.
 
     Args:
-        recipe: the resolved recipe.
-        plan: its derived sizes.
+        plan: of the recipe, with its derived sizes.
         on_gpu: create parameters on the GPU and allow its fused kernels.
         transformer_engine: layers are TransformerEngine's, which brings the fused rotary embedding.
     """
+    recipe = plan.recipe
     model, train = recipe.model, recipe.train
     dtype = DTYPES[train.precision]
     # megatron-core's fusions are torch.compile'd functions: they need a compiler, so they come with torch_compile.
@@ -89,7 +89,7 @@ def transformer_config(recipe: Recipe, plan: Plan, *, on_gpu: bool, transformer_
         "persist_layer_norm": transformer_engine,
     }
     if model.num_moe_experts:
-        options |= _balance_coefficients(recipe, plan)
+        options |= _balance_coefficients(plan)
         options["moe_grouped_gemm"] = transformer_engine
     if model.multi_latent_attention:
         options["rope_type"] = "rope"
@@ -108,7 +108,7 @@ def _same_name(recipe: Recipe, kind: type[TransformerConfig]) -> dict[str, Any]:
     }
 
 
-def _balance_coefficients(recipe: Recipe, plan: Plan) -> dict[str, float | None]:
+def _balance_coefficients(plan: Plan) -> dict[str, float | None]:
     """Coefficients of the routers' losses that make them weigh the same in every layout.
 
     Each rank adds its part of such a loss, times a number of tokens, to a sum that is divided by the tokens of the
@@ -116,6 +116,7 @@ def _balance_coefficients(recipe: Recipe, plan: Plan) -> dict[str, float | None]
     takes those of one rank, and of one sequence where the loss is per sequence; 0.19 takes those of the tensor- and
     context-parallel ranks, which is right but for the loss that data-parallel ranks share too.
     """
+    recipe = plan.recipe
     model, parallel = recipe.model, recipe.parallelism
     kind, auxiliary, z_loss = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.moe_z_loss_coeff
     if kind == "global_aux_loss":

@@ -1,47 +1,17 @@
-"""What `list` and `show` print."""
+"""What `show` prints."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import Any
 
-from llmrecipes.console import console, duration, number
-from llmrecipes.errors import UserError
+from llmrecipes.commandline import command_line
+from llmrecipes.console import console, duration
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, decay_iters
-from llmrecipes.plan.parameters import count
-from llmrecipes.recipe.load import Loaded, load, to_yaml
+from llmrecipes.recipe.load import Loaded, to_yaml
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
-
-
-def summaries(names: list[str]) -> list[dict[str, Any]]:
-    """Name, parameters, training tokens and description of recipes; a broken one has its `error` instead."""
-    return [_summary(name) for name in names]
-
-
-def summary_table(rows: list[dict[str, Any]]) -> str:
-    """The summaries as aligned lines."""
-    cells = [("recipe", "parameters", "tokens", "description")]
-    for row in rows:
-        if "error" in row:
-            cells.append((row["name"], "-", "-", f"broken: {row['error'].splitlines()[0]}"))
-        else:
-            cells.append((row["name"], number(row["parameters"]), number(row["tokens"]), row["description"]))
-    wide, parameters, tokens = (max(len(row[column]) for row in cells) for column in range(3))
-    lines = (f"{name:{wide}}  {n:>{parameters}}  {t:>{tokens}}  {text}".rstrip() for name, n, t, text in cells)
-    return "\n".join(lines)
-
-
-def _summary(name: str) -> dict[str, Any]:
-    try:
-        recipe = load(name).recipe
-    except UserError as error:  # one broken file must not hide the others
-        return {"name": name, "error": str(error)}
-    tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
-    parameters = count(recipe.model, shape(recipe.model)).total
-    return {"name": name, "parameters": parameters, "tokens": tokens, "description": recipe.description}
 
 
 def as_dict(loaded: Loaded, plan: Plan, cluster: Cluster, step_seconds: float | None = None) -> dict[str, Any]:
@@ -58,9 +28,18 @@ def as_dict(loaded: Loaded, plan: Plan, cluster: Cluster, step_seconds: float | 
 
 
 def print_plan(
-    loaded: Loaded, plan: Plan, cluster: Cluster, *, plan_only: bool = False, step_seconds: float | None = None
+    loaded: Loaded,
+    plan: Plan,
+    cluster: Cluster,
+    asked: tuple[str, ...],
+    *,
+    plan_only: bool = False,
+    step_seconds: float | None = None,
 ) -> None:
-    """The resolved recipe unless `plan_only`, then the plan as a table, then its warnings."""
+    """The resolved recipe unless `plan_only`, then the plan as a table, then its warnings.
+
+    `asked` is the recipe's name or path and the overrides, as the user wrote them.
+    """
     from rich.table import Table
 
     out = console()
@@ -71,7 +50,9 @@ def print_plan(
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_column("from", style="dim")
-    for row in [*rows(plan, cluster), *_disk(loaded.recipe, plan), *_time(loaded.recipe, plan, cluster, step_seconds)]:
+    measure = command_line("bench step", asked[0], overrides=asked[1:])
+    time = _time(loaded.recipe, plan, cluster, step_seconds, measure)
+    for row in [*rows(plan, cluster), *_disk(loaded.recipe, plan), *time]:
         table.add_row(*row)
     out.print(table)
     for warning in plan.warnings:
@@ -87,9 +68,11 @@ def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
     return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}: {most} on disk{more}")]
 
 
-def _time(recipe: Recipe, plan: Plan, cluster: Cluster, seconds: float | None) -> list[tuple[str, str, str]]:
+def _time(
+    recipe: Recipe, plan: Plan, cluster: Cluster, seconds: float | None, measure: str
+) -> list[tuple[str, str, str]]:
     if seconds is None:
-        return [("time of a step", "unknown", f"until measured: llmrecipes bench step {recipe.name}")]
+        return [("time of a step", "unknown", f"until measured: {measure}")]
     whole = seconds * recipe.train.train_iters
     lines = [
         ("time of a step", f"{seconds:g} s", "--step-seconds"),
