@@ -100,7 +100,7 @@ def submit(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Submit a recipe to a cluster's scheduler, after checking its plan for those nodes."""
+    """Submit a recipe to Slurm or Kubernetes, once its plan fits the nodes."""
     from llmrecipes.launch.slurm import Options, as_text
     from llmrecipes.workflow.preview import of_kubernetes, of_slurm
     from llmrecipes.workflow.submit import plan_for, submit_kubernetes, submit_slurm
