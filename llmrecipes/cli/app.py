@@ -165,6 +165,7 @@ def docs(check: Annotated[bool, typer.Option("--check", help="Only say whether t
 
 commands.register(app)
 app.command("submit")(submit.submit)
+app.command("cancel")(submit.cancel)
 app.command("compare")(compare.compare)
 app.command("tensorboard")(tensorboard.tensorboard)
 app.command("doctor")(doctor.doctor)

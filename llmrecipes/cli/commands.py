@@ -90,15 +90,17 @@ def train(
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.ranks import node
     from llmrecipes.recipe.load import load
-    from llmrecipes.workflow.train import Paths, TrainOptions
+    from llmrecipes.train.spec import RunOptions
+    from llmrecipes.workflow.run import Paths, TrainOptions
     from llmrecipes.workflow.train import train as start
 
     setup_logging()
     here = node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None
-    options = TrainOptions(
-        nproc, run_id, overfit_batch, anomaly, profile_steps, sample, cluster, here, max_restarts, accept_changes,
-        from_scratch,
+    asked = RunOptions(
+        overfit_batch=overfit_batch, anomaly=anomaly, profile_steps=profile_steps, sample=sample,
+        from_scratch=from_scratch,
     )  # fmt: skip
+    options = TrainOptions(nproc, run_id, cluster, here, max_restarts, accept_changes, asked)
     return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), options, _say)
 
 
@@ -148,8 +150,8 @@ def smoke(
     """Rehearse a recipe with a small model of its kind: train, save, resume, compare."""
     from llmrecipes.console import setup_logging
     from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.run import Paths
     from llmrecipes.workflow.smoke import smoke as rehearse
-    from llmrecipes.workflow.train import Paths
 
     setup_logging()
     result = rehearse(
@@ -171,8 +173,8 @@ def upcycle(
 ) -> None:
     """Turn a dense run into the start of a mixture of experts (model.num_moe_experts=8 ...) with the same loss."""
     from llmrecipes.console import number, setup_logging
+    from llmrecipes.workflow.run import checked_run_id, new_run_id
     from llmrecipes.workflow.runs import find_run
-    from llmrecipes.workflow.train import checked_run_id, new_run_id
     from llmrecipes.workflow.upcycle import upcycle as make
 
     setup_logging()
@@ -204,7 +206,7 @@ def verify(
     """Prove that a recipe's layout computes the same training as one process, with a small model of its kind."""
     from llmrecipes.console import console, setup_logging
     from llmrecipes.recipe.load import load
-    from llmrecipes.workflow.train import Paths
+    from llmrecipes.workflow.run import Paths
     from llmrecipes.workflow.verify import VerifyOptions
     from llmrecipes.workflow.verify import verify as compare
 

@@ -51,7 +51,7 @@ class RunSummary:
 def list_runs(runs_dir: Path) -> list[RunSummary]:
     """All runs under `runs_dir`, oldest first; none if the directory does not exist."""
     found = [
-        _summary(entry)
+        summary(entry)
         for recipe in _directories(runs_dir)
         for entry in _directories(recipe)
         if (entry / "recipe.yaml").is_file() or (entry / status.FILE).is_file()
@@ -66,7 +66,8 @@ def _directories(parent: Path) -> list[Path]:
         return []
 
 
-def _summary(run_dir: Path) -> RunSummary:
+def summary(run_dir: Path) -> RunSummary:
+    """One run as its files tell; all of it unknown where there are none."""
     values = status.read(run_dir)
     last = {"valid_loss": _number(values.get("valid_loss")), "loss": None}
     step = _number(values.get("step"))

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import runtime, to_yaml
 from llmrecipes.launch.kubernetes.options import Options
-from llmrecipes.workflow.submit import plan_for, submit_kubernetes
+from llmrecipes.workflow.submit import plan_for
 from tests.kubernetes_schemas import require_valid
 
 ROOT = Path(__file__).parents[2]
@@ -72,8 +73,8 @@ def test_no_secret_no_root_no_open_port(base: str) -> None:
 @pytest.mark.parametrize("flavor", ["job", "jobset", "trainjob"])
 def test_runs_are_what_submit_renders(golden: Callable[[str, Any], None], flavor: str) -> None:
     options = Options(image=IMAGE, flavor=flavor, namespace="llmrecipes")
-    applied = submit_kubernetes(plan_for("gpt-tiny", [], "laptop", 2), options, "run-1", dry_run=True)
-    golden(f"../../k8s/{flavor}/run.yaml", GENERATED + applied.as_yaml())
+    applied = objects_of(plan_for("gpt-tiny", [], "laptop", 2), options, "run-1")
+    golden(f"../../k8s/{flavor}/run.yaml", GENERATED + to_yaml(applied))
 
 
 def test_the_runtime_is_what_the_program_renders(golden: Callable[[str, Any], None]) -> None:
