@@ -226,6 +226,8 @@ def test_a_scheduler_that_stays_away_ends_the_waiting(
         ("FAILED", "75:0", "NonZeroExitCode", JobStatus(JobState.SAVED, 75)),
         ("CANCELLED by 0", "0:15", "", JobStatus(JobState.CANCELLED, 143)),
         ("CANCELLED", "0:0", "None", JobStatus(JobState.CANCELLED)),
+        ("FAILED", "23808", "NonZeroExitCode", JobStatus(JobState.FAILED, 93)),  # squeue's way to write it
+        ("CANCELLED", "15", "None", JobStatus(JobState.CANCELLED, 143)),
         ("TIMEOUT", "0:0", "TimeLimit", JobStatus(JobState.FAILED, None, "TIMEOUT")),
         ("NODE_FAIL", "1:0", "None", JobStatus(JobState.FAILED, 1, "NODE_FAIL")),
     ],

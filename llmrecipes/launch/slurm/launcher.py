@@ -21,7 +21,7 @@ RUNNING = {"RUNNING", "COMPLETING", "STOPPED", "SUSPENDED", "SIGNALING", "STAGE_
 PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 ENDED = {"COMPLETED": JobState.COMPLETED, "CANCELLED": JobState.CANCELLED}
 """Other words (FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY ...) are failures, with the word as the reason."""
-SQUEUE = ("squeue", "--noheader", "--states=all", "--Format=JobID:|,State:|,Reason:|,exit_code:|")
+SQUEUE = ("squeue", "--noheader", "--states=all", "--Format=JobID:|,State:|,Reason:60|,exit_code:|")
 SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State,ExitCode")
 SAVED_CODE = 75
 
@@ -106,7 +106,7 @@ def status_of(word: str, exit_code: str, reason: str = "") -> JobStatus:
 
     Args:
         word: a state such as `TIMEOUT`, or `CANCELLED by 0`.
-        exit_code: of the batch script, as `CODE:SIGNAL`.
+        exit_code: of the batch script, as `CODE:SIGNAL` (sacct), or both in one number as wait(2) has them (squeue).
         reason: why the job waits, or why it failed.
     """
     state, told = word.partition(" ")[0].rstrip("+"), "" if reason in ("None", "") else reason
@@ -114,7 +114,9 @@ def status_of(word: str, exit_code: str, reason: str = "") -> JobStatus:
         return JobStatus(JobState.PENDING, reason=told)
     if state in RUNNING:
         return JobStatus(JobState.RUNNING)
-    code, _, number = exit_code.partition(":")
+    code, colon, number = exit_code.partition(":")
+    if not colon and code.isdecimal():
+        code, number = str(int(code) >> 8), str(int(code) & 0x7F)
     # A job that a signal ended, or Slurm itself, has no exit code of its own.
     by_signal = 128 + int(number) if number.isdecimal() and int(number) else 0
     ended = (int(code) if code.isdecimal() else 0) or by_signal
