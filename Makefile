@@ -63,10 +63,10 @@ verify: setup ## prove that RECIPE's parallel layout computes what one process d
 prepare: setup ## turn RECIPE's text into a tokenizer and token files
 	@$(LLMRECIPES) prepare "$$RECIPE"
 
-slurm: setup ## hand RECIPE to Slurm: NODES=4 CLUSTER=h100-ib ARGS="--time 8:00:00"
+slurm: setup ## submit RECIPE to Slurm: NODES=4 CLUSTER=h100-ib ARGS="--time 8:00:00"
 	@$(LLMRECIPES) submit "$$RECIPE" --to slurm --nodes "$$NODES" $${CLUSTER:+--cluster "$$CLUSTER"}
 
-k8s: setup ## hand RECIPE to Kubernetes: NODES=4 CLUSTER=h100-ib ARGS="--image REF@sha256:... --dry-run"
+k8s: setup ## submit RECIPE to Kubernetes: NODES=4 CLUSTER=h100-ib ARGS="--image REF@sha256:... --dry-run"
 	@$(LLMRECIPES) submit "$$RECIPE" --to k8s --nodes "$$NODES" $${CLUSTER:+--cluster "$$CLUSTER"}
 
 image: ## build the container image: IMAGE=cpu or cuda, ARGS="--builder podman"

@@ -30,6 +30,7 @@ def measure(recipe_name: str, saves: int) -> list[dict[str, Any]]:
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport, saver_group
     from llmrecipes.checkpoint.store import CheckpointStore
+    from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
     from llmrecipes.engine.megatron.engine import MegatronEngine
     from llmrecipes.engine.megatron.model.gpt import build
     from llmrecipes.engine.megatron.platform import select
@@ -46,7 +47,7 @@ def measure(recipe_name: str, saves: int) -> list[dict[str, Any]]:
     platform.install()
     with join(platform, recipe.train.seed, recipe.parallelism) as world, tempfile.TemporaryDirectory() as folder:
         plan = derive(recipe, world.size, detect())
-        engine = MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+        engine = MegatronEngine(plan, build(plan, platform), platform)
         store = CheckpointStore(Path(folder) / "checkpoints")
         found = []
 
@@ -55,7 +56,7 @@ def measure(recipe_name: str, saves: int) -> list[dict[str, Any]]:
             engine.train_step(batches)
             return time.perf_counter() - started
 
-        with AsyncSaver(store, saver_group(), most_recent_k=2) as saver:
+        with AsyncSaver(store, saver_group(), ShardedFormat(), most_recent_k=2) as saver:
             gc.collect()
             gc.freeze()
             for number in range(1, saves + 1):

@@ -65,8 +65,8 @@ def ours(recipe: Recipe, session: Session) -> None:
 
     with join(platform, recipe.train.seed, recipe.parallelism) as world:
         plan = derive(recipe, world.size, detect())
-        built = build(recipe, plan, platform)
-        engine = MegatronEngine(recipe, plan, built, platform)
+        built = build(plan, platform)
+        engine = MegatronEngine(plan, built, platform)
         source = batches()
         gc.collect()
         gc.freeze()
@@ -89,7 +89,7 @@ def plain(recipe: Recipe, session: Session) -> None:
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(recipe.train.seed)
     plan = derive(recipe, 1, detect())
-    model = PlainGPT(recipe.model, plan.padded_vocab_size).to(device)
+    model = PlainGPT(recipe.model, plan.shape.vocab_size).to(device)
     optimizer = _adamw(recipe, model)
     compiled = torch.compile(model, dynamic=False)
     source = micro_batches(recipe)

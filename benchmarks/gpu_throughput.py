@@ -22,6 +22,7 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.flops import flops_per_token
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import shape
 
 CONTENDERS = ("llmrecipes", "llmrecipes+compile", "plain")
 COLUMNS = ("", "parameters", "tokens/s", "MFU full", "MFU causal", "peak GiB", "loss", "first step s")
@@ -58,7 +59,11 @@ def measure(name: str, recipe: Recipe, *, steps: int, warmup: int, peak_flops: f
         "micro_batch_size": recipe.train.micro_batch_size,
     }
     for key, causal in (("mfu_full", False), ("mfu_causal", True)):
-        found[key] = None if peak_flops is None else rate * flops_per_token(recipe.model, causal=causal) / peak_flops
+        found[key] = (
+            None
+            if peak_flops is None
+            else rate * flops_per_token(recipe.model, shape(recipe.model), causal=causal) / peak_flops
+        )
     return found
 
 

@@ -17,6 +17,7 @@ from benchmarks.common import close, machine, parser, show
 from benchmarks.ranks import run, small
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import shape
 
 SAME = ("model.seq_length=256", "train.micro_batch_size=4", "train.global_batch_size=4")
 EXPERTS = (2, 8, 32)
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def _figures(recipe: Recipe, turns: dict[str, list[float]]) -> dict[str, Any]:
-    parameters = count(recipe.model)
+    parameters = count(recipe.model, shape(recipe.model))
     times = {name: statistics.median(values) for name, values in turns.items()}
     return {"active": parameters.active, "total": parameters.total, **times}
 

@@ -69,7 +69,7 @@ def _main() -> None:
     platform.install()
     with join(platform, recipe.train.seed, recipe.parallelism) as world:
         plan = derive(recipe, world.size, detect())
-        engine = MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+        engine = MegatronEngine(plan, build(plan, platform), platform)
         batches = random_tokens(recipe, world.data_parallel_rank)
         report: dict[str, Any] = {"wall": [], "core_seconds": [], "losses": []}
         for number in range(job["warmup"] + job["steps"]):

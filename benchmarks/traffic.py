@@ -87,7 +87,7 @@ def expected(recipe: Recipe, plan: Plan) -> Counter[Call]:
     section 2.2; sharded optimizer arXiv 1910.02054, section 7.2; experts arXiv 2006.16668, section 3.2; context arXiv
     2407.21783, section 3.3.2.
     """
-    layout = plan.degrees
+    layout = plan.layout
     replicas = layout.tensor_model_parallel_size * layout.context_parallel_size * layout.data_parallel_size
     calls: Counter[Call] = Counter()
     for stage in range(layout.pipeline_model_parallel_size):
@@ -98,7 +98,7 @@ def expected(recipe: Recipe, plan: Plan) -> Counter[Call]:
 
 
 def _of_rank(recipe: Recipe, plan: Plan, stage: int) -> Iterator[Call]:
-    layout, model = plan.degrees, recipe.model
+    layout, model = plan.layout, recipe.model
     last = stage == layout.pipeline_model_parallel_size - 1
     for _ in range(plan.num_microbatches):
         for chunk, layers in enumerate(layout.layers_per_stage[stage]):
@@ -121,21 +121,21 @@ def _of_rank(recipe: Recipe, plan: Plan, stage: int) -> Iterator[Call]:
 
 def _activations(recipe: Recipe, plan: Plan) -> int:
     """Bytes of the residual stream of a micro-batch on one context-parallel rank."""
-    tokens = recipe.train.micro_batch_size * recipe.model.seq_length // plan.degrees.context_parallel_size
+    tokens = recipe.train.micro_batch_size * recipe.model.seq_length // plan.layout.context_parallel_size
     return FP32 * tokens * recipe.model.hidden_size
 
 
 def _tensor(recipe: Recipe, plan: Plan) -> Iterator[Call]:
-    ranks, size = plan.degrees.tensor_model_parallel_size, _activations(recipe, plan)
-    if plan.degrees.sequence_parallel:
+    ranks, size = plan.layout.tensor_model_parallel_size, _activations(recipe, plan)
+    if plan.layout.sequence_parallel:
         yield from [Call("all-gather", ranks, size)] * 3 + [Call("reduce-scatter", ranks, size)] * 2
     else:
         yield from [Call("all-reduce", ranks, size)] * 2
 
 
 def _embedding(recipe: Recipe, plan: Plan) -> Iterator[Call]:
-    ranks, size = plan.degrees.tensor_model_parallel_size, _activations(recipe, plan)
-    if not plan.degrees.sequence_parallel:
+    ranks, size = plan.layout.tensor_model_parallel_size, _activations(recipe, plan)
+    if not plan.layout.sequence_parallel:
         yield Call("all-reduce", ranks, size)
     elif recipe.model.position_embedding_type == "learned_absolute":
         # Positions are added to whole sequences, which are cut afterwards.
@@ -145,8 +145,8 @@ def _embedding(recipe: Recipe, plan: Plan) -> Iterator[Call]:
 
 
 def _output(recipe: Recipe, plan: Plan) -> Iterator[Call]:
-    ranks, size = plan.degrees.tensor_model_parallel_size, _activations(recipe, plan)
-    if plan.degrees.sequence_parallel:
+    ranks, size = plan.layout.tensor_model_parallel_size, _activations(recipe, plan)
+    if plan.layout.sequence_parallel:
         yield from [Call("all-gather", ranks, size)] * 2 + [Call("reduce-scatter", ranks, size)]
     else:
         yield Call("all-reduce", ranks, size)
@@ -155,15 +155,15 @@ def _output(recipe: Recipe, plan: Plan) -> Iterator[Call]:
 
 
 def _context(recipe: Recipe, plan: Plan) -> Iterator[Call]:
-    s, ranks = shape(recipe.model), plan.degrees.context_parallel_size
+    s, ranks = shape(recipe.model), plan.layout.context_parallel_size
     tokens = recipe.train.micro_batch_size * recipe.model.seq_length
     for width in (s.key_size, s.value_size):
-        size = FP32 * tokens * width // plan.degrees.tensor_model_parallel_size
+        size = FP32 * tokens * width // plan.layout.tensor_model_parallel_size
         yield from (Call("all-gather", ranks, size), Call("reduce-scatter", ranks, size))
 
 
 def _experts(recipe: Recipe, plan: Plan) -> Iterator[Call]:
-    layout, model = plan.degrees, recipe.model
+    layout, model = plan.layout, recipe.model
     ranks = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size
     size = _activations(recipe, plan) // (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
     if model.moe_token_dispatcher_type == "allgather":  # noqa: S105 - no password
@@ -180,7 +180,7 @@ def _experts(recipe: Recipe, plan: Plan) -> Iterator[Call]:
 
 
 def _messages(recipe: Recipe, plan: Plan, stage: int) -> Iterator[Call]:
-    layout, stages = plan.degrees, plan.degrees.pipeline_model_parallel_size
+    layout, stages = plan.layout, plan.layout.pipeline_model_parallel_size
     size = _activations(recipe, plan) // (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
     chunks = layout.virtual_pipeline_model_parallel_size
     # Every chunk sends its output on, but for the very last, and a gradient back, but for the very first.
@@ -189,8 +189,8 @@ def _messages(recipe: Recipe, plan: Plan, stage: int) -> Iterator[Call]:
 
 
 def _gradients(recipe: Recipe, plan: Plan, stage: int) -> Iterator[Call]:
-    layout, s = plan.degrees, shape(recipe.model)
-    parameters = count_on_rank(recipe.model, layout, stage, plan.device)
+    layout, s = plan.layout, shape(recipe.model)
+    parameters = count_on_rank(recipe.model, plan.shape, layout, stage, plan.device)
     chunks = layout.virtual_pipeline_model_parallel_size
     for number, ranks in (
         (parameters.dense, layout.data_parallel_size * layout.context_parallel_size),

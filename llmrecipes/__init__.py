@@ -1,3 +1,27 @@
-"""Containerized LLM-training recipes on Megatron-core: one file runs on a laptop CPU, a GPU, Slurm and Kubernetes."""
+"""Containerized LLM-training recipes on Megatron-core: one file runs on a laptop CPU, a GPU, Slurm and Kubernetes.
+
+The Python API (docs/python.md) is imported from `llmrecipes.api` on first use, so that `import llmrecipes` stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmrecipes.api import Checkpoint, Run, TrainResult, load_recipe, open_run, plan_recipe, train_recipe
+    from llmrecipes.errors import UserError
 
 __version__ = "0.1.0"
+
+__all__ = ["Checkpoint", "Run", "TrainResult", "UserError", "load_recipe", "open_run", "plan_recipe", "train_recipe"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("llmrecipes.errors" if name == "UserError" else "llmrecipes.api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

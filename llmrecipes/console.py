@@ -25,7 +25,11 @@ def setup_logging(level: int = logging.INFO, rank: int = 0) -> None:
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {who}%(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("llmrecipes").setLevel(level)
-    # Deprecations and missing accelerators that libraries warn of at every start are nothing a user can act on.
+    ignore_library_warnings()
+
+
+def ignore_library_warnings() -> None:
+    """Hide what libraries warn of at every start: deprecations and missing accelerators, nothing a user can act on."""
     warnings.filterwarnings("ignore", module=r"(torch|megatron|transformers|datasets|mlflow)(\.|$)")
     for name in DEPRECATIONS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -6,6 +6,7 @@ and exits with its code. Anything else that escapes is a defect of this package 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 
@@ -28,13 +29,22 @@ class UserError(Exception):
         rule: the rule it breaks.
         fix: the nearest thing that works.
         code: exit code of the process.
+        parts: of an error that names several, the single ones that `what` writes out.
     """
 
     def __init__(
-        self, what: str, *, where: str = "", rule: str = "", fix: str = "", code: ExitCode = ExitCode.BAD_INPUT
+        self,
+        what: str,
+        *,
+        where: str = "",
+        rule: str = "",
+        fix: str = "",
+        code: ExitCode = ExitCode.BAD_INPUT,
+        parts: Sequence[UserError] = (),
     ) -> None:
         super().__init__(what)
         self.what, self.where, self.rule, self.fix, self.code = what, where, rule, fix, code
+        self.parts = tuple(parts)
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.what}" if self.where else self.what]
@@ -44,12 +54,14 @@ class UserError(Exception):
             lines.append(f"  fix:  {self.fix}")
         return "\n".join(lines)
 
-    def as_dict(self) -> dict[str, str | int]:
-        """The same message for programs (`--json`)."""
+    def as_dict(self) -> dict[str, object]:
+        """The same message for programs (`--json`); `problems` has the single errors of one that names several."""
+        several = {"problems": [part.as_dict() for part in self.parts]} if self.parts else {}
         return {
             "error": self.what,
             "where": self.where,
             "rule": self.rule,
             "fix": self.fix,
             "exit_code": int(self.code),
+            **several,
         }

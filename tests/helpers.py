@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -102,14 +103,14 @@ def random_batches(recipe: Recipe, *, consumed: int = 0, rank: int = 0, ranks: i
 
 def built(recipe: Recipe) -> BuiltModel:
     """The initialised model of a world that has been joined."""
-    return build(recipe, derive(recipe, torch.distributed.get_world_size(), ROOMY), select())
+    return build(derive(recipe, torch.distributed.get_world_size(), ROOMY), select())
 
 
 def engine_of(recipe: Recipe) -> MegatronEngine:
     """An engine in a world that has been joined."""
     plan = derive(recipe, torch.distributed.get_world_size(), ROOMY)
     platform = select()
-    return MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+    return MegatronEngine(plan, build(plan, platform), platform)
 
 
 def steps(engine: MegatronEngine, number: int, batches_of_rank: Iterator[Batch] | None = None) -> list[StepResult]:
@@ -166,6 +167,13 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 def train_lines(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of optimizer steps."""
     return [line for line in lines(run_dir) if "grad_norm" in line]
+
+
+def steps_done(printed: str) -> int:
+    """From which step a command says that it resumes, in the row `steps` of its summary."""
+    found = re.search(r"\bsteps +(\d+) ", printed)
+    assert found, printed
+    return int(found[1])
 
 
 def curve(run_dir: Path) -> list[tuple[Any, ...]]:

@@ -9,7 +9,7 @@ wanted=(
     # tests/system/containers
     podman netavark aardvark-dns catatonit iptables debootstrap
 )
-# tests/unit/test_kubernetes_*: any kubectl does, Debian's 1.20 too.
+# tests/unit/test_kubernetes_*: any kubectl does; with Debian's 1.20 the image of a TrainJob cannot be set.
 command -v kubectl >/dev/null || wanted+=(kubernetes-client)
 missing=()
 for package in "${wanted[@]}"; do

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from llmrecipes.engine.megatron.platform import Platform
+from llmrecipes.engine.base import Platform
 from llmrecipes.hardware.profile import Group, Measured, Operation
 
 WARMUP = 2
+Groups = Mapping[Group, dist.ProcessGroup]
 
 
 def bus_factor(operation: str, ranks: int) -> float:
@@ -29,34 +29,22 @@ def bus_factor(operation: str, ranks: int) -> float:
     return 1.0 if operation == "send_recv" else (ranks - 1) / ranks
 
 
-def groups() -> dict[Group, Any]:
-    """Process groups of the layout with more than one rank, by name, and all ranks."""
-    named: dict[Group, Any] = {
-        "tensor": parallel_state.get_tensor_model_parallel_group(),
-        "context": parallel_state.get_context_parallel_group(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
-        "data": parallel_state.get_data_parallel_group(),
-        "expert": parallel_state.get_expert_model_parallel_group(),
-        "world": dist.group.WORLD,
-    }
-    return {name: group for name, group in named.items() if group.size() > 1}
-
-
-def reach() -> dict[Group, int]:
+def reach(groups: Groups) -> dict[Group, int]:
     """Highest rank of this rank's group of each kind."""
-    return {name: max(dist.get_process_group_ranks(group)) for name, group in groups().items()}
+    return {name: max(dist.get_process_group_ranks(group)) for name, group in groups.items()}
 
 
-def measure(platform: Platform, sizes: Sequence[int], repeats: int) -> Iterator[Measured]:
+def measure(groups: Groups, platform: Platform, sizes: Sequence[int], repeats: int) -> Iterator[Measured]:
     """Every operation in every group; all groups of a kind at the same time, as in training. All ranks take part.
 
     Args:
+        groups: of the layout, by name.
         platform: where the buffers are.
         sizes: bytes of the buffers, as nccl-tests counts them: of the whole result for all-gather, of the whole input
             for reduce-scatter.
         repeats: measured rounds; the median of the slowest rank's times counts.
     """
-    for name, group in groups().items():
+    for name, group in groups.items():
         ranks = group.size()
         for operation, prepare in OPERATIONS.items():
             for size in sizes:
@@ -80,8 +68,7 @@ def _seconds(call: Callable[[], object], platform: Platform, repeats: int) -> fl
         dist.barrier()
         started = time.perf_counter()
         call()
-        if platform.name == "cuda":
-            torch.cuda.synchronize()
+        platform.synchronize()
         if number >= WARMUP:
             times.append(time.perf_counter() - started)
     slowest = torch.tensor(times, dtype=torch.float64, device=platform.device)

@@ -11,10 +11,7 @@ import torch.distributed as dist
 
 from llmrecipes.bench.spec import BenchSpec, Reading, StepTimes
 from llmrecipes.data.prepared import open_prepared
-from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
-from llmrecipes.engine.megatron.model.gpt import build
-from llmrecipes.engine.megatron.platform import Platform
-from llmrecipes.engine.megatron.world import World
+from llmrecipes.engine.base import Backend, Batch, Platform, World
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
@@ -23,11 +20,11 @@ from llmrecipes.train.loaders import open_loaders
 WARMUP = 2
 
 
-def steps(spec: BenchSpec, world: World, platform: Platform, cluster: Cluster) -> StepTimes:
+def steps(spec: BenchSpec, engines: Backend, world: World, platform: Platform, cluster: Cluster) -> StepTimes:
     """Train on random tokens, which need no data. All ranks take part."""
     recipe = spec.recipe
     plan = derive(recipe, world.size, cluster)
-    engine = MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+    engine = engines.build(plan, platform)
     batches = random_tokens(recipe, world.data_parallel_rank)
     times = []
     for number in range(WARMUP + spec.repeats):
@@ -41,7 +38,7 @@ def steps(spec: BenchSpec, world: World, platform: Platform, cluster: Cluster) -
     engine.close()
     return StepTimes(
         world_size=world.size,
-        layout=plan.layout,
+        layout=plan.layout.as_dict(),
         seconds=_slowest(times, platform),
         tokens_per_step=plan.tokens_per_step,
         flops_per_token=plan.flops_per_token_causal,

@@ -19,26 +19,26 @@ def run(spec: BenchSpec) -> ExitCode:
     """
     # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
     from llmrecipes.bench import collectives, training
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.world import join
+    from llmrecipes.engine.registry import backend
     from llmrecipes.hardware.cluster import detect
 
-    platform = select(int(os.environ.get("LOCAL_RANK", "0")))
-    platform.install()
+    engines = backend(spec.recipe)
+    platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
     cluster = detect().times(nodes())
-    with join(platform, spec.recipe.train.seed, spec.recipe.parallelism) as world:
+    with engines.join(spec.recipe, platform) as world:
         answer: BaseModel
         if spec.what == "collectives":
-            rows = tuple(collectives.measure(platform, spec.sizes, spec.repeats))
+            groups = engines.process_groups()
+            rows = tuple(collectives.measure(groups, platform, spec.sizes, spec.repeats))
             answer = Collectives(
                 backend=platform.backend,
                 world_size=world.size,
                 ranks_per_node=world.size // nodes(),
-                reach=collectives.reach(),
+                reach=collectives.reach(groups),
                 rows=rows,
             )
         elif spec.what == "step":
-            answer = training.steps(spec, world, platform, cluster)
+            answer = training.steps(spec, engines, world, platform, cluster)
         else:
             answer = training.reading(spec, world, platform, cluster)
         if world.is_first:

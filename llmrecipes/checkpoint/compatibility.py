@@ -82,7 +82,7 @@ def require_compatible(now: Mapping[str, Any], then: Mapping[str, Any], *, where
     """
     if found := compatibility(now, then):
         raise UserError(
-            "this run was started with another recipe:\n    " + "\n    ".join(map(str, found)),
+            "this run was started with a different recipe:\n    " + "\n    ".join(map(str, found)),
             where=where,
             rule="a resumed run keeps its model, data, batch, seed, precision and learning rate",
             fix="set these keys back, or start a new run with another run id",

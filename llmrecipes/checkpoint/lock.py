@@ -29,7 +29,7 @@ def take_lock(path: Path) -> int:
         raise UserError(
             "another process is training this run",
             where=str(path.parent),
-            fix="wait until it ends, or use another run id",
+            fix="wait until it has finished, or use another --run-id",
         ) from problem
     except OSError as problem:
         logger.warning("%s: locks are not supported here (%s)", path.parent, problem.strerror)

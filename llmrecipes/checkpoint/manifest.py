@@ -45,6 +45,8 @@ class CheckpointInfo(BaseModel):
     layout: dict[str, int]
     """Parallel degrees it was written with, by Megatron's names, and `world_size`."""
     recipe_hash: str
+    engine: str = "megatron"
+    """Whose state it is; older versions had one engine and did not say."""
     recipe: dict[str, Any] | None = None
     """The resolved recipe as JSON, for a run that has lost its recipe.yaml; None where an older version wrote it."""
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
 from llmrecipes.errors import UserError
 
@@ -58,32 +55,3 @@ def unsafe(path: Path, why: str) -> UserError:
         rule="checkpoints hold tensors, numbers, strings, lists and dicts; anything else could run code on loading",
         fix="use a checkpoint that this program wrote",
     )
-
-
-def require_plain(state: dict[str, Any]) -> None:
-    """Check before the first save that it could be loaded again.
-
-    Raises:
-        TypeError: names the entry that is not plain data.
-    """
-    for key, value in _leaves(state):
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        try:
-            torch.load(buffer, weights_only=True)
-        except pickle.UnpicklingError as problem:
-            raise TypeError(f"{key} of the state dict is not plain data: {problem}") from problem
-
-
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{key}.{index}")
-    elif isinstance(value, ShardedObject):
-        yield value.key, value.data
-    elif not isinstance(value, ShardedTensor | LocalNonpersistentObject):
-        yield key, value

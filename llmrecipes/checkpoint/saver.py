@@ -1,4 +1,4 @@
-"""Saving while training goes on."""
+"""Saving in the background."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
+from llmrecipes.checkpoint.format import CheckpointFormat, StateDict
 from llmrecipes.checkpoint.manifest import CheckpointInfo
-from llmrecipes.checkpoint.safety import require_plain
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.checkpoint.writer import SaveFailed, write_checkpoint
-from llmrecipes.engine.megatron.checkpoint.snapshot import Staging
 from llmrecipes.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -56,6 +53,7 @@ class AsyncSaver:
     Args:
         store: the run's checkpoints; rank 0 claims it.
         group: see `saver_group`.
+        files: the engine's format.
         async_save: whether `save` returns before the files are written.
         most_recent_k, keep_interval: see `CheckpointStore.prune`.
 
@@ -67,41 +65,36 @@ class AsyncSaver:
         self,
         store: CheckpointStore,
         group: dist.ProcessGroup,
+        files: CheckpointFormat,
         *,
         async_save: bool = True,
         most_recent_k: int = 2,
         keep_interval: int | None = None,
     ) -> None:
-        self._store, self._group, self._async = store, group, async_save
+        self._store, self._group, self._files, self._async = store, group, files, async_save
         self._keep = (most_recent_k, keep_interval)
         self._rank = dist.get_rank(group)
         self._token = _claim(store, group)
-        self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: tuple[int, Future[SaveReport]] | None = None
         self._finished: list[SaveReport] = []
         self._saves = 0
 
-    def save(self, state: dict[str, Any], info: CheckpointInfo) -> None:
+    def save(self, state: StateDict, info: CheckpointInfo) -> None:
         """Take a snapshot and start to write it.
 
         When this returns the caller may change every tensor in place: the checkpoint has the values of the call.
         A save that is still running is waited for first.
 
         Args:
-            state: megatron-core sharded state dict; what is not a ShardedTensor must be plain data (numbers, strings,
-                lists, dicts, tensors), because a checkpoint is never unpickled.
+            state: what the format knows how to write.
             info: its place in the run.
         """
         if self._running is not None and not self._running[1].done():
             logger.warning("step %d waits for the checkpoint of step %d to be written", info.step, self._running[0])
         self._collect(block=True)
         started = time.monotonic()
-        taken = self._staging.take(state)
-        if self._saves == 0:
-            # The structure does not change within a run, so one check of it is enough.
-            save_preprocess(dict_list_map_outplace(lambda value: value, taken), True)
-            require_plain(taken)
+        taken = self._files.snapshot(state)
         temporary = self._store.temporary_path(info.step, f"{self._token}-{self._saves}")
         self._saves += 1
         self._running = info.step, self._thread.submit(self._write, taken, temporary, info, started)
@@ -148,7 +141,7 @@ class AsyncSaver:
         except RuntimeError:
             if error is None:
                 raise
-            logger.exception("while the run was already ending with %s", type(error).__name__)
+            logger.exception("while the run was already failing with %s", type(error).__name__)
 
     def _collect(self, *, block: bool) -> None:
         if self._running is None or not (block or self._running[1].done()):
@@ -156,15 +149,15 @@ class AsyncSaver:
         future, self._running = self._running[1], None
         self._finished.append(future.result())
 
-    def _write(self, state: dict[str, Any], temporary: Path, info: CheckpointInfo, started: float) -> SaveReport:
+    def _write(self, state: StateDict, temporary: Path, info: CheckpointInfo, started: float) -> SaveReport:
         try:
-            path = write_checkpoint(state, temporary, info, self._store, self._group)
+            path = write_checkpoint(state, temporary, info, self._store, self._group, self._files)
         except SaveFailed as failure:
             if not failure.storage:
                 raise RuntimeError(f"the checkpoint of step {info.step} could not be written: {failure}") from failure
             if self._rank == 0:
                 logger.error(
-                    "ALARM: the checkpoint of step %d was not saved (%s); training goes on, earlier checkpoints are "
+                    "ALARM: the checkpoint of step %d was not saved (%s); training continues; earlier checkpoints are "
                     "untouched",
                     info.step,
                     failure,

@@ -1,38 +1,83 @@
-"""The command line: parsing and printing. Every command imports its work when it runs, so that all start fast."""
+"""The `llmrecipes` program: its commands, its help, and how it ends.
+
+Every command imports its work when it runs, so that all of them start fast.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from llmrecipes import __version__
-from llmrecipes.cli import bench, commands, compare, doctor, submit, tensorboard
-from llmrecipes.cli.commands import (
-    ClusterOption,
-    JsonOption,
-    NodesOption,
-    OverridesArgument,
-    RanksOption,
-    RecipeArgument,
-)
+from llmrecipes.cli import bench, completion, doctor, recipes, runs, submit, training
+from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
 
-app = typer.Typer(
-    name="llmrecipes",
-    help="Pretraining runs of GPT models on Megatron-core, each from one recipe file.",
-    no_args_is_help=False,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+if TYPE_CHECKING:
+    from typer._click import Context
+    from typer._click.formatting import HelpFormatter
+
+ABOUT = "Pretrain language models with Megatron-core, each run from one recipe file."
+FIRST_STEPS = (
+    ("train gpt-tiny", "train a small model here; no GPU needed"),
+    ("list", "list recipes"),
+    ("show gpt-1b --cluster h100-ib", "plan a recipe for a cluster: memory, FLOPs, fit"),
 )
+
+SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
+    "Recipes": {
+        "list": recipes.list_recipes,
+        "show": recipes.show,
+        "layout": recipes.layout,
+        "schema": recipes.schema,
+    },
+    "Training": {
+        "prepare": training.prepare,
+        "train": training.train,
+        "smoke": training.smoke,
+        "verify": training.verify,
+        "upcycle": training.upcycle,
+    },
+    "Runs": {
+        "runs": runs.runs,
+        "compare": runs.compare,
+        "generate": runs.generate,
+        "ui": runs.ui,
+        "tensorboard": runs.tensorboard,
+    },
+    "Clusters": {
+        "clusters": recipes.clusters,
+        "submit": submit.submit,
+        "cancel": submit.cancel,
+        "doctor": doctor.doctor,
+        "bench": bench.app,
+    },
+    "Tools": {
+        "completion": completion.completion,
+        "docs": recipes.docs,
+    },
+}
+"""Every command, in the order of `--help`."""
+
+
+class Program(TyperGroup):
+    """The group of all commands, with the sections of `SECTIONS` in its help."""
+
+    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
+        wide = max(map(len, self.commands))
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                limit = formatter.width - wide - 6
+                formatter.write_dl(
+                    [(name.ljust(wide), self.commands[name].get_short_help_str(limit)) for name in commands]
+                )
 
 
 def _print_version(wanted: bool) -> None:
@@ -41,7 +86,7 @@ def _print_version(wanted: bool) -> None:
     import platform
     from importlib import metadata
 
-    print(f"llmrecipes {__version__}")
+    print(f"{PROGRAM} {__version__}")
     for name in ("megatron-core", "torch"):
         try:
             print(f"{name} {metadata.version(name)}")
@@ -51,142 +96,58 @@ def _print_version(wanted: bool) -> None:
     raise typer.Exit
 
 
-@app.callback()
-def options(
+def program(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None:
-    """Pretraining runs of GPT models on Megatron-core, each from one recipe file."""
+    """Say what this is and how to begin, where no command is given."""
+    if ctx.invoked_subcommand is not None:
+        return
+    wide = max(len(words) for words, _ in FIRST_STEPS)
+    steps = (f"  {PROGRAM} {words:{wide}}  {text}" for words, text in FIRST_STEPS)
+    print(ABOUT, "", *steps, "", f"All commands: {PROGRAM} --help", sep="\n")
 
 
-@app.command("list")
-def list_recipes(as_json: JsonOption = False) -> None:
-    """The recipes there are, with their size."""
-    from llmrecipes.cli import show
-    from llmrecipes.recipe.load import names, recipes_dir
-
-    rows = show.summaries(names(recipes_dir()))
-    print(json.dumps(rows, indent=2) if as_json else show.summary_table(rows))
-
-
-@app.command("show")
-def show_recipe(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    as_json: JsonOption = False,
-    nproc: RanksOption = None,
-    cluster_name: ClusterOption = None,
-    nodes: NodesOption = None,
-    plan_only: Annotated[bool, typer.Option("--plan", help="The plan alone, without the recipe.")] = False,
-    step_seconds: Annotated[
-        float | None,
-        typer.Option(
-            "--step-seconds", metavar="S", min=1e-6, help="Time of a step where you know it, for the time of all."
-        ),
-    ] = None,
-) -> None:
-    """The resolved recipe and everything that follows from it on this machine, or on a cluster."""
-    from llmrecipes.cli import show
-    from llmrecipes.hardware.machine import planned
-    from llmrecipes.plan.derive import default_world_size, derive
-    from llmrecipes.recipe.degrees import smallest_world
-    from llmrecipes.recipe.load import load
-
-    loaded = load(recipe, overrides or [])
-    cluster = planned(cluster_name, nodes, nproc or smallest_world(loaded.recipe.parallelism))
-    ranks = default_world_size(loaded.recipe, cluster) if nproc is None else nproc
-    plan = derive(loaded.recipe, ranks, cluster)
-    if as_json:
-        print(json.dumps(show.as_dict(loaded, plan, cluster, step_seconds), indent=2))
-    else:
-        show.print_plan(loaded, plan, cluster, plan_only=plan_only, step_seconds=step_seconds)
+def build() -> typer.Typer:
+    """The program with all its commands."""
+    built = typer.Typer(
+        name=PROGRAM,
+        cls=Program,
+        add_completion=False,  # `llmrecipes completion` prints a better script for bash
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    built.callback(invoke_without_command=True, help=ABOUT)(program)
+    for commands in SECTIONS.values():
+        for name, command in commands.items():
+            if isinstance(command, typer.Typer):
+                built.add_typer(command, name=name)
+            else:
+                built.command(name)(command)
+    return built
 
 
-@app.command("layout")
-def show_layout(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    as_json: JsonOption = False,
-    nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", min=1, help="Ranks; default: the fewest the layout takes.")
-    ] = None,
-    cluster_name: ClusterOption = None,
-    nodes: NodesOption = None,
-) -> None:
-    """Which rank holds what, on any number of GPUs."""
-    from llmrecipes.cli import show_layout as show
-    from llmrecipes.hardware.machine import planned
-    from llmrecipes.plan.placement import place
-    from llmrecipes.recipe.degrees import smallest_world
-    from llmrecipes.recipe.load import load
-
-    loaded = load(recipe, overrides or []).recipe
-    ranks = smallest_world(loaded.parallelism) if nproc is None else nproc
-    found = place(loaded, ranks, None if cluster_name is None else planned(cluster_name, nodes, ranks))
-    print(json.dumps(show.as_dict(*found), indent=2) if as_json else show.as_text(*found))
-
-
-@app.command("clusters")
-def list_clusters(as_json: JsonOption = False) -> None:
-    """The cluster profiles there are."""
-    from llmrecipes.cli import show_clusters as show
-    from llmrecipes.hardware.load import clusters_dir, names
-
-    rows = show.summaries(names(clusters_dir()))
-    print(json.dumps(rows, indent=2) if as_json else show.summary_table(rows))
-
-
-@app.command("schema")
-def schema() -> None:
-    """The JSON Schema of recipe files, for editors."""
-    from llmrecipes.recipe.reference import json_schema
-
-    print(json_schema(), end="")
-
-
-@app.command("docs")
-def docs(check: Annotated[bool, typer.Option("--check", help="Only say whether they are up to date.")] = False) -> None:
-    """Write the generated files of this checkout: docs/reference.md and recipes/schema.json."""
-    from llmrecipes.recipe.reference import generated
-
-    root = Path(__file__).parents[2]
-    stale = [path for path, text in generated(root).items() if not path.is_file() or path.read_text("utf-8") != text]
-    if check and stale:
-        raise UserError(
-            f"out of date: {', '.join(str(path.relative_to(root)) for path in stale)}", fix="llmrecipes docs"
-        )
-    for path in stale:
-        path.write_text(generated(root)[path], "utf-8")
-        print(f"wrote {path.relative_to(root)}")
-    if not stale:
-        print("up to date")
-
-
-commands.register(app)
-app.command("submit")(submit.submit)
-app.command("cancel")(submit.cancel)
-app.command("compare")(compare.compare)
-app.command("tensorboard")(tensorboard.tensorboard)
-app.command("doctor")(doctor.doctor)
-app.add_typer(bench.app, name="bench")
+app = build()
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code; what users do wrong becomes one message and no traceback."""
+    """Run one command and return its exit code; users' mistakes become one message, without a traceback."""
     as_json = "--json" in arguments
+    completion.enable()
     try:
-        code = app(args=list(arguments), prog_name="llmrecipes", standalone_mode=False)
+        code = app(args=list(arguments), prog_name=PROGRAM, standalone_mode=False)
     except UserError as error:
-        return _fail(error.as_dict(), str(error), error.code, as_json)
+        return _fail(error, as_json)
     except typer.TyperException as error:
-        key = _meant_as_key(error)
-        if key:
-            return _fail(key.as_dict(), str(key), key.code, as_json)
-        message = f"{error.format_message().rstrip('.')}. See llmrecipes --help."
-        return _fail({"error": message, "exit_code": int(ExitCode.BAD_INPUT)}, message, ExitCode.BAD_INPUT, as_json)
+        return _fail(_usage_error(error), as_json)
     except StoppedEarly as stopped:
-        print(stopped, file=sys.stderr)
+        if as_json:
+            print(json.dumps(UserError(str(stopped), code=ExitCode.REQUEUE).as_dict()))
+        else:
+            print(stopped, file=sys.stderr)
         return ExitCode.REQUEUE
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
@@ -194,26 +155,28 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else ExitCode.DONE
 
 
-def _meant_as_key(error: typer.TyperException) -> UserError | None:
-    """What to say about an unknown option that is a recipe key here, as Megatron-LM's `--num-layers` is."""
+def _usage_error(error: typer.TyperException) -> UserError:
+    """A mistake in options or arguments; one that is a recipe key, as Megatron-LM's `--num-layers` is, is named."""
+    context = getattr(error, "ctx", None)
     option: str = getattr(error, "option_name", "")
-    if not option.startswith("--"):
-        return None
-    from llmrecipes.recipe.hints import namesake
+    if option.startswith("--"):
+        from llmrecipes.recipe.hints import namesake
 
-    found = namesake(option)
-    if not found.keys:
-        return None
-    rule = "recipe keys are set without dashes, as key.path=value"
-    return UserError(f"no option {option}", rule=rule, fix=" or ".join(f"{key}=..." for key in found.keys))
+        found = namesake(option)
+        if found.keys:
+            rule = "recipe keys are set without dashes, as key.path=value"
+            fix = " or ".join(f"{key}=..." for key in found.keys)
+            return UserError("no such option", where=option, rule=rule, fix=fix)
+    command = PROGRAM if context is None else context.command_path
+    return UserError(error.format_message().rstrip("."), fix=f"{command} --help")
 
 
-def _fail(details: dict[str, Any], message: str, code: int, as_json: bool) -> int:
+def _fail(error: UserError, as_json: bool) -> int:
     if as_json:
-        print(json.dumps(details))
+        print(json.dumps(error.as_dict()))
     else:
-        print(f"error: {message}", file=sys.stderr)
-    return int(code)
+        print(f"error: {error}", file=sys.stderr)
+    return int(error.code)
 
 
 def main() -> None:

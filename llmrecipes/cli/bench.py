@@ -9,38 +9,62 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmrecipes.cli.commands import DATA, DataOption, JsonOption, OverridesArgument, RanksOption, RecipeArgument
+from llmrecipes.cli import completion
+from llmrecipes.cli.options import DATA, DataOption, JsonOption, OverridesArgument, RanksOption, RecipeArgument
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
-    from llmrecipes.bench.compare import Comparison
-    from llmrecipes.bench.spec import BenchSpec, Collectives
+    from llmrecipes.recipe.schema import Recipe
 
-app = typer.Typer(help="Measure this machine, or in a Slurm step all of its nodes.", rich_markup_mode=None)
+app = typer.Typer(
+    help="Benchmark collectives, training steps or data loading. In a Slurm step, all of its nodes take part.",
+    rich_markup_mode=None,
+    invoke_without_command=True,
+)
 
-RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Measured rounds.")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Measured repetitions.")]
+
+
+@app.callback()
+def help_without_command(ctx: typer.Context) -> None:
+    """Print the help where no benchmark is named."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
 
 
 @app.command()
 def collectives(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="Its layout's groups; without one, all ranks together.")
+        str | None,
+        typer.Argument(
+            metavar="[RECIPE]",
+            help="Measure the groups of this recipe's layout; default: one group of all ranks.",
+            autocompletion=completion.recipes,
+        ),
     ] = None,
     overrides: OverridesArgument = None,
     nproc: RanksOption = None,
-    sizes: Annotated[str, typer.Option("--sizes", metavar="SIZES", help="Of the buffers.")] = "64KiB,1MiB,16MiB",
+    sizes: Annotated[str, typer.Option("--sizes", metavar="SIZES", help="Buffer sizes.")] = "64KiB,1MiB,16MiB",
     repeats: RepeatsOption = 5,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="NAME", help="Profile to compare with, and that --write copies.")
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            help="Compare with this cluster profile.",
+            autocompletion=completion.clusters,
+        ),
     ] = None,
     write: Annotated[
-        Path | None, typer.Option("--write", metavar="FILE.yaml", help="Profile with what was measured.")
+        Path | None,
+        typer.Option("--write", metavar="FILE.yaml", help="Write a copy of the --cluster profile with these results."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bus bandwidth of every collective in every group of a layout."""
+    """Measure the bus bandwidth of collectives."""
     from llmrecipes.bench.compare import compare
     from llmrecipes.bench.spec import Collectives
+    from llmrecipes.cli.render import bench as render
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow import bench
@@ -60,9 +84,9 @@ def collectives(
         rows = {} if compared is None else {"compared": [each.as_dict() for each in compared]}
         print(json.dumps({**json.loads(answer), **rows}))
         return
-    print(_bandwidths(found))
+    print(render.bandwidths(found))
     if profile is not None and compared is not None:
-        print(_comparison(profile.name, compared))
+        print(render.comparison(profile.name, compared))
     if write is not None:
         print(f"written to {write}: --cluster {write}")
 
@@ -75,7 +99,10 @@ def step(
     repeats: RepeatsOption = 5,
     as_json: JsonOption = False,
 ) -> None:
-    """Time of optimizer steps on random tokens: no data needed, nothing written."""
+    """Measure optimizer steps on random tokens.
+
+    No data is needed and nothing is written.
+    """
     from llmrecipes.bench.spec import StepTimes
     from llmrecipes.plan.check import gib
     from llmrecipes.recipe.load import load
@@ -106,7 +133,7 @@ def data(
     as_json: JsonOption = False,
     data_dir: DataOption = DATA,
 ) -> None:
-    """How fast prepared data is read, without training."""
+    """Measure data loading, without training."""
     from llmrecipes.bench.spec import Reading
     from llmrecipes.recipe.load import load
 
@@ -124,7 +151,7 @@ def data(
 
 
 def _measure(
-    what: str, recipe: object, data_dir: Path, repeats: int, nproc: int | None, sizes: tuple[int, ...] = ()
+    what: str, recipe: Recipe, data_dir: Path, repeats: int, nproc: int | None, sizes: tuple[int, ...] = ()
 ) -> str | None:
     from llmrecipes.bench.spec import BenchSpec
     from llmrecipes.console import setup_logging
@@ -135,39 +162,3 @@ def _measure(
         {"what": what, "recipe": recipe, "data_dir": data_dir, "out": Path(), "sizes": sizes, "repeats": repeats}
     )
     return measure(spec, nproc)
-
-
-def _bandwidths(found: Collectives) -> str:
-    """A line for each operation and group, a column for each size."""
-    sizes = sorted({row.bytes for row in found.rows})
-    lines = [f"{found.world_size} ranks over {found.backend}; bus bandwidth in GB/s"]
-    if not found.rows:
-        return f"{lines[0]}: no group has more than one rank; --nproc 2"
-    lines.append(f"{'operation':15} {'group':9} ranks" + "".join(f"{_size(size):>10}" for size in sizes))
-    rows: dict[tuple[str, str, int], dict[int, float]] = {}
-    for row in found.rows:
-        rows.setdefault((row.operation, row.group, row.ranks), {})[row.bytes] = row.bus_gb_per_s
-    for (operation, group, ranks), speeds in sorted(rows.items(), key=lambda each: each[0][1]):
-        cells = "".join(f"{speeds[size]:10.3f}" if size in speeds else f"{'':10}" for size in sizes)
-        lines.append(f"{operation:15} {group:9} {ranks:5}{cells}")
-    return "\n".join(lines)
-
-
-def _comparison(name: str, compared: list[Comparison]) -> str:
-    """What falls short of the profile, a line each."""
-    from llmrecipes.bench.compare import LEAST, LINK_BYTES
-
-    if not compared:
-        return (
-            f"nothing to compare with {name}: no such row in its measured, and links count from {_size(LINK_BYTES)} on"
-        )
-    short = [f"warning: {each.as_text()}" for each in compared if not each.ok]
-    summary = f"{len(compared) - len(short)} of {len(compared)} have at least {LEAST:.0%} of what {name} says"
-    return "\n".join([*short, summary])
-
-
-def _size(size: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:g} {name}"
-    return f"{size} B"

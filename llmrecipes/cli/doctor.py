@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from llmrecipes.cli.commands import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RunsOption
+from llmrecipes.cli import completion
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RunsOption
 from llmrecipes.doctor.finding import Finding, bad_nodes
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.ranks import FIRST_PORT, port_of
@@ -20,42 +21,61 @@ MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
 
 
 def doctor(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Its data and checkpoints too.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RECIPE]",
+            help="Also check data and checkpoint storage for this recipe.",
+            autocompletion=completion.recipes,
+        ),
+    ] = None,
     overrides: OverridesArgument = None,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="NAME", envvar="LLMRECIPES_CLUSTER", help="What the nodes should have."),
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            envvar="LLMRECIPES_CLUSTER",
+            help="Check against this cluster profile.",
+            autocompletion=completion.clusters,
+        ),
     ] = None,
     nodes: Annotated[
         str | None,
         typer.Option(
-            "--nodes", metavar="HOST,...", help="All nodes; run it on each of them at once. In a Slurm step: found."
+            "--nodes",
+            metavar="HOST,...",
+            help="All nodes of the job; run the command on each at once. Detected in a Slurm step.",
         ),
     ] = None,
     patience: Annotated[
         float, typer.Option("--patience", metavar="S", min=1, help="Seconds to wait for the other nodes.")
     ] = 60.0,
     bad_nodes_file: Annotated[
-        Path | None, typer.Option("--bad-nodes", metavar="FILE", help="Write their names there, with commas.")
+        Path | None,
+        typer.Option(
+            "--bad-nodes", metavar="FILE", help="Write the names of failing nodes to this file, comma-separated."
+        ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only what is wrong.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print problems only.")] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> int:
-    """Find what would go wrong on this machine, or on all nodes of a job, and say how to mend it."""
+    """Check a node, or all nodes of a job, and suggest fixes."""
     from llmrecipes.doctor.examine import DoctorContext, examine
     from llmrecipes.doctor.nodes import Meeting, meet
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.plan.parameters import count
     from llmrecipes.recipe.load import load
+    from llmrecipes.recipe.shape import shape
 
     profile = load_profile(cluster) if cluster else None
     loaded = load(recipe, overrides or []).recipe if recipe else None
     hosts = _hosts(nodes)
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
-    parameters = count(loaded.model).total if loaded else 0
+    parameters = count(loaded.model, shape(loaded.model)).total if loaded else 0
     several = len(hosts) > 1
     number = _number(hosts) if several else 0
     # Pods of a Job look at themselves alone; Kubernetes numbers them.
@@ -92,7 +112,7 @@ def as_text(findings: list[Finding], quiet: bool) -> str:
     wrong, odd = (sum(each.status == status for each in findings) for status in ("fail", "warn"))
     bad = bad_nodes(findings)
     where = f" on {', '.join(bad)}" if bad and len(hosts) > 1 else ""
-    lines.append(f"{wrong} wrong{where}, {odd} doubtful, of {len(findings)} checks")
+    lines.append(f"{wrong} failed{where}, {odd} warned, of {len(findings)} checks")
     return "\n".join(lines)
 
 

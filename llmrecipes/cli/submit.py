@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmrecipes.cli.commands import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,21 +27,22 @@ def submit(
     overrides: OverridesArgument = None,
     to: Annotated[str, typer.Option("--to", metavar="WHERE", help="slurm, k8s or local (this machine).")] = "slurm",
     nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, help="Nodes; they change data parallel only.")
+        int, typer.Option("--nodes", metavar="N", min=1, help="Nodes; more of them add data-parallel ranks only.")
     ] = 1,
     cluster: Annotated[
         str | None,
         typer.Option("--cluster", metavar="NAME", envvar="LLMRECIPES_CLUSTER", help="Cluster profile or YAML file."),
     ] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option("--ranks-per-node", metavar="N", min=1, help="Default: one a GPU, else one.")
+        int | None,
+        typer.Option("--ranks-per-node", metavar="N", min=1, help="Default: one per GPU, or one without GPUs."),
     ] = None,
     partition: Annotated[str | None, typer.Option("--partition", metavar="NAME")] = None,
     account: Annotated[str | None, typer.Option("--account", metavar="NAME")] = None,
     qos: Annotated[str | None, typer.Option("--qos", metavar="NAME")] = None,
     time: Annotated[str | None, typer.Option("--time", metavar="LIMIT", help="For example 8:00:00.")] = None,
     image: Annotated[
-        str | None, typer.Option("--image", metavar="REF", help="Container image; k8s: with its digest.")
+        str | None, typer.Option("--image", metavar="REF", help="Container image; for k8s, NAME@sha256:DIGEST.")
     ] = None,
     runtime: Annotated[
         str | None, typer.Option("--runtime", metavar="WHAT", help="pyxis, apptainer or none; default: the profile's.")
@@ -55,7 +56,8 @@ def submit(
         typer.Option("--warning", metavar="S", min=1, max=65535, help="Save S seconds before the time limit; 180."),
     ] = None,
     max_restarts: Annotated[
-        int | None, typer.Option("--max-restarts", metavar="N", min=0, help="Then the job ends with 93.")
+        int | None,
+        typer.Option("--max-restarts", metavar="N", min=0, help="Restarts after failures; then it ends with 93."),
     ] = None,
     sbatch: Annotated[
         list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="More for sbatch: --sbatch=--reservation=x")
@@ -63,28 +65,34 @@ def submit(
     flavor: Annotated[
         str | None, typer.Option("--flavor", metavar="KIND", help="k8s: job (default), jobset or trainjob.")
     ] = None,
-    namespace: Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="k8s; default: default.")] = None,
-    claim: Annotated[
-        str | None, typer.Option("--claim", metavar="NAME", help="k8s: volume claim with runs and data.")
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", metavar="NAME", help="k8s: namespace; default: default.")
     ] = None,
-    queue: Annotated[str | None, typer.Option("--queue", metavar="NAME", help="k8s: Kueue's LocalQueue.")] = None,
+    claim: Annotated[
+        str | None, typer.Option("--claim", metavar="NAME", help="k8s: PersistentVolumeClaim with runs and data.")
+    ] = None,
+    queue: Annotated[str | None, typer.Option("--queue", metavar="NAME", help="k8s: LocalQueue of Kueue.")] = None,
     topology: Annotated[
-        str | None, typer.Option("--topology", metavar="LABEL", help="k8s: nodes close to each other by this label.")
+        str | None, typer.Option("--topology", metavar="LABEL", help="k8s: prefer nodes that share this label's value.")
     ] = None,
     secret: Annotated[
         list[str] | None,
-        typer.Option("--secret", metavar="VAR=NAME[:KEY]", help="k8s: a variable from a Secret, by its name."),
+        typer.Option("--secret", metavar="VAR=NAME[:KEY]", help="k8s: set a variable from a Secret."),
     ] = None,
     tracking_uri: Annotated[
-        str | None, typer.Option("--tracking-uri", metavar="URL", help="k8s: MLflow server.")
+        str | None, typer.Option("--tracking-uri", metavar="URL", help="k8s: URL of the MLflow server.")
     ] = None,
-    service_account: Annotated[str | None, typer.Option("--service-account", metavar="NAME", help="k8s.")] = None,
-    pull_secret: Annotated[str | None, typer.Option("--pull-secret", metavar="NAME", help="k8s.")] = None,
+    service_account: Annotated[
+        str | None, typer.Option("--service-account", metavar="NAME", help="k8s: service account of the pods.")
+    ] = None,
+    pull_secret: Annotated[
+        str | None, typer.Option("--pull-secret", metavar="NAME", help="k8s: Secret to pull the image with.")
+    ] = None,
     host_network: Annotated[
-        bool | None, typer.Option("--host-network", help="k8s: the node's own network, where RDMA needs it.")
+        bool | None, typer.Option("--host-network", help="k8s: use the node's network, where RDMA needs it.")
     ] = None,
     run_id: Annotated[
-        str | None, typer.Option("--run-id", metavar="ID", help="Name of the run; one that exists is resumed.")
+        str | None, typer.Option("--run-id", metavar="ID", help="Name of the run; an existing one resumes.")
     ] = None,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume although its learning rate or data order changes.")
@@ -92,12 +100,14 @@ def submit(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the job, and end with its exit code; Ctrl-C leaves it running.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and do nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
+    ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> int:
-    """Submit a recipe as a job, after it was planned for the nodes it will get."""
+    """Submit a recipe as a job, after checking its plan for the nodes it will run on."""
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.registry import launcher
     from llmrecipes.workflow.preview import preview
@@ -116,7 +126,7 @@ def submit(
     }  # fmt: skip
     _require_own(to, place, given)
     if dry_run and wait:
-        raise UserError("--wait with --dry-run", rule="a dry run submits nothing to wait for", fix="one of them")
+        raise UserError("given with --dry-run", where="--wait", rule="a dry run submits nothing", fix="leave it out")
     if cluster is None and not place.needs_cluster:
         planned = plan_here(recipe, overrides or [], nodes, ranks_per_node)
     else:
@@ -169,7 +179,8 @@ def _require_own(to: str, place: Launcher, given: dict[str, Any]) -> None:
     """UserError where an option of another launcher is given: it would have no effect."""
     foreign = [f"--{name}" for name, value in given.items() if value is not None and name not in place.takes]
     if foreign:
-        raise UserError(f"{foreign[0]} with --to {to}", rule="it belongs to another scheduler", fix="leave it out")
+        raise UserError(f"given with --to {to}", where=foreign[0], rule="it belongs to another scheduler",
+                        fix="leave it out")  # fmt: skip
 
 
 def _wait(job: JobHandle, changed: Callable[[JobStatus], None]) -> JobResult:
@@ -201,7 +212,7 @@ def _summary(result: JobResult) -> str:
 def _print_job(done: Submitted, job: JobHandle) -> None:
     planned, logs = done.planned, job.logs()
     print(
-        f"job {job.ref.job_id}: {planned.plan.world_size} ranks on {planned.nodes} "
+        f"job {job.ref.job_id}: {planned.plan.layout.world_size} ranks on {planned.nodes} "
         f"{'node' if planned.nodes == 1 else 'nodes'}"
     )
     print(f"run  {done.submission.run_dir}" if not logs.command else f"run  {done.submission.run_id}")

@@ -144,7 +144,7 @@ def _read(folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str]
             stop.set()  # a signal need not wait for terabytes
             pool.shutdown(cancel_futures=True)
             if not _write(folder, right):
-                log("note: no folder to remember that in (XDG_CACHE_HOME, TMPDIR): the next start checks again")
+                log("note: no cache directory for this result (XDG_CACHE_HOME, TMPDIR): the next start checks again")
     return {name: seen.content for name, seen in right.items()}
 
 

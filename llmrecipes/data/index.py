@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from llmrecipes.commandline import command_line
 from llmrecipes.data import checked, listing
 from llmrecipes.data.manifest import File
 from llmrecipes.data.prepared import Prepared
@@ -101,7 +102,7 @@ def check(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> Pat
         raise UserError(
             f"the sample order of recipe {recipe.name!r} is not prepared for this length, seed and batch",
             where=str(path),
-            fix=f"llmrecipes prepare {recipe.name} with the same overrides",
+            fix=command_line("prepare", recipe.name, data_dir=prepared.path.parent) + ", with the same overrides",
         ) from error
     listing.require_listed(path, sizes)
     if files is None:

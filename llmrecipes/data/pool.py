@@ -71,6 +71,7 @@ def encode_all(
     except BrokenProcessPool as error:
         raise UserError(
             "a process of `prepare` was killed, most often by the kernel, out of memory",
+            where="--workers",
             fix=f"fewer than --workers {workers}, or more memory",
         ) from error
     finally:

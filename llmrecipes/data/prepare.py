@@ -162,7 +162,7 @@ def _warn_if_changed(recipe: Recipe, prepared: Prepared, log: Callable[[str], No
         if now and then and now.sha256 != then.sha256:
             log(
                 f"note: {record.label} has changed since it was prepared ({then.files:,} files, now {now.files:,}); "
-                f"the prepared data is used, delete {prepared.path} to prepare it anew"
+                f"the prepared data is used, delete {prepared.path} to prepare it again"
             )
 
 
@@ -193,7 +193,7 @@ def _writable(data_dir: Path) -> Iterator[None]:
         raise UserError(
             f"cannot write prepared data: {error.strerror or error}",
             where=str(error.filename or data_dir),
-            fix="choose another data folder, or make room",
+            fix="choose another --data-dir, or free some disk space",
         ) from error
 
 

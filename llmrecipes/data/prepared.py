@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmrecipes.commandline import command_line
 from llmrecipes.data import checked, listing
 from llmrecipes.data import manifest as manifests
 from llmrecipes.data.manifest import Manifest
@@ -124,7 +125,7 @@ def open_prepared(recipe: Recipe, data_dir: Path) -> Prepared:
         raise UserError(
             f"the data of recipe {recipe.name!r} is not prepared",
             where=str(path),
-            fix=f"llmrecipes prepare {recipe.name}",
+            fix=command_line("prepare", recipe.name, data_dir=data_dir),
         )
     manifest = manifests.load(path)
     if manifest.fingerprint != path.name:

@@ -101,7 +101,9 @@ def _stdlib() -> list[Path]:
 
 def _path(source: Source) -> str:
     if source.path is None:
-        raise UserError(f"source of type {source.type} has no path", where="data.sources", fix="set its path")
+        raise UserError(
+            f"source of type {source.type} has no path", where="data.sources", fix="set data.sources[].path"
+        )
     return source.path
 
 
@@ -187,7 +189,7 @@ def _jsonl(file: Path, key: str) -> Iterator[str | None]:
                 yield _text(row[key], key, where)
     except (ValueError, EOFError) as error:  # JSON and Unicode errors are ValueErrors, a truncated archive an EOFError
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise UserError(f"unreadable row: {reason}", where=f"{file}:{line}", fix="mend or delete the line") from error
+        raise UserError(f"unreadable row: {reason}", where=f"{file}:{line}", fix="fix or delete the line") from error
 
 
 def _parquet(file: Path, key: str) -> Iterator[str | None]:

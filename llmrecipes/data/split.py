@@ -48,7 +48,7 @@ def check_disjoint(digests: Iterable[tuple[Split, Path]]) -> int:
         The number of documents.
 
     Raises:
-        UserError: the first document that is there twice, and where.
+        UserError: the first document that appears twice, and where.
     """
     import numpy as np
 
@@ -62,7 +62,7 @@ def check_disjoint(digests: Iterable[tuple[Split, Path]]) -> int:
     twice = unique[counts > 1][0]
     places = [f"{file.name} ({split})" for split, file, part in parts if (part == twice).any()]
     raise UserError(
-        f"document {twice.tobytes().hex()[:16]} is there twice: {', '.join(places)}",
+        f"document {twice.tobytes().hex()[:16]} appears twice: {', '.join(places)}",
         where=str(parts[0][1].parent),
         rule="no document is in two splits",
         fix="delete the folder and prepare again",

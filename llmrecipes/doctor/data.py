@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmrecipes.commandline import command_line
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
@@ -37,7 +38,11 @@ def check(recipe: Recipe, data_dir: Path) -> Iterator[Finding]:
         counts = prepared.manifest.counts("train")
         yield ok("data", f"{prepared.path}: {counts.tokens:,} training tokens, {TOKENIZER}")
         return
-    yield warn("data", f"recipe {recipe.name} is not prepared in {data_dir}", f"llmrecipes prepare {recipe.name}")
+    yield warn(
+        "data",
+        f"recipe {recipe.name} is not prepared in {data_dir}",
+        command_line("prepare", recipe.name, data_dir=data_dir),
+    )
     yield from _sources(recipe)
 
 

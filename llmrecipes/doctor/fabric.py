@@ -55,12 +55,12 @@ def check(found: list[Port], profile: Profile | None) -> Iterator[Finding]:
         check_name = f"adapter {port.name}"
         if port.state != "ACTIVE":
             verdict = fail if wanted else warn
-            yield verdict(check_name, f"port is {port.state}", "look at cable and switch; ibstat says more")
+            yield verdict(check_name, f"port is {port.state}", "check cable and switch port; see ibstat")
         elif profile is not None and wanted and port.gb_per_s < 0.9 * profile.inter_node.gb_per_s:
             what = f"{port.gb_per_s:g} GB/s, where {profile.name} has {profile.inter_node.gb_per_s:g}"
-            yield fail(check_name, what, "a cable or a switch port negotiated a lower rate; ibstat says more")
+            yield fail(check_name, what, "a cable or switch port negotiated a lower rate; see ibstat")
         if port.downed > FLAPS:
-            yield warn(check_name, f"went down {port.downed} times since the machine started", "replace the cable")
+            yield warn(check_name, f"link went down {port.downed} times since the machine started", "replace the cable")
     if found and all(port.state == "ACTIVE" for port in found):
         yield ok("adapters", f"{len(found)} ports active, {found[0].gb_per_s:g} GB/s each")
 

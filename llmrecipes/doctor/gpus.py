@@ -84,13 +84,15 @@ def unanswered(error: Exception) -> Finding:
 def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
     if gpu.processes or (gpu.used_mib or 0) > TAKEN_MIB:
         who = f" by process {', '.join(map(str, gpu.processes))}" if gpu.processes else ""
-        yield fail(name, f"taken: {gpu.used_mib} MiB in use{who}", "end what an earlier job left, or take another node")
+        yield fail(
+            name, f"in use: {gpu.used_mib} MiB{who}", "kill what an earlier job left behind, or use another node"
+        )
     if gpu.uncorrectable:
         yield fail(name, f"{gpu.uncorrectable} uncorrectable memory errors", "reset the GPU; replace it if they return")
     if gpu.remap_failed:
-        yield fail(name, "memory rows could not be remapped", "replace the GPU")
+        yield fail(name, "row remapping failed", "replace the GPU")
     elif gpu.remap_pending:
-        yield fail(name, "memory rows wait to be remapped", "reset the GPU")
+        yield fail(name, "row remapping is pending", "reset the GPU")
     if gpu.throttled:
         hot = f" at {gpu.temperature} °C" if gpu.temperature is not None else ""
         yield fail(

@@ -39,7 +39,7 @@ def name(host: str, several: bool) -> Finding:
             "host name", f"{host} does not resolve: {error.strerror}", f"an entry for {host} in DNS or /etc/hosts"
         )
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
-        what = f"{host} is {', '.join(sorted(addresses))}, which is every machine itself"
+        what = f"{host} is {', '.join(sorted(addresses))}, a loopback address, which every node resolves to itself"
         # Debian writes 127.0.1.1 into /etc/hosts.
         return (fail if several else ok)(
             "host name", what, *([f"remove {host} from the 127.0.1.1 line of /etc/hosts"] if several else [])
@@ -54,5 +54,5 @@ def free_port(port: int) -> Finding:
         try:
             made.bind(("", port))
         except OSError as error:
-            return fail("port", f"{port} cannot be used: {error.strerror}", "end what listens there: ss -ltnp")
+            return fail("port", f"{port} cannot be used: {error.strerror}", "stop what listens there (ss -ltnp)")
     return ok("port", f"{port} is free")

@@ -21,7 +21,7 @@ from llmrecipes.doctor.finding import Finding, fail, ok
 from llmrecipes.errors import UserError
 
 CLOCK_SECONDS = 5.0
-"""Clocks further apart confuse logs, caches of network file systems, and Slurm's credentials."""
+"""Larger clock offsets confuse logs, caches of network file systems, and Slurm's credentials."""
 LONGEST_MESSAGE = 1 << 22
 CONNECT_SECONDS = 5.0
 
@@ -192,11 +192,11 @@ def _call(meeting: Meeting) -> socket.socket:
 
 def _clock(theirs: float, asked: float, answered: float) -> Iterator[Finding]:
     # The first node looked at its clock some time between question and answer.
-    apart = max(0.0, theirs - answered, asked - theirs)
-    if apart > CLOCK_SECONDS:
-        yield fail("clock", f"{apart:.0f} s from that of the first node", "start chronyd or ntpd")
+    offset = max(0.0, theirs - answered, asked - theirs)
+    if offset > CLOCK_SECONDS:
+        yield fail("clock", f"{offset:.0f} s from that of the first node", "start chronyd or ntpd")
     else:
-        yield ok("clock", f"within {apart + answered - asked:.2f} s of the first node's")
+        yield ok("clock", f"within {offset + answered - asked:.2f} s of the first node's")
 
 
 def _shared(meeting: Meeting, token: str) -> Iterator[Finding]:
@@ -251,7 +251,7 @@ def _token_file(meeting: Meeting) -> Path:
 def _receive(stream: Any) -> dict[str, Any]:
     message = json.loads(stream.readline(LONGEST_MESSAGE) or "null")
     if not isinstance(message, dict):
-        raise UserError("the other end hung up", where="doctor", fix="read what it printed")
+        raise UserError("the connection was closed by the other node", where="doctor", fix="see its messages")
     return message
 
 

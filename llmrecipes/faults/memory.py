@@ -26,7 +26,7 @@ def describe_oom(error: BaseException) -> str | None:
     return None
 
 
-def ladder(recipe: Recipe, *, data_parallel_size: int) -> list[str]:
+def memory_hints(recipe: Recipe, *, data_parallel_size: int) -> list[str]:
     """What to change for less memory, cheapest first.
 
     Args:
@@ -34,40 +34,40 @@ def ladder(recipe: Recipe, *, data_parallel_size: int) -> list[str]:
         data_parallel_size: ranks that share the batch.
 
     Returns:
-        One line a rung, each naming a key and its new value; rungs that the recipe already stands on are left out.
+        One line a hint, each naming a key and its new value; what the recipe already has is left out.
     """
     train, parallelism = recipe.train, recipe.parallelism
-    rungs = []
+    hints = []
     if (smaller := _largest_proper_divisor(train.micro_batch_size)) is not None:
         accumulation = train.global_batch_size // (smaller * data_parallel_size)
-        rungs.append(
+        hints.append(
             f"train.micro_batch_size={smaller} (now {train.micro_batch_size}): less activation memory, the same "
             f"training with {accumulation} accumulated micro-batches"
         )
     if train.recompute_granularity is None:
-        rungs.append(
+        hints.append(
             "train.recompute_granularity=selective: attention is recomputed in the backward pass, a few % slower"
         )
     if train.recompute_granularity != "full":
-        rungs.append(
+        hints.append(
             "train.recompute_granularity=full train.recompute_method=uniform train.recompute_num_layers=1: only layer "
             "inputs are kept, about a third slower"
         )
     if data_parallel_size > 1 and not parallelism.use_distributed_optimizer:
-        rungs.append(
+        hints.append(
             "parallelism.use_distributed_optimizer=true: optimizer state is divided by "
             f"{data_parallel_size} data-parallel ranks"
         )
     if train.precision == "fp32":
-        rungs.append("train.precision=bf16: activations take half the memory (another run: start a new run id)")
+        hints.append("train.precision=bf16: activations take half the memory (a different training: start a new run)")
     elif parallelism.grad_reduce_in_fp32:
-        rungs.append("parallelism.grad_reduce_in_fp32=false: gradients take 2 bytes a parameter instead of 4")
+        hints.append("parallelism.grad_reduce_in_fp32=false: gradients take 2 bytes a parameter instead of 4")
     if recipe.model.seq_length > 1:
-        rungs.append(
-            f"model.seq_length={recipe.model.seq_length // 2} (now {recipe.model.seq_length}): another training "
-            "(start a new run id)"
+        hints.append(
+            f"model.seq_length={recipe.model.seq_length // 2} (now {recipe.model.seq_length}): a different training "
+            "(start a new run)"
         )
-    return rungs
+    return hints
 
 
 def out_of_memory(
@@ -77,14 +77,14 @@ def out_of_memory(
 
     Args:
         error: what was raised.
-        recipe, data_parallel_size: see `ladder`.
+        recipe, data_parallel_size: see `memory_hints`.
         where: rank and step.
     """
     described = describe_oom(error)
     if described is None:
         return None
-    rungs = ladder(recipe, data_parallel_size=data_parallel_size)
-    steps = "\n".join(f"    {number}. {rung}" for number, rung in enumerate(rungs, 1))
+    hints = memory_hints(recipe, data_parallel_size=data_parallel_size)
+    steps = "\n".join(f"    {number}. {hint}" for number, hint in enumerate(hints, 1))
     return UserError(
         f"out of {described}",
         where=where,

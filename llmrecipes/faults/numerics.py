@@ -42,10 +42,11 @@ class NonFinite(UserError):
         self.step, self.rank, self.quantity, self.value, self.first_bad = step, rank, quantity, value, first_bad
         where = f"first bad parameter: {first_bad}" if first_bad else "every parameter and gradient here is finite"
         super().__init__(
-            f"{quantity} is {value} in step {step}, rank {rank}; {where}",
+            f"{quantity} is {value}; {where}",
+            where=f"step {step}, rank {rank}",
             rule="training stops at the first loss or gradient norm that is not finite",
             fix="lower optimizer.lr, lengthen scheduler.lr_warmup_iters, set optimizer.clip_grad: 1.0, or use "
-            "train.precision: bf16 or fp32; the newest checkpoint is from before",
+            "train.precision: bf16 or fp32; the newest checkpoint predates this",
             code=ExitCode.STOP,
         )
 

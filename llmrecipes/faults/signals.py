@@ -30,7 +30,9 @@ class StoppedEarly(BaseException):
     """
 
     def __init__(self, number: signal.Signals) -> None:
-        super().__init__(f"stopped by {number.name} before training began: nothing is lost, run the same command again")
+        super().__init__(
+            f"stopped by {number.name} before training started: nothing is lost; run the same command again"
+        )
 
 
 @contextmanager

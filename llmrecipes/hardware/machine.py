@@ -49,12 +49,13 @@ def planned(cluster: str | None, nodes: int | None, ranks: int) -> Cluster:
     """
     if cluster is None:
         if nodes is not None:
-            raise UserError("--nodes without --cluster", rule="a plan for several nodes needs to know what they are",
+            raise UserError("given without --cluster", where="--nodes",
+                            rule="a plan for several nodes needs to know what they are",
                             fix="--cluster NAME; llmrecipes clusters lists them")  # fmt: skip
         return detect()
     profile = load_profile(cluster)
     if nodes is None:
         nodes = -(-ranks // profile.gpus_per_node) if profile.gpus_per_node else 1
     if nodes < 1:
-        raise UserError(f"--nodes {nodes}", rule="a run has at least one node", fix="--nodes 1")
+        raise UserError(f"{nodes}", where="--nodes", rule="a run has at least one node", fix="--nodes 1")
     return machine(profile, nodes)

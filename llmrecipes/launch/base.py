@@ -96,11 +96,14 @@ class Planned:
 
     asked: tuple[str, ...]
     cluster: str | None
-    recipe: Recipe
     profile: Profile | None
     site: Cluster
     plan: Plan
     nodes: int
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.plan.recipe
 
 
 @dataclass(frozen=True)

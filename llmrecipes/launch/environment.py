@@ -51,7 +51,7 @@ def _for_gpus(plan: Plan, logs: Path | None) -> dict[str, str]:
     }
     if logs is not None:
         values["TORCH_FR_DUMP_TEMP_FILE"] = str(logs / "collectives-rank-")
-    degrees = plan.degrees
+    degrees = plan.layout
     if degrees.tensor_model_parallel_size > 1 or degrees.context_parallel_size > 1:
         # One queue to the GPU keeps kernels in the order of their launch, on which megatron-core's overlap of
         # communication and computation rests (tensor_parallel/layers.py).

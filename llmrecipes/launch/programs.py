@@ -24,7 +24,8 @@ def require_program(program: str, fix: str) -> None:
     """
     if shutil.which(program) is None:
         raise UserError(
-            f"there is no {program} on this machine",
+            "not on this machine",
+            where=program,
             rule="a job is submitted, watched and cancelled where the scheduler's programs are, such as a login node",
             fix=fix,
         )
@@ -44,7 +45,7 @@ def tell(command: Sequence[str], text: str = "", fix: str = "") -> str:
     require_program(command[0], "run it on a login node")
     code, answer, words = run(command, text)
     if code:
-        raise UserError(f"{command[0]} refuses:\n{words}", fix=fix)
+        raise UserError(f"refused:\n{words}", where=command[0], fix=fix)
     return answer.strip()
 
 
@@ -58,7 +59,7 @@ def ask(command: Sequence[str]) -> str:
     require_program(command[0], "run it on a login node")
     code, answer, words = run(command)
     if code:
-        raise SchedulerUnavailable(f"{command[0]} ends with {code}:\n{words}")
+        raise SchedulerUnavailable(f"exit code {code}:\n{words}", where=command[0])
     return answer
 
 
@@ -71,6 +72,6 @@ def run(command: Sequence[str], text: str = "") -> tuple[int, str, str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False, input=text)
     except subprocess.TimeoutExpired as error:
-        raise SchedulerUnavailable(f"{command[0]} has not answered for {TIMEOUT_SECONDS:g} s") from error
+        raise SchedulerUnavailable(f"no answer within {TIMEOUT_SECONDS:g} s", where=command[0]) from error
     words = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
     return done.returncode, done.stdout, words

@@ -125,6 +125,7 @@ def from_slurm(environment: Mapping[str, str]) -> Rank:
     except (KeyError, ValueError) as error:
         raise UserError(
             f"not a task of srun: {error} is missing or no number",
+            where="srun",
             rule="ranks of a Slurm job are started by slurm/train.sbatch",
             fix="llmrecipes submit, or sbatch slurm/train.sbatch RECIPE",
         ) from error

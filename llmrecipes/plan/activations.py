@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 from llmrecipes.plan.layout import Layout
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape, shape
+from llmrecipes.recipe.shape import Shape
 
 
-def activations(recipe: Recipe, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
+def activations(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
     """Bytes of a rank of one pipeline stage at the peak, without those that the loss makes of the logits.
 
     A stage keeps several micro-batches at once, the first one most (`in_flight`). Tensor parallelism divides what is
     inside attention and MLP, sequence parallelism the rest, context parallelism everything.
     """
-    per = _PerToken(recipe, layout, device)
-    s, chunks = per.shape, layout.layers_per_stage[stage]
+    per = _PerToken(recipe, s, layout, device)
+    chunks = layout.layers_per_stage[stage]
     kept = working = 0.0
     for number, layers in enumerate(chunks):
         first = layout.first_layer(stage, number)
@@ -39,9 +39,8 @@ def activations(recipe: Recipe, layout: Layout, num_microbatches: int, stage: in
     return int(_tokens(recipe, layout) * stack)
 
 
-def logits(recipe: Recipe, layout: Layout) -> int:
+def logits(recipe: Recipe, s: Shape, layout: Layout) -> int:
     """Three fp32 values a logit: the log-softmax and, in the backward pass, the gradients on both of its sides."""
-    s = shape(recipe.model)
     rows = s.vocab_size // layout.tensor_model_parallel_size
     return int(12 * _tokens(recipe, layout) * rows * (1 + s.mtp_num_layers))
 
@@ -97,12 +96,9 @@ class _PerToken:
     """Bytes a token of the parts of the model on one rank."""
 
     recipe: Recipe
+    shape: Shape
     layout: Layout
     device: str
-
-    @property
-    def shape(self) -> Shape:
-        return shape(self.recipe.model)
 
     @property
     def element(self) -> int:

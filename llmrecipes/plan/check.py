@@ -11,13 +11,14 @@ from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import GIB, estimate
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import Shape
 
 # What a recommendation is made of where the machine has no GPU of its own.
 _COMMON_GPU = Gpu("H100 80GB", 79 * GIB, 79 * GIB, 989.4)
 _MAX_GPUS = 16384
 
 
-def check(recipe: Recipe, plan: Plan, cluster: Cluster) -> None:
+def check(plan: Plan, cluster: Cluster) -> None:
     """Pass silently if the plan fits.
 
     Raises:
@@ -25,19 +26,21 @@ def check(recipe: Recipe, plan: Plan, cluster: Cluster) -> None:
     """
     if plan.fits:
         return
+    name, ranks = plan.recipe.name, plan.layout.world_size
     parts = {name: size for name, size in plan.memory.as_dict().items() if size and name != "total"}
     needed = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items())
     place = f"on {cluster.name}" if cluster.name else "here"
-    here = place if plan.world_size == 1 else f"for each of {plan.world_size} ranks {place}"
+    here = place if ranks == 1 else f"for each of {ranks} ranks {place}"
     raise UserError(
         f"does not fit: a rank needs {gib(plan.memory.total)} ({needed}), "
         f"and there are {gib(plan.memory_capacity_bytes)} {here} ({_machine(cluster)})",
-        where=f"recipe {recipe.name}",
-        fix=f"make smoke RECIPE={recipe.name} rehearses a small version of it here; {recommend(recipe, cluster)}",
+        where=f"recipe {name}",
+        fix=f"make smoke RECIPE={name} rehearses a small version of it here; "
+        f"{recommend(plan.recipe, plan.shape, cluster)}",
     )
 
 
-def recommend(recipe: Recipe, cluster: Cluster) -> str:
+def recommend(recipe: Recipe, s: Shape, cluster: Cluster) -> str:
     """The smallest number of GPUs (this machine's kind, else 80 GB ones) the recipe fits, in words."""
     gpu = cluster.gpus[0] if cluster.gpus else _COMMON_GPU
     smallest = None
@@ -45,7 +48,7 @@ def recommend(recipe: Recipe, cluster: Cluster) -> str:
     while number <= _MAX_GPUS or smallest is None:
         try:
             laid_out = layout(recipe, number, replace(cluster, gpus=(gpu,) * number, nodes=1))
-            needed = estimate(recipe, laid_out, num_microbatches(recipe, laid_out), "cuda").total
+            needed = estimate(recipe, s, laid_out, num_microbatches(recipe, laid_out), "cuda").total
         except UserError:  # the batch does not divide over more ranks
             break
         smallest = min(needed, smallest or needed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from llmrecipes.errors import UserError
@@ -15,15 +15,19 @@ from llmrecipes.plan.parameters import Parameters, count, count_on_rank
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.fixes import multiples
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
+from llmrecipes.recipe.shape import Shape, shape
 
 LEAST_HEADROOM = 0.05
 """Share of a rank's memory that should be left, because the need is an estimate and allocators fragment."""
 
 
+# Sizes that a model's unset keys stand for, by their keys.
+_SHAPE = ("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings")
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What follows from a recipe on a number of ranks of a machine.
+    """A recipe, laid out on a number of ranks of a machine, and every number that follows from both.
 
     `tokens_per_step` and `total_tokens` count training tokens; FLOPs are per token, forward and backward, without
     recomputation (`full`: all attention positions, `causal`: half of them). `num_parameters_on_rank` and `memory` are
@@ -32,18 +36,11 @@ class Plan:
     share of it that is left, negative where the run does not fit. `checkpoint_bytes` are those of one checkpoint.
     """
 
-    recipe: str
+    recipe: Recipe
+    shape: Shape
+    layout: Layout
     device: str
-    world_size: int
-    degrees: Layout
-    data_parallel_size: int
     num_microbatches: int
-    padded_vocab_size: int
-    ffn_hidden_size: int
-    num_query_groups: int
-    kv_channels: int
-    max_position_embeddings: int
-    lr_decay_iters: int
     tokens_per_step: int
     total_tokens: int
     num_parameters: Parameters
@@ -53,11 +50,6 @@ class Plan:
     memory: Memory
     memory_capacity_bytes: int
     checkpoint_bytes: int
-
-    @property
-    def layout(self) -> dict[str, int]:
-        """The degrees by name, as a checkpoint's manifest has them."""
-        return {name: int(value) for name, value in asdict(self.degrees).items() if isinstance(value, int)}
 
     @property
     def fits(self) -> bool:
@@ -80,9 +72,19 @@ class Plan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for plan.json."""
+        """Plain data for plan.json and `show --json`: the numbers, by the names that readers of older runs know."""
+        held = ("recipe", "shape", "layout", "device", "num_parameters", "memory")
         return {
-            **asdict(self),
+            "recipe": self.recipe.name,
+            "device": self.device,
+            "world_size": self.layout.world_size,
+            "degrees": asdict(self.layout),
+            "data_parallel_size": self.layout.data_parallel_size,
+            "padded_vocab_size": self.shape.vocab_size,
+            **{name: getattr(self.shape, name) for name in _SHAPE},
+            "lr_decay_iters": decay_iters(self.recipe),
+            **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in held},
+            "num_parameters": asdict(self.num_parameters),
             "memory": self.memory.as_dict(),
             "memory_headroom": round(self.memory_headroom, 4),
             "fits": self.fits,
@@ -118,30 +120,23 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     micro_batches = num_microbatches(recipe, laid_out)
     stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)
-    parameters = count(recipe.model)
+    parameters = count(recipe.model, sizes)
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
     return Plan(
-        recipe=recipe.name,
+        recipe=recipe,
+        shape=sizes,
+        layout=laid_out,
         device=cluster.device,
-        world_size=world_size,
-        degrees=laid_out,
-        data_parallel_size=laid_out.data_parallel_size,
         num_microbatches=micro_batches,
-        padded_vocab_size=sizes.vocab_size,
-        ffn_hidden_size=sizes.ffn_hidden_size,
-        num_query_groups=sizes.num_query_groups,
-        kv_channels=sizes.kv_channels,
-        max_position_embeddings=sizes.max_position_embeddings,
-        lr_decay_iters=decay_iters(recipe),
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * recipe.train.train_iters,
         num_parameters=parameters,
         num_parameters_on_rank=max(
-            count_on_rank(recipe.model, laid_out, stage, cluster.device).total for stage in stages
+            count_on_rank(recipe.model, sizes, laid_out, stage, cluster.device).total for stage in stages
         ),
-        flops_per_token_full=flops_per_token(recipe.model, causal=False),
-        flops_per_token_causal=flops_per_token(recipe.model, causal=True),
-        memory=estimate(recipe, laid_out, micro_batches, cluster.device),
+        flops_per_token_full=flops_per_token(recipe.model, sizes, causal=False),
+        flops_per_token_causal=flops_per_token(recipe.model, sizes, causal=True),
+        memory=estimate(recipe, sizes, laid_out, micro_batches, cluster.device),
         memory_capacity_bytes=_capacity(cluster, world_size),
         checkpoint_bytes=checkpoint_bytes(recipe, parameters.total),
     )

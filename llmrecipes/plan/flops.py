@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.shape import Shape, shape
+from llmrecipes.recipe.shape import Shape
 
 
-def flops_per_token(model: Model, *, causal: bool) -> float:
+def flops_per_token(model: Model, s: Shape, *, causal: bool) -> float:
     """FLOPs of one forward and one backward pass for one token, matrix products only (a multiply-add is two).
 
     The backward pass costs twice the forward pass; recomputation is not counted. Of the experts those count that a
@@ -14,7 +14,6 @@ def flops_per_token(model: Model, *, causal: bool) -> float:
     `causal=False` this is 72 l h² (1 + s / 6h + V / 12lh), equation 3 of Narayanan et al. 2021 (arXiv 2104.04473)
     without its recomputed forward pass. `causal=True` halves the two attention products, as a causal kernel does.
     """
-    s = shape(model)
     h, depth = s.hidden_size, s.mtp_num_layers
     with_experts = s.moe_layers(0, s.num_layers) + s.mtp_moe_layers
     layers = s.num_layers + depth

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
@@ -33,6 +33,10 @@ class Layout:
     data_parallel_size: int
     expert_data_parallel_size: int
     layers_per_stage: tuple[tuple[int, ...], ...]
+
+    def as_dict(self) -> dict[str, int]:
+        """The degrees by name, as a checkpoint's manifest has them."""
+        return {name: int(value) for name, value in asdict(self).items() if isinstance(value, int)}
 
     def first_layer(self, stage: int, chunk: int) -> int:
         """Number, from 0, of the first layer of a chunk."""
@@ -123,7 +127,7 @@ def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
 
 def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> None:
     if world_size < 1:
-        raise UserError(f"{world_size} ranks", rule="a run has at least one rank")
+        raise UserError(f"{world_size} ranks", where="--nproc", rule="a run has at least one rank")
     if not cluster.gpus:
         return
     here, tensor, near = len(cluster.gpus), parallel.tensor_model_parallel_size, cluster.gpus_per_domain
@@ -139,6 +143,7 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
         least = smallest_world(parallel)
         raise UserError(
             f"{world_size} ranks on {here} GPUs",
+            where="--nproc" if least <= here else "parallelism",
             rule="one rank a GPU",
             fix=f"at most {here} ranks here"
             if least <= here

@@ -8,6 +8,7 @@ from llmrecipes.plan.activations import activations, logits
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.parameters import count_on_rank
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import Shape
 
 GIB = 1 << 30
 
@@ -49,18 +50,18 @@ class Memory:
         return {**asdict(self), "total": self.total}
 
 
-def estimate(recipe: Recipe, layout: Layout, num_microbatches: int, device: str) -> Memory:
+def estimate(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, device: str) -> Memory:
     """Estimate the memory of a rank of the pipeline stage that needs most; `device` is `cuda` or `cpu`."""
     stages = range(layout.pipeline_model_parallel_size)
     return max(
-        (_stage(recipe, layout, num_microbatches, stage, device) for stage in stages), key=lambda each: each.total
+        (_stage(recipe, s, layout, num_microbatches, stage, device) for stage in stages), key=lambda each: each.total
     )
 
 
-def _stage(recipe: Recipe, layout: Layout, num_microbatches: int, stage: int, device: str) -> Memory:
+def _stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Memory:
     half = recipe.train.precision != "fp32"
     element = 2 if half else 4
-    n = count_on_rank(recipe.model, layout, stage, device)
+    n = count_on_rank(recipe.model, s, layout, stage, device)
     weights = element * n.total
     # Adam's two moments in fp32, and fp32 master weights where the model's own are not.
     state = 12 if half else 8
@@ -70,8 +71,8 @@ def _stage(recipe: Recipe, layout: Layout, num_microbatches: int, stage: int, de
         optimizer = state * n.dense // dense_ranks + state * n.experts // layout.expert_data_parallel_size
     else:
         optimizer = state * n.total
-    kept = activations(recipe, layout, num_microbatches, stage, device)
-    of_logits = logits(recipe, layout) if stage == layout.pipeline_model_parallel_size - 1 else 0
+    kept = activations(recipe, s, layout, num_microbatches, stage, device)
+    of_logits = logits(recipe, s, layout) if stage == layout.pipeline_model_parallel_size - 1 else 0
     if device == "cuda":
         copy, process, rest = 0, _CUDA_PROCESS, _CUDA_REST
     else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llmrecipes.plan.layout import Layout
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.shape import Shape, shape
+from llmrecipes.recipe.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,8 @@ class _Part:
         return _Part(self.shared * times, self.whole * times, self.experts * times)
 
 
-def count(model: Model) -> Parameters:
+def count(model: Model, s: Shape) -> Parameters:
     """Count the parameters of one model replica."""
-    s = shape(model)
     decoder = _layers(model, s, 0, s.num_layers)
     norm = _norms(model, s.hidden_size)
     mtp = _mtp(model, s, split_down=True)
@@ -79,7 +78,7 @@ def count(model: Model) -> Parameters:
     )
 
 
-def count_on_rank(model: Model, layout: Layout, stage: int, device: str) -> RankParameters:
+def count_on_rank(model: Model, s: Shape, layout: Layout, stage: int, device: str) -> RankParameters:
     """Count the parameters of a rank of one pipeline stage.
 
     The last stage has the output layer: a copy of a tied embedding unless it is the first stage too. Multi-token
@@ -87,12 +86,12 @@ def count_on_rank(model: Model, layout: Layout, stage: int, device: str) -> Rank
 
     Args:
         model: the recipe's model section.
+        s: its sizes.
         layout: the run's layout.
         stage: pipeline stage, from 0.
         device: on `cuda` TransformerEngine keeps the down-projections of latent attention whole on every rank, which
             megatron-core's own layers share.
     """
-    s = shape(model)
     split_down = device == "cpu"
     part = _Part()
     for chunk, layers in enumerate(layout.layers_per_stage[stage]):

@@ -10,7 +10,7 @@ from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.derive import num_microbatches
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
+from llmrecipes.recipe.shape import Shape, shape
 
 Range = tuple[int, int]
 """First number and the one after the last."""
@@ -65,7 +65,8 @@ def place(recipe: Recipe, world_size: int, cluster: Cluster | None = None) -> tu
     somewhere = Cluster(gpus, cpu_cores=0, memory_bytes=0, memory_available_bytes=0, disk_free_bytes=0)
     laid_out = layout(recipe, world_size, cluster or somewhere)
     micro_batches = num_microbatches(recipe, laid_out)
-    return laid_out, tuple(_share_of(recipe, laid_out, micro_batches, rank) for rank in range(world_size))
+    sizes = shape(recipe.model)
+    return laid_out, tuple(_share_of(recipe, sizes, laid_out, micro_batches, rank) for rank in range(world_size))
 
 
 def groups(laid_out: Layout) -> dict[str, list[tuple[int, ...]]]:
@@ -120,8 +121,8 @@ def _digits(rank: int, sizes: dict[str, int]) -> dict[str, int]:
     return digits
 
 
-def _share_of(recipe: Recipe, laid_out: Layout, micro_batches: int, rank: int) -> Placement:
-    s, at = shape(recipe.model), _coordinates(laid_out, rank)
+def _share_of(recipe: Recipe, s: Shape, laid_out: Layout, micro_batches: int, rank: int) -> Placement:
+    at = _coordinates(laid_out, rank)
     tensor, stage, micro = laid_out.tensor_model_parallel_size, at["stage"], recipe.train.micro_batch_size
     starts = [laid_out.first_layer(stage, chunk) for chunk in range(laid_out.virtual_pipeline_model_parallel_size)]
     last = stage == laid_out.pipeline_model_parallel_size - 1

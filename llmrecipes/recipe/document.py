@@ -170,7 +170,7 @@ class _Builder:
                 continue
             if key in first:
                 lines = f"lines {first[key]} and {line}"
-                self._problem((*path, key), f"duplicate key, on {lines}", "a key stands once", "remove one", line)
+                self._problem((*path, key), f"duplicate key, on {lines}", "a key appears once", "remove one", line)
                 continue
             first[key] = line
             self.lines[dotted((*path, key))] = line

@@ -46,7 +46,8 @@ def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
         return directory / f"{name_or_path}.yaml"
     close = get_close_matches(name_or_path, known, n=3, cutoff=0.4)
     raise UserError(
-        f"no {kind.name} named {clip(name_or_path)!r} in {directory}",
+        f"no {kind.name} of this name in {directory}",
+        where=f"{clip(name_or_path)!r}",
         rule=kind.rule,
         fix=f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known) or 'none'}",
     )
@@ -124,4 +125,5 @@ def error_of(
     if total == 1:
         return errors[0]
     more = [f"… and {total - len(errors):,} more"] if total > len(errors) else []
-    return UserError("\n".join([f"{path}: {total:,} problems", *(str(error) for error in errors), *more]))
+    what = "\n".join([f"{total:,} problems", *(str(error) for error in errors), *more])
+    return UserError(what, where=str(path), parts=errors)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from llmrecipes.recipe import layout_rules, moe_rules
 from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.engines import unknown_engine
 from llmrecipes.recipe.fixes import divisors, multiples
 from llmrecipes.recipe.schema import Recipe
 
@@ -263,7 +264,7 @@ def _wandb(recipe: Recipe) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
-    _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
+    unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
     _loss_scale, _overlap, _sources, _tokenizer, _retention, _wandb,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     layout_rules.tensor, layout_rules.sequence, layout_rules.pipeline, layout_rules.expert,

@@ -366,6 +366,8 @@ class Recipe(Section):
     """Name of the recipe: lower-case letters, digits, `.`, `_` and `-`; runs are kept under it."""
     description: str = ""
     """One line for `llmrecipes list`."""
+    engine: str = "auto"
+    """What trains: `auto` or `megatron`. `auto` takes megatron."""
     model: Model
     parallelism: Parallelism = Parallelism()
     train: Train

@@ -135,7 +135,7 @@ NOTES: tuple[tuple[str, str], ...] = (
     ),
     (
         "untie_embeddings_and_output_weights no_weight_tying disable_bias_linear",
-        "true and false are the other way round",
+        "the meaning is inverted",
     ),
     (
         "rope_scaling.type rope_scaling.rope_type rope_scaling.low_freq_factor rope_scaling.high_freq_factor "

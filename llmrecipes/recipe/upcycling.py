@@ -140,5 +140,5 @@ def _error(problems: list[Problem], loaded: Loaded) -> UserError:
     ]
     if len(errors) == 1:
         return errors[0]
-    head = f"{loaded.path}: {len(errors)} reasons against upcycling"
-    return UserError("\n".join([head, *(str(error) for error in errors)]))
+    what = "\n".join([f"{len(errors)} problems: this run cannot be upcycled", *(str(error) for error in errors)])
+    return UserError(what, where=str(loaded.path), parts=errors)

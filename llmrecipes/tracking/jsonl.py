@@ -176,7 +176,7 @@ class JsonlSink:
             raise UserError(
                 f"cannot write: {error.strerror}",
                 where=str(path),
-                rule="a run keeps its metrics in its own directory",
+                rule="metrics are written to the run directory",
                 fix="make the directory writable or choose another one with --runs-dir",
             ) from error
         self.problems, self._sums = found.problems, found.sums
@@ -217,7 +217,7 @@ class JsonlSink:
                 del self._waiting[: os.write(self._file, self._waiting)]
         except OSError as error:
             if not self._failed:
-                logger.error("%s: %s; training goes on, metrics wait in memory", self._path, error.strerror)
+                logger.error("%s: %s; training continues, metrics are kept in memory", self._path, error.strerror)
             self._failed = True
             return
         if self._failed:

@@ -167,7 +167,7 @@ class Mirror(ABC, Generic[C, R]):
             message = f"{type(error).__name__}: {text}"
             if not self._warned:
                 self._warned = True
-                self._tell(warning=f"{self._where} takes no metrics, trying again in the background ({message})")
+                self._tell(warning=f"{self._where} does not accept metrics; retrying in the background ({message})")
             return message
         return None
 

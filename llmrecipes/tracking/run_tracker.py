@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
@@ -142,7 +142,7 @@ class RunTracker:
             try:
                 others[name] = opener()
             except Exception as error:  # none of them is worth a run
-                logger.warning("%s is off for this run: %s: %s", name, type(error).__name__, error)
+                logger.warning("%s is disabled for this run: %s: %s", name, type(error).__name__, error)
         tracker = cls(record, others)
         for note in notes:
             tracker.note(note)
@@ -180,7 +180,7 @@ class RunTracker:
                 call(sink)
             except Exception as error:  # a defect or a full disk in one of them must not end the training
                 del self._others[name]
-                logger.warning("%s is off from here on: %s: %s", name, type(error).__name__, error)
+                logger.warning("%s is disabled from here on: %s: %s", name, type(error).__name__, error)
 
     def __enter__(self) -> Self:
         return self
@@ -200,8 +200,7 @@ def _status_of(error: BaseException | None) -> RunStatus:
 
 
 def _where_to_look(runs_dir: Path, experiment: str, run_name: str) -> str:
-    elsewhere = "" if runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(runs_dir))}"
-    return f" MLflow  llmrecipes ui{elsewhere}: experiment {experiment}, run {run_name}"
+    return f" MLflow  {command_line('ui', runs_dir=runs_dir)}: experiment {experiment}, run {run_name}"
 
 
 def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -226,7 +225,7 @@ def _record_document(run_dir: Path, name: str, text: str, resumed_step: int) -> 
         kept = run_dir / "logs" / f"{path.stem}.{what}-step-{resumed_step:08d}{path.suffix}"
         path.replace(kept)
         if damaged:
-            logger.warning("%s was damaged; it is now %s, and written again", path, kept)
+            logger.warning("%s was damaged; renamed to %s and written anew", path, kept)
             note = Note(step=resumed_step, event="document_damaged", details={"file": name, "path": str(kept)})
     write_atomic(path, text)
     return note

@@ -43,7 +43,8 @@ def _checker(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 raise UserError(
-                    f"the output of {name} is not finite",
+                    "the output is not finite",
+                    where=name,
                     rule="anomaly mode stops at the first module whose output has a NaN or an infinity",
                     fix="look at this module's inputs and weights",
                     code=ExitCode.STOP,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.megatron.world import World
+from llmrecipes.engine.base import World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.load import RESOLVED_NAME
@@ -70,8 +70,8 @@ def is_deleted(run_dir: Path) -> bool:
 def _left(run_dir: Path) -> str:
     entries = CheckpointStore(run_dir / "checkpoints").entries()
     if not entries:
-        return "nothing of it is left; start it again with another --run-id"
-    return f"its state was saved again, in {entries[-1].path}: the same command and --run-id resume from there"
+        return "nothing of the run is left; start a new one with another --run-id"
+    return f"its state was saved again, in {entries[-1].path}: the same command with this --run-id resumes from there"
 
 
 def _is_missing(path: Path) -> bool:

@@ -55,9 +55,9 @@ def require_none_saved(run_dir: Path, damaged: Sequence[Damaged]) -> None:
     raise UserError(
         f"this run has saved checkpoints{newest}, and none can be used:\n    " + "\n    ".join(found),
         where=str(run_dir),
-        rule="a run that has saved a checkpoint does not start again at step 0 by itself",
-        fix="put back a checkpoint from a copy; or another --run-id; or --from-scratch, which moves this run's history "
-        f"to {run_dir / ASIDE}<time> and starts at step 0",
+        rule="a run that has saved a checkpoint is never restarted from step 0 without being asked",
+        fix="restore a checkpoint from a backup, use another --run-id, or pass --from-scratch, which moves this run's "
+        f"history to {run_dir / ASIDE}<time> and starts at step 0",
         code=ExitCode.STOP,
     )
 
@@ -104,7 +104,7 @@ def move_aside(run_dir: Path) -> Path | None:
         raise UserError(
             f"the history of this run cannot be moved: {error.strerror}",
             where=str(error.filename or aside),
-            fix="move it by hand, or another --run-id",
+            fix="move it by hand, or use another --run-id",
             code=ExitCode.STOP,
         ) from error
     return aside

@@ -15,8 +15,7 @@ from llmrecipes.data.dataset import build
 from llmrecipes.data.loader import ReaderLost, batches
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.unreadable import explain
-from llmrecipes.engine.megatron.engine import Batch
-from llmrecipes.engine.megatron.world import World
+from llmrecipes.engine.base import Batch, World
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
 
@@ -82,7 +81,7 @@ def _read(recipe: Recipe, prepared: Prepared, dataset: Dataset[Any], **options: 
 
 
 def one_batch_forever(loaders: DataLoaders, num_microbatches: int) -> DataLoaders:
-    """A feed that repeats the first global batch, to see whether the model can learn it by heart."""
+    """Loaders that repeat the first global batch, to see whether the model can overfit it."""
 
     def train(_consumed: int) -> Generator[Batch, None, None]:
         with closing(loaders.train(0)) as source:

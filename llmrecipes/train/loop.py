@@ -13,15 +13,11 @@ from typing import Protocol
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
-from llmrecipes.engine.megatron.balance import Balance
-from llmrecipes.engine.megatron.engine import MegatronEngine, StepResult
-from llmrecipes.engine.megatron.state import Progress, sharded_state
-from llmrecipes.engine.megatron.world import World
+from llmrecipes.engine.base import Balance, Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.faults.spikes import LossWatch
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.train.finite import require_finite
 from llmrecipes.train.loaders import DataLoaders
@@ -67,11 +63,11 @@ class Loop:
     """One rank's way through a run.
 
     Args:
-        recipe, plan: what to do.
+        plan: what to do.
         engine: does it.
         world: this rank.
         loaders: what to train on.
-        tracker: hears everything; a `NoTracker` on all ranks but one.
+        tracker: receives all metrics and notes; a `NoTracker` on all ranks but one.
         saver: writes checkpoints.
         stop: set by signals.
         recipe_hash: goes into checkpoints' manifests.
@@ -87,9 +83,8 @@ class Loop:
         unread: why the last evaluation came to nothing, on some rank.
     """
 
-    recipe: Recipe
     plan: Plan
-    engine: MegatronEngine
+    engine: Engine
     world: World
     loaders: DataLoaders
     tracker: Tracker
@@ -115,7 +110,7 @@ class Loop:
             UserError: the last checkpoint could not be written, or a rank could not read its data; then the last whole
                 step is saved.
         """
-        train = self.recipe.train
+        train = self.plan.recipe.train
         with closing(self.loaders.train(progress.consumed_samples)) as batches:
             ahead = ReadAhead(batches, self.plan.num_microbatches, train.train_iters - progress.step)
             self._require_read(progress.step, ahead.failure)
@@ -124,7 +119,7 @@ class Loop:
             return outcome
 
     def _run(self, progress: Progress, batches: ReadAhead) -> tuple[Outcome, int]:
-        train = self.recipe.train
+        train = self.plan.recipe.train
         saved = progress.step
         if self.evaluation_due:
             with self.engine.params_synced():
@@ -133,8 +128,8 @@ class Loop:
         while progress.step < train.train_iters:
             progress, stopping = self._step(progress, batches)
             last = progress.step == train.train_iters
-            evaluating = self.loaders.valid is not None and is_evaluated(progress.step, self.recipe)
-            saving = last or progress.step % self.recipe.checkpoint.save_interval == 0
+            evaluating = self.loaders.valid is not None and is_evaluated(progress.step, self.plan.recipe)
+            saving = last or progress.step % self.plan.recipe.checkpoint.save_interval == 0
             if evaluating or saving or stopping:
                 with self.engine.params_synced():
                     if evaluating and not stopping:
@@ -151,7 +146,9 @@ class Loop:
         return Outcome.FINISHED, saved
 
     def _stopped(self, progress: Progress) -> tuple[Outcome, int]:
-        logger.info("stopped after step %d of %d; the state is saved", progress.step, self.recipe.train.train_iters)
+        logger.info(
+            "stopped after step %d of %d; the state is saved", progress.step, self.plan.recipe.train.train_iters
+        )
         return Outcome.STOPPED, progress.step
 
     def _require_read(self, step: int, failure: UserError | None) -> None:
@@ -171,7 +168,7 @@ class Loop:
         balance = None if counter is None else counter.collect()
         progress = Progress(
             step=progress.step + 1,
-            consumed_samples=progress.consumed_samples + self.recipe.train.global_batch_size,
+            consumed_samples=progress.consumed_samples + self.plan.recipe.train.global_batch_size,
             consumed_tokens=progress.consumed_tokens + self.plan.tokens_per_step,
             skipped_steps=progress.skipped_steps + result.skipped,
         )
@@ -183,7 +180,7 @@ class Loop:
         return progress, result.stop or progress.step == self.stop_after
 
     def _is_shown(self, step: int) -> bool:
-        return step % self.recipe.train.log_interval == 0 or step == self.recipe.train.train_iters
+        return step % self.plan.recipe.train.log_interval == 0 or step == self.plan.recipe.train.train_iters
 
     def _report(self, progress: Progress, result: StepResult, seconds: float, balance: Balance | None) -> None:
         rate = self.plan.tokens_per_step / seconds
@@ -221,12 +218,13 @@ class Loop:
         return tokens_per_second * flops_per_token / (self.peak_flops * self.world.size)
 
     def _require_loss_scale(self, progress: Progress, result: StepResult) -> None:
-        smallest = self.recipe.train.min_loss_scale
+        smallest = self.plan.recipe.train.min_loss_scale
         if result.skipped and result.loss_scale is not None and result.loss_scale <= smallest:
             raise UserError(
                 f"fp16 gradients overflow in step {progress.step} even at the smallest loss scale, {smallest:g}",
+                where="train.min_loss_scale",
                 rule="the loss scale may not fall below train.min_loss_scale",
-                fix="train.precision=bf16, or a lower optimizer.lr; the newest checkpoint is from before",
+                fix="train.precision=bf16, or a lower optimizer.lr; the newest checkpoint predates this",
                 code=ExitCode.STOP,
             )
 
@@ -235,8 +233,8 @@ class Loop:
         if self.loaders.valid is None:
             return True
         started = time.perf_counter()
-        train = self.recipe.train
-        batches = HeldOut(self.loaders.valid(), (train.micro_batch_size, self.recipe.model.seq_length))
+        train = self.plan.recipe.train
+        batches = HeldOut(self.loaders.valid(), (train.micro_batch_size, self.plan.recipe.model.seq_length))
         loss = self.engine.evaluate(
             batches, train.eval_iters, lambda: self.stop.requested or batches.failure is not None
         )
@@ -262,11 +260,12 @@ class Loop:
             step=progress.step,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
-            layout=self.plan.layout,
+            layout=self.plan.layout.as_dict(),
             recipe_hash=self.recipe_hash,
-            recipe=self.recipe.model_dump(mode="json"),
+            engine=self.engine.name,
+            recipe=self.plan.recipe.model_dump(mode="json"),
         )
-        self.saver.save(sharded_state(self.engine, progress), info)
+        self.saver.save(self.engine.state(progress), info)
         self.waited[progress.step] = time.perf_counter() - started
 
     def _report_saves(self, reports: list[SaveReport]) -> None:
@@ -289,7 +288,7 @@ class Loop:
         if step in self.failed_saves:
             raise UserError(
                 f"the checkpoint of the last step, {step}, could not be written: {self.failed_saves[step]}",
-                rule="a run ends with its state saved",
-                fix="make room, then give the same command with the same run id: it goes on from the newest checkpoint",
+                rule="a run ends only when its state is saved",
+                fix="free some disk space, then run the same command with the same --run-id",
                 code=ExitCode.STOP,
             )

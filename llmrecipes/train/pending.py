@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llmrecipes.engine.megatron.world import World
+from llmrecipes.engine.base import World
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.jsonl import parse
 

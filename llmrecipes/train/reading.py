@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from llmrecipes.engine.megatron.engine import Batch
+from llmrecipes.engine.base import Batch
 from llmrecipes.errors import UserError
 
 

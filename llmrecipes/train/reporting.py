@@ -1,4 +1,4 @@
-"""What a run says at its start, and who hears it while it runs."""
+"""The header that a run prints, and its tracker."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 from llmrecipes.checkpoint.retention import LEAST_KEPT
 from llmrecipes.console import console, number
 from llmrecipes.data.prepared import Prepared
-from llmrecipes.engine.megatron.model.gpt import BuiltModel
-from llmrecipes.engine.megatron.state import Progress
-from llmrecipes.engine.megatron.world import World
+from llmrecipes.engine.base import Implementation, Progress, World
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
@@ -26,7 +24,7 @@ from llmrecipes.train.spec import RunSpec
 def describe(
     recipe: Recipe,
     plan: Plan,
-    built: BuiltModel,
+    implementation: Implementation,
     cluster: Cluster,
     prepared: Prepared,
     progress: Progress,
@@ -36,12 +34,14 @@ def describe(
     device = cluster.gpus[0].name if cluster.gpus else f"CPU, {cluster.cpu_cores:g} cores"
     train = recipe.train
     tokens = prepared.manifest.counts("train").tokens
+    layers = f"{implementation.name} layers ({implementation.reason})"
     rows = {
         "run": str(run_dir),
-        "model": f"{number(plan.num_parameters.total)} parameters, {built.implementation} layers ({built.reason})",
-        "device": f"{plan.world_size} × {device}, {train.precision}, about {gib(plan.memory.total)} a rank",
+        "model": f"{number(plan.num_parameters.total)} parameters, {layers}",
+        "device": f"{plan.layout.world_size} × {device}, {train.precision}, about {gib(plan.memory.total)} a rank",
         "batch": f"{train.global_batch_size} × {recipe.model.seq_length} = {number(plan.tokens_per_step)} tokens, "
-        f"micro-batch {train.micro_batch_size} × {plan.num_microbatches} × {plan.data_parallel_size} data-parallel",
+        f"micro-batch {train.micro_batch_size} × {plan.num_microbatches} × "
+        f"{plan.layout.data_parallel_size} data-parallel",
         "data": f"{number(tokens)} training tokens, read {plan.total_tokens / max(tokens, 1):.2f} times",
         "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
     }
@@ -54,12 +54,15 @@ def describe(
 
 
 @contextmanager
-def open_tracker(spec: RunSpec, plan: Plan, built: BuiltModel, world: World, progress: Progress) -> Iterator[Tracker]:
+def open_tracker(
+    spec: RunSpec, plan: Plan, implementation: Implementation, world: World, progress: Progress
+) -> Iterator[Tracker]:
     """The tracker of this rank: a real one on the first, none elsewhere."""
     if not world.is_first:
         yield NoTracker()
         return
-    plan_values = {**plan.as_dict(), "transformer_impl": built.implementation, "transformer_impl_reason": built.reason}
+    layers = {"transformer_impl": implementation.name, "transformer_impl_reason": implementation.reason}
+    plan_values = {**plan.as_dict(), **layers}
     with RunTracker.open(
         spec.recipe,
         plan=plan_values,

@@ -1,4 +1,4 @@
-"""Going on from the newest valid checkpoint."""
+"""Resuming from the newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry
-from llmrecipes.engine.megatron.checkpoint.loader import load
-from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.state import Progress, restore, sharded_state
-from llmrecipes.engine.megatron.world import World
+from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.history import move_aside, require_none_saved
 
 logger = logging.getLogger(__name__)
-
-
-def random_layout(engine: MegatronEngine) -> dict[str, int]:
-    """Degrees that random states belong to."""
-    keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    return {key: getattr(engine.recipe.parallelism, key) for key in keys}
 
 
 @dataclass(frozen=True)
@@ -34,7 +25,7 @@ class Start:
     notes: tuple[Note, ...] = ()
 
 
-def resume(engine: MegatronEngine, store: CheckpointStore, world: World, *, from_scratch: bool = False) -> Start:
+def resume(engine: Engine, store: CheckpointStore, world: World, *, from_scratch: bool = False) -> Start:
     """Restore the newest valid checkpoint into the engine.
 
     Checkpoints that are damaged are set aside, so that their steps can be written again.
@@ -59,20 +50,14 @@ def resume(engine: MegatronEngine, store: CheckpointStore, world: World, *, from
     entry, notes = found[0]
     if entry is None:
         return Start(Progress(), notes)
-    now = random_layout(engine)
-    then = {key: entry.manifest.layout.get(key, 1) for key in now}
-    same_place = then == now
-    if not same_place and world.is_first:
-        logger.info(
-            "%s was saved with %s and is resumed with %s: random states are new ones, seeded for step %d; only dropout "
-            "draws from them",
-            entry.path,
-            _degrees(then),
-            _degrees(now),
-            entry.step,
+    if entry.manifest.engine != engine.name:
+        raise UserError(
+            f"this checkpoint was written by engine {entry.manifest.engine}, and the recipe asks for {engine.name}",
+            where=str(entry.path),
+            rule="a run keeps its engine",
+            fix=f"engine={entry.manifest.engine}, or a new run id",
         )
-    frame = sharded_state(engine, Progress(), loading=True, random=same_place)
-    progress = restore(engine, load(entry, frame))
+    progress = engine.load_state(entry)
     if progress.step > engine.recipe.train.train_iters:
         raise UserError(
             f"train.train_iters is {engine.recipe.train.train_iters}, but the run has done {progress.step} steps",
@@ -80,10 +65,6 @@ def resume(engine: MegatronEngine, store: CheckpointStore, world: World, *, from
             fix=f"train.train_iters={progress.step} or more, or a new run id",
         )
     return Start(progress, notes)
-
-
-def _degrees(layout: dict[str, int]) -> str:
-    return ", ".join(f"{key} {degree}" for key, degree in layout.items())
 
 
 def _found(store: CheckpointStore, from_scratch: bool) -> tuple[Entry | None, tuple[Note, ...]] | dict[str, Any]:
@@ -98,7 +79,7 @@ def _from_scratch(store: CheckpointStore) -> tuple[None, tuple[Note, ...]]:
     aside = move_aside(store.directory.parent)
     if aside is None:
         return None, ()
-    logger.warning("what this run had recorded is now in %s; it starts at step 0", aside)
+    logger.warning("this run's history was moved to %s; starting at step 0", aside)
     return None, (Note(step=0, event="history_moved", details={"path": str(aside)}),)
 
 
@@ -119,10 +100,10 @@ def _set_aside(store: CheckpointStore, found: Damaged, step: int) -> Note:
         raise UserError(
             f"the damaged checkpoint cannot be renamed: {error.strerror}",
             where=str(found.path),
-            rule="a damaged checkpoint is kept, and its step is written again",
-            fix="move it away by hand, then give the same command",
+            rule="a damaged checkpoint is kept under another name, so that its step can be saved again",
+            fix="move it away by hand, then run the same command",
             code=ExitCode.STOP,
         ) from error
-    logger.warning("checkpoint %s is damaged (%s); it is now %s", found.path, found.reason, path.name)
+    logger.warning("checkpoint %s is damaged (%s); renamed to %s", found.path, found.reason, path.name)
     details = {"checkpoint": found.path.name, "reason": found.reason, "path": str(path)}
     return Note(step=step, event="checkpoint_damaged", details=details, alarm=True)

@@ -1,36 +1,33 @@
-"""What a finished run says: what was learnt, and a sample of it."""
+"""The summary at the end of a run: held-out loss, and a text sample."""
 
 from __future__ import annotations
 
-import shlex
 import statistics
-from pathlib import Path
 
+from llmrecipes.commandline import command_line
 from llmrecipes.console import console
 from llmrecipes.data import heldout
 from llmrecipes.data.prepared import Prepared
-from llmrecipes.engine.megatron.generate import Sampling, generate
+from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.spec import RunSpec
 
 PROMPTS = {"stdlib": "def "}
-DATA = Path("data")
-"""Where `llmrecipes generate` looks for prepared data unless it is told."""
 SAMPLE_TOKENS = 120
-LEARNT_BY_HEART = 0.05
-"""Mean loss in nats per token below which a batch counts as learnt by heart."""
+OVERFIT_LOSS = 0.05
+"""Mean loss in nats per token below which a batch counts as overfitted."""
 
 
-def close(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
-    """Say what the run came to. Called on the first rank.
+def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
+    """Print the summary. Called on the first rank.
 
     Raises:
         UserError: an overfitting run did not learn its batch.
     """
     if spec.overfit_batch:
-        console().print(overfit_verdict(loop.losses, loop.recipe.model.hidden_dropout), markup=False)
+        console().print(overfit_verdict(loop.losses, loop.plan.recipe.model.hidden_dropout), markup=False)
         return
     if loop.valid_loss is not None:
         bits = loop.loaders.bits_per_byte(loop.valid_loss)
@@ -51,14 +48,12 @@ def sample_prompt(recipe: Recipe) -> str:
 
 def generate_command(spec: RunSpec) -> str:
     """The command that continues the same prompt again, quoted for a shell."""
-    words = ["llmrecipes", "generate", str(spec.run_dir), "--prompt", sample_prompt(spec.recipe)]
-    if spec.data_dir != DATA:
-        words += ["--data-dir", str(spec.data_dir)]
-    return shlex.join(words)
+    options = {"prompt": sample_prompt(spec.recipe)}
+    return command_line("generate", spec.run_dir, options=options, data_dir=spec.data_dir)
 
 
 def overfit_verdict(losses: list[float], dropout: float) -> str:
-    """One line if the batch was learnt by heart.
+    """One line if the batch was overfitted.
 
     Args:
         losses: training loss of every step.
@@ -68,19 +63,20 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
         UserError: it was not; with the likeliest cause.
     """
     final = statistics.fmean(losses[-5:])
-    if final < LEARNT_BY_HEART:
-        return f"learnt by heart: loss {losses[0]:.3f} -> {final:.4f} in {len(losses)} steps"
+    if final < OVERFIT_LOSS:
+        return f"overfitted: loss {losses[0]:.3f} -> {final:.4f} in {len(losses)} steps"
     if max(losses[-5:]) > losses[0]:
         cause = "the loss rose: optimizer.lr is too high, or a gradient has the wrong sign"
     elif losses[0] - final < 0.02 * losses[0]:
         cause = "the loss hardly moved: optimizer.lr is too low, or no gradient reaches the weights (try --anomaly)"
     elif dropout > 0:
-        cause = f"dropout ({dropout:g}) keeps it from zero: model.hidden_dropout=0 model.attention_dropout=0"
+        cause = f"dropout ({dropout:g}) keeps the loss above zero: model.hidden_dropout=0 model.attention_dropout=0"
     else:
-        cause = "it was still falling: more train.train_iters, or a higher optimizer.lr"
+        cause = "the loss was still falling: more train.train_iters, or a higher optimizer.lr"
     raise UserError(
-        f"one batch was not learnt by heart: loss {losses[0]:.3f} -> {final:.4f} in {len(losses)} steps",
-        rule=f"a model that can learn brings one batch below {LEARNT_BY_HEART} nats per token",
+        where="--overfit-batch",
+        what=f"one batch was not overfitted: loss {losses[0]:.3f} -> {final:.4f} in {len(losses)} steps",
+        rule=f"training on a single batch reaches a loss below {OVERFIT_LOSS} nats per token",
         fix=cause,
         code=ExitCode.STOP,
     )
@@ -89,8 +85,7 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
 def _sample(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     tokenizer = prepared.tokenizer()
     prompt = sample_prompt(spec.recipe)
-    ids = generate(
-        loop.engine.modules[0],
+    ids = loop.engine.generate(
         tokenizer.encode(prompt),
         max_new_tokens=SAMPLE_TOKENS,
         sampling=Sampling(seed=spec.recipe.train.seed),

@@ -24,10 +24,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
     from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.data.prepared import open_prepared
-    from llmrecipes.engine.megatron.engine import MegatronEngine
-    from llmrecipes.engine.megatron.model.gpt import build
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.world import join
+    from llmrecipes.engine.registry import backend
     from llmrecipes.faults.signals import catch_signals
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
@@ -39,14 +36,14 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.pending import evaluation_due
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import resume
-    from llmrecipes.train.summary import close
+    from llmrecipes.train.summary import print_summary
 
     recipe = spec.recipe
-    platform = select(int(os.environ.get("LOCAL_RANK", "0")))
-    platform.install()
+    engines = backend(recipe)
+    platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
     cluster = detect().times(nodes())
     with ExitStack() as stack:
-        world = stack.enter_context(join(platform, recipe.train.seed, recipe.parallelism))
+        world = stack.enter_context(engines.join(recipe, platform))
         plan = derive(recipe, world.size, cluster)
         prepared = open_prepared(recipe, spec.data_dir)
         loaders = open_loaders(recipe, prepared, world, pin_memory=platform.name == "cuda")
@@ -54,13 +51,13 @@ def run(spec: RunSpec) -> ExitCode:
             loaders = one_batch_forever(loaders, plan.num_microbatches)
         store = CheckpointStore(spec.run_dir / "checkpoints")
         stop = stack.enter_context(catch_signals(lambda: _newest(store)))
-        built = build(recipe, plan, platform)
-        engine = MegatronEngine(recipe, plan, built, platform)
+        engine = engines.build(plan, platform)
         stack.callback(engine.close)
         saver = stack.enter_context(
             AsyncSaver(
                 store,
                 saver_group(),
+                engine.checkpoint_format(),
                 async_save=recipe.checkpoint.async_save,
                 most_recent_k=recipe.checkpoint.most_recent_k,
                 keep_interval=recipe.checkpoint.keep_interval,
@@ -69,13 +66,13 @@ def run(spec: RunSpec) -> ExitCode:
         start = resume(engine, store, world, from_scratch=spec.from_scratch)
         progress = start.progress
         if world.is_first:
-            describe(recipe, plan, built, cluster, prepared, progress, spec.run_dir)
-        tracker = stack.enter_context(open_tracker(spec, plan, built, world, progress))
+            describe(recipe, plan, engine.implementation, cluster, prepared, progress, spec.run_dir)
+        tracker = stack.enter_context(open_tracker(spec, plan, engine.implementation, world, progress))
         for note in start.notes:
             tracker.note(note)
         profile_step = stack.enter_context(profiled(spec.profile_steps, spec.run_dir / "logs", world.rank))
         if spec.anomaly:
-            for module in built.modules:
+            for module in engine.modules:
                 stack.enter_context(anomaly_mode(module))
         look = stop_when_deleted(spec.run_dir, stop, world)
 
@@ -85,7 +82,6 @@ def run(spec: RunSpec) -> ExitCode:
 
         peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
         loop = Loop(
-            recipe=recipe,
             plan=plan,
             engine=engine,
             world=world,
@@ -109,7 +105,7 @@ def run(spec: RunSpec) -> ExitCode:
         tracker.close("FINISHED" if outcome is Outcome.FINISHED else "KILLED")
         with engine.params_synced():
             if world.is_first and outcome is Outcome.FINISHED:
-                close(spec, prepared, loop)
+                print_summary(spec, prepared, loop)
     return outcome.value
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
-from llmrecipes.engine.megatron.model.gpt import BuiltModel
+from llmrecipes.engine.base import Batch, Engine, Shard
 from llmrecipes.plan.derive import Plan
 from llmrecipes.verify import replicas, shards
 from llmrecipes.verify.spec import Record, ReplicaDifference, Step
@@ -23,29 +22,19 @@ Keep = Callable[[int, Step], bool]
 """(step from 1, what it came to) -> whether to keep its weights and gradients."""
 
 
+@dataclass
 class _Snapshot:
-    """Weights and reduced gradients of the last step, taken between backward pass and update.
+    """Weights and reduced gradients of the last step, taken between backward pass and update."""
 
-    There, and not before the step: with `overlap_param_gather` the weights are complete only once the forward pass has
-    used them.
-    """
+    before: list[Shard] = field(default_factory=list)
+    gradients: list[Shard] = field(default_factory=list)
 
-    def __init__(self, engine: MegatronEngine, built: BuiltModel) -> None:
-        self.before: list[shards.Shard] = []
-        self.gradients: list[shards.Shard] = []
-        finalize = built.config.finalize_model_grads_func
-
-        def finalize_and_look(*args: Any, **kwargs: Any) -> None:
-            finalize(*args, **kwargs)
-            self.before = shards.weights(engine.modules)
-            self.gradients = shards.gradients(engine.modules, engine.chunks)
-
-        built.config.finalize_model_grads_func = finalize_and_look
+    def take(self, weights: list[Shard], gradients: list[Shard]) -> None:
+        self.before, self.gradients = weights, gradients
 
 
 def observe(
-    engine: MegatronEngine,
-    built: BuiltModel,
+    engine: Engine,
     plan: Plan,
     batches: Iterator[Batch],
     iters: int,
@@ -56,34 +45,34 @@ def observe(
 
     Args:
         engine: of the model, not yet trained.
-        built: the model.
         plan: its plan on this world.
         batches: micro-batches of this data-parallel rank.
         iters: steps.
         folder: receives `<FINAL, BEFORE or GRADIENTS>/<rank>.pt`.
         keep: asked after every step until one is kept; the first rank's answer counts.
     """
-    snapshot = _Snapshot(engine, built)
+    snapshot = _Snapshot()
+    engine.watch_gradients(snapshot.take)
     file = f"{dist.get_rank()}.pt"
     steps: list[Step] = []
     kept = None
-    apart: ReplicaDifference | None = None
+    differing: ReplicaDifference | None = None
     for number in range(1, iters + 1):
         result = engine.train_step(batches)
         steps.append(Step(loss=result.loss, grad_norm=math.nan if result.grad_norm is None else result.grad_norm))
-        apart = apart or _replicas(snapshot.before, number - 1)
+        differing = differing or _replicas(snapshot.before, number - 1)
         if kept is None and _agreed(keep(number, steps[-1]), engine.platform.device):
             kept = number
             shards.write(folder / BEFORE / file, snapshot.before)
             shards.write(folder / GRADIENTS / file, snapshot.gradients)
     with engine.params_synced():
-        final = shards.weights(engine.modules)
-    apart = apart or _replicas(final, iters)
+        final = engine.weights()
+    differing = differing or _replicas(final, iters)
     shards.write(folder / FINAL / file, final)
-    return Record(layout=plan.layout, steps=tuple(steps), kept_step=kept, replicas=apart)
+    return Record(layout=plan.layout.as_dict(), steps=tuple(steps), kept_step=kept, replicas=differing)
 
 
-def _replicas(weights: list[shards.Shard], step: int) -> ReplicaDifference | None:
+def _replicas(weights: list[Shard], step: int) -> ReplicaDifference | None:
     return replicas.first_difference(replicas.gathered(replicas.digests(weights)), step)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from llmrecipes.verify.shards import Shard
+from llmrecipes.engine.base import Shard
 from llmrecipes.verify.spec import ReplicaDifference
 from llmrecipes.verify.tensors import readable
 

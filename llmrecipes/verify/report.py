@@ -25,16 +25,16 @@ def report(result: Result) -> Group:
     table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
     table.add_column("\nstep", justify="right", no_wrap=True)
     for quantity in QUANTITIES:
-        for column in (f"{HEADS[quantity]}\none rank", "\nlayout", "\napart"):
+        for column in (f"{HEADS[quantity]}\none rank", "\nlayout", "\nrelative"):
             table.add_column(column, justify="right", no_wrap=True)
     table.add_column(f"1e{SMALLEST} to 1, and\n┊ the tolerance", no_wrap=True)
     for number, (one, layout) in enumerate(result.steps, start=1):
-        apart = [relative(getattr(layout, quantity), getattr(one, quantity)) for quantity in QUANTITIES]
+        differences = [relative(getattr(layout, quantity), getattr(one, quantity)) for quantity in QUANTITIES]
         table.add_row(
             str(number),
-            *(f"{one.loss:.6f}", f"{layout.loss:.6f}", _power(apart[0])),
-            *(f"{one.grad_norm:.6f}", f"{layout.grad_norm:.6f}", _power(apart[1])),
-            scale(max(apart), result.tolerance),
+            *(f"{one.loss:.6f}", f"{layout.loss:.6f}", _power(differences[0])),
+            *(f"{one.grad_norm:.6f}", f"{layout.grad_norm:.6f}", _power(differences[1])),
+            scale(max(differences), result.tolerance),
         )
     return Group(table, Text(verdict(result)))
 
@@ -48,7 +48,7 @@ def verdict(result: Result) -> str:
         lines = [f"\nSAME training on {degrees(result)}: {within}. Largest relative differences: {worst}"]
     else:
         beyond = "" if _replicas_alone(result) else f": beyond {result.tolerance:g}"
-        lines = [f"\nANOTHER training{beyond}. Largest relative differences: {worst}", *_first(result)]
+        lines = [f"\nDIFFERENT training{beyond}. Largest relative differences: {worst}", *_first(result)]
     return "\n".join([*lines, *_lines(*result.scaled.lines("not verified"))])
 
 

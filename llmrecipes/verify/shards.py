@@ -1,59 +1,15 @@
-"""Weights and gradients of a rank as parts of the model's global tensors, and their files.
+"""Files of the weights and gradients of every rank.
 
-Which part a rank holds is known from megatron-core's sharded state dict, by which checkpoints are resharded too. All
-ranks write all they have, so that copies of one weight on several ranks can be compared as well.
+All ranks write all they have, so that copies of one weight on several ranks can be compared as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.distributed import DistributedDataParallel
 
-from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
-from llmrecipes.engine.megatron.model.init import global_name
-
-
-class Shard(NamedTuple):
-    """Part of a global tensor."""
-
-    name: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    """Of the global tensor."""
-    tensor: torch.Tensor
-
-
-def weights(modules: Sequence[RecipeGPTModel]) -> list[Shard]:
-    """Copies of this rank's parameters, and of buffers that training changes, in the order of the model."""
-    return [shard for module in modules for value in _stored(module) for shard in _shards(value)]
-
-
-def gradients(modules: Sequence[RecipeGPTModel], chunks: Sequence[DistributedDataParallel]) -> list[Shard]:
-    """Copies of the reduced gradients of this rank's parameters, in the order of the model.
-
-    All ranks of a data-parallel group have to call it. With the distributed optimizer each has only reduced its own
-    part of every bucket; here the parts are gathered, into places that the optimizer does not read.
-    """
-    for chunk in chunks:
-        if chunk.ddp_config.use_distributed_optimizer:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                for bucket in buffer.buckets:
-                    _gather(bucket.grad_data, buffer.data_parallel_group)
-    return [
-        shard
-        for module in modules
-        for value in _stored(module)
-        if isinstance(value.data, torch.nn.Parameter)
-        for shard in _shards(replace(value, data=value.data.main_grad))  # type: ignore[attr-defined]
-    ]
+from llmrecipes.engine.base import Shard
 
 
 def write(path: Path, shards: list[Shard]) -> None:
@@ -65,23 +21,3 @@ def write(path: Path, shards: list[Shard]) -> None:
 def read(path: Path) -> list[Shard]:
     """Read what `write` wrote."""
     return [Shard(*values) for values in torch.load(path, map_location="cpu", weights_only=True)]
-
-
-def _stored(module: RecipeGPTModel) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    for value in nested_values(module.sharded_state()):
-        if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data.is_floating_point():
-            yield value
-
-
-def _shards(value: ShardedTensor | ShardedTensorFactory) -> Iterator[Shard]:
-    # The two halves of a gated MLP are one parameter, but two parts of the global tensor.
-    parts: list[Any] = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
-    for part in parts:
-        depth = part.prepend_axis_num
-        tensor = part.data.detach().to("cpu", torch.float32, copy=True).view(part.local_shape)
-        yield Shard(global_name(part), part.global_offset[depth:], part.global_shape[depth:], tensor)
-
-
-def _gather(buffer: torch.Tensor, group: Any) -> None:
-    parts = list(buffer.view(-1).chunk(group.size()))
-    dist.all_gather(parts, parts[group.rank()].clone(), group=group)

@@ -68,6 +68,6 @@ def _require_same_meaning(small: Recipe) -> None:
             f"{small.model.moe_expert_capacity_factor:g} with sequences split over {split} ranks",
             where="model.moe_expert_capacity_factor",
             rule="each rank drops tokens among its own part of a sequence, so other tokens than one process drops: "
-            "the training is another one, on purpose",
+            "the training differs by design",
             fix="model.moe_expert_capacity_factor=null verifies everything else",
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from llmrecipes.engine.base import Shard
 from llmrecipes.verify import shards
 
 
@@ -82,7 +83,7 @@ def _whole(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _place(shard: shards.Shard) -> tuple[slice, ...]:
+def _place(shard: Shard) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.tensor.shape, strict=True))
 
 
@@ -92,7 +93,7 @@ def _square(tensor: torch.Tensor) -> float:
 
 
 def _difference(name: str, expected: torch.Tensor, squares: Sequence[tuple[float, float]]) -> TensorDifference:
-    apart, norm = (math.sqrt(math.fsum(column)) for column in zip(*squares, strict=True))
+    difference, norm = (math.sqrt(math.fsum(column)) for column in zip(*squares, strict=True))
     reference_norm = math.sqrt(_square(expected))
     # Of a tensor that is zero in the reference, the difference itself.
-    return TensorDifference(*readable(name), apart / (reference_norm or 1.0), norm, reference_norm)
+    return TensorDifference(*readable(name), difference / (reference_norm or 1.0), norm, reference_norm)

@@ -13,8 +13,7 @@ from llmrecipes.verify.scale import first_beyond
 from llmrecipes.verify.spec import Record, Step, VerifySpec
 
 if TYPE_CHECKING:
-    from llmrecipes.engine.megatron.platform import Platform
-    from llmrecipes.engine.megatron.world import World
+    from llmrecipes.engine.base import Backend, Platform, World
 
 
 def run(spec: VerifySpec) -> ExitCode:
@@ -24,21 +23,18 @@ def run(spec: VerifySpec) -> ExitCode:
         UserError: what the user can mend.
     """
     # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.world import join
+    from llmrecipes.engine.registry import backend
 
-    platform = select(int(os.environ.get("LOCAL_RANK", "0")))
-    platform.install()
-    with join(platform, spec.recipe.train.seed, spec.recipe.parallelism) as world:
-        train(spec, world, platform)
+    engines = backend(spec.recipe)
+    platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
+    with engines.join(spec.recipe, platform) as world:
+        train(spec, engines, world, platform)
     return ExitCode.DONE
 
 
-def train(spec: VerifySpec, world: World, platform: Platform) -> None:
+def train(spec: VerifySpec, engines: Backend, world: World, platform: Platform) -> None:
     """Train as the spec says, and write this rank's part of the record."""
     from llmrecipes.data.prepared import open_prepared
-    from llmrecipes.engine.megatron.engine import MegatronEngine
-    from llmrecipes.engine.megatron.model.gpt import build
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
     from llmrecipes.train.loaders import open_loaders
@@ -47,10 +43,9 @@ def train(spec: VerifySpec, world: World, platform: Platform) -> None:
     recipe = spec.recipe
     plan = derive(recipe, world.size, detect())
     loaders = open_loaders(recipe, open_prepared(recipe, spec.data_dir), world, pin_memory=False)
-    built = build(recipe, plan, platform)
-    engine = MegatronEngine(recipe, plan, built, platform)
+    engine = engines.build(plan, platform)
     with closing(loaders.train(0)) as batches:
-        record = observe(engine, built, plan, batches, spec.iters, spec.folder, _keep(spec))
+        record = observe(engine, plan, batches, spec.iters, spec.folder, _keep(spec))
     if world.is_first:
         record.write(spec.folder)
 

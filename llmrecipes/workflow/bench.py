@@ -54,7 +54,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
         threads = max(1, int(cluster.cpu_cores) // ranks)
         code = run_ranks("llmrecipes.bench.worker", [str(path)], world_size=ranks, threads=threads, logs=own.out)
         if code:
-            raise UserError(f"the ranks ended with {code}", where="bench", fix="read what is printed above")
+            raise UserError(f"the ranks ended with {code}", where="bench", fix="see the messages above")
         return (own.out / ANSWER).read_text("utf-8")
 
 

@@ -55,9 +55,9 @@ def _rate_change(now: Recipe, then: Recipe, step: int) -> tuple[str, str]:
     before, after = decay_iters(then), decay_iters(now)
     if before == after or now.scheduler.lr_decay_iters is not None or now.scheduler.lr_decay_style == "constant":
         return "", ""
-    from llmrecipes.engine.megatron.schedule import learning_rate
+    from llmrecipes.engine.registry import backend
 
-    old, new = (learning_rate(recipe, step + 1) for recipe in (then, now))
+    old, new = (backend(recipe).learning_rate(recipe, step + 1) for recipe in (then, now))
     what = f"learning rate: decays until step {after}, not {before}; in step {step + 1} it is {new:.1e}, not {old:.1e}"
     return what, f"scheduler.lr_decay_iters={before} keeps the learning rate"
 
@@ -81,9 +81,7 @@ def _order_change(now: Recipe, then: Recipe, data_dir: Path) -> tuple[str, str]:
     if order(first) == order(last):
         return "", ""
     passes = [max(count for count, _ in order(iters)) for iters in (last, first)]
-    what = (
-        f"data: {passes[0]} passes over it are shuffled together, not {passes[1]}, so the rest comes in another order"
-    )
+    what = f"data: {passes[0]} passes over it are shuffled together instead of {passes[1]}, so the order changes"
     if last < first:
         return what, f"train.train_iters={first} keeps the order of the data"
     longest = first - 1 + bisect_left(range(first, last), True, key=lambda iters: order(iters) != order(first))

@@ -99,7 +99,7 @@ def compare(run_dirs: Sequence[Path]) -> Comparison:
         UserError: fewer than two runs, or one without any step.
     """
     if len(run_dirs) < 2:
-        raise UserError("one run", where="RUN", rule="two runs or more are compared", fix="llmrecipes runs lists them")
+        raise UserError("one run", where="RUN", rule="compare takes two runs or more", fix="llmrecipes runs lists them")
     runs = tuple(_read(run_dir) for run_dir in run_dirs)
     return Comparison(runs, _differences([run.recipe for run in runs]))
 

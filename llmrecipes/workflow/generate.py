@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
@@ -19,11 +20,9 @@ class Request:
 
     prompt: str
     max_new_tokens: int = 128
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 1.0
-    seed: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
     num_samples: int = 1
+    """Each with a seed one higher."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     """
     from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.data.prepared import open_prepared
-    from llmrecipes.engine.megatron.checkpoint.loader import load
-    from llmrecipes.engine.megatron.generate import Sampling, generate
-    from llmrecipes.engine.megatron.model.gpt import build
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.state import load_model, model_state
-    from llmrecipes.engine.megatron.world import join
+    from llmrecipes.engine.registry import backend
 
     recipe = run_recipe(run_dir)
     entry = CheckpointStore(run_dir / "checkpoints").latest_valid()
@@ -61,17 +55,15 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
         )
     tokenizer = open_prepared(recipe, data_dir).tokenizer()
     prompt = tokenizer.encode(request.prompt)
-    platform = select()
-    platform.install()
+    engines = backend(recipe)
+    platform = engines.platform()
     # One process holds the whole model, whatever layout trained it.
     recipe = recipe.model_copy(update={"parallelism": Parallelism()})
-    with join(platform, recipe.train.seed, recipe.parallelism):
-        built = build(recipe, derive(recipe, 1, detect()), platform)
-        load_model(built.modules, load(entry, model_state(built.modules)))
+    with engines.join(recipe, platform):
+        model = engines.load_weights(derive(recipe, 1, detect()), platform, entry)
         for number in range(request.num_samples):
-            sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed + number)
-            ids = generate(
-                built.module,
+            sampling = replace(request.sampling, seed=request.sampling.seed + number)
+            ids = model.generate(
                 prompt,
                 max_new_tokens=request.max_new_tokens,
                 sampling=sampling,

@@ -99,7 +99,7 @@ def preview(submitted: Submitted) -> Preview:
         nodes=planned.nodes,
         gpus=len(planned.site.gpus),
         gpu=planned.site.gpus[0].name if planned.site.gpus else None,
-        ranks=plan.world_size,
+        ranks=plan.layout.world_size,
         memory_bytes=plan.memory.total,
         memory_capacity_bytes=plan.memory_capacity_bytes,
         memory_headroom=round(plan.memory_headroom, 4),

@@ -44,7 +44,7 @@ def require_progress(record: Path, job: str, restart: int, step: int, max_restar
         raise UserError(
             f"restart {restart} of job {job}, {max_restarts} are allowed",
             where=str(record.parents[1]),
-            fix="start it again with the same --run-id, or with a larger --max-restarts",
+            fix="resume with the same --run-id, or raise --max-restarts",
             code=ExitCode.STOP,
         )
     same = 0
@@ -56,7 +56,7 @@ def require_progress(record: Path, job: str, restart: int, step: int, max_restar
         raise UserError(
             f"{same - 1} restarts without progress: the newest checkpoint is that of step {step} each time",
             where=str(record.parents[1]),
-            rule="a run that saves nothing between restarts would go on like that for ever",
+            rule="a run that saves nothing between restarts would restart forever",
             fix="read the log for what ends it; a smaller checkpoint.save_interval loses less; then start it again "
             "with the same --run-id",
             code=ExitCode.STOP,
@@ -74,6 +74,6 @@ def _read(record: Path) -> list[dict[str, Any]]:
     if not isinstance(values, list) or not all(
         isinstance(each, dict) and {"job", "step"} <= each.keys() for each in values
     ):
-        logger.warning("%s is damaged; restarts are counted anew", record)
+        logger.warning("%s is damaged; the restart count starts at zero", record)
         return []
     return values

@@ -44,6 +44,8 @@ class TrainOptions:
     """Which of several machines this is; None: the only one."""
     max_restarts: int = 0
     """How often ranks that end with a fault are started again."""
+    separate_process: bool = False
+    """Start a process even for a single rank."""
     accept_changes: bool = False
     """Resume although another number of steps changes the learning rate or the order of the data."""
     run: RunOptions = field(default_factory=RunOptions)
@@ -61,7 +63,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> Plan
         UserError: the layout or the batch does not fit the ranks, or the run does not fit the machine.
     """
     plan = derive(recipe, default_world_size(recipe, cluster) if ranks is None else ranks, cluster)
-    check(recipe, plan, cluster)
+    check(plan, cluster)
     return plan
 
 

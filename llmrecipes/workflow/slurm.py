@@ -136,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return int(error.code)
     if path is None:
-        print("the run has finished; nothing is left to do", file=sys.stderr)
+        print("the run has already finished; nothing to do", file=sys.stderr)
         return ExitCode.DONE
     print(path)
     # A warning that came meanwhile was blocked: there is no time left to start the ranks.

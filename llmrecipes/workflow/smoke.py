@@ -106,8 +106,8 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
         last_loss=one[-1]["loss"],
         first_difference=next(different, None),
         run_dir=str(folder),
-        layout=plan.layout,
-        scaled=scaled(recipe, plan.layout),
+        layout=plan.layout.as_dict(),
+        scaled=scaled(recipe, plan.layout.as_dict()),
     )
 
 
@@ -123,7 +123,7 @@ def _run(spec: RunSpec, plan: Plan, cluster: Cluster, expected: ExitCode) -> Non
         code = start(spec, plan, cluster)
     if code != expected:
         raise UserError(
-            f"the rehearsal ended with exit code {code}", where=str(spec.run_dir), fix="read what is printed above"
+            f"the rehearsal ended with exit code {code}", where=str(spec.run_dir), fix="see the messages above"
         )
 
 

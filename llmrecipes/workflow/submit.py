@@ -1,4 +1,4 @@
-"""`llmrecipes submit`: plan for the place, check, render, and only then hand over."""
+"""`llmrecipes submit`: plan for the place, check, render, and only then submit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Submitted:
-    """What was handed over, or would be: `job` is None after a dry run."""
+    """A job that was submitted, or would be: `job` is None after a dry run."""
 
     submission: Submission
     rendering: Rendering
@@ -58,7 +58,7 @@ class Submitted:
             "run_dir": str(self.submission.run_dir),
             "cluster": None if planned.profile is None else planned.profile.name,
             "nodes": planned.nodes,
-            "ranks": planned.plan.world_size,
+            "ranks": planned.plan.layout.world_size,
             "submitted": self.job is not None,
             **self.rendering.details,
         }
@@ -72,8 +72,8 @@ def plan_for(
     Args:
         recipe, overrides: see `recipe.load.load`.
         cluster: name or path of a profile.
-        nodes: how many of its nodes; more nodes are more data-parallel ranks, and nothing else.
-        ranks_per_node: None: one a GPU.
+        nodes: how many of its nodes; more nodes add data-parallel ranks and change nothing else.
+        ranks_per_node: None: one per GPU.
 
     Raises:
         UserError: the recipe or the profile is wrong, or the run does not fit.
@@ -81,19 +81,19 @@ def plan_for(
     loaded = load(recipe, overrides).recipe
     if cluster is None:
         raise UserError(
-            "which cluster?",
+            "no cluster is named",
             where="--cluster",
-            rule="a job is planned for the nodes it will get, not for the machine that submits it",
+            rule="a job is planned for the nodes it will run on, not for the machine that submits it",
             fix=f"one of {', '.join(names())}, or a YAML file",
         )
     profile = load_profile(cluster)
     if ranks_per_node is not None and profile.gpus_per_node and ranks_per_node > profile.gpus_per_node:
         raise UserError(
-            f"{ranks_per_node} ranks on {profile.gpus_per_node} GPUs", where="--ranks-per-node", rule="one rank a GPU"
+            f"{ranks_per_node} ranks on {profile.gpus_per_node} GPUs", where="--ranks-per-node", rule="one rank per GPU"
         )
     site = machine(profile, nodes)
     plan = plan_run(loaded, site, nodes * (ranks_per_node or profile.ranks_per_node))
-    return PlannedForCluster((recipe, *overrides), cluster, loaded, profile, site, plan, nodes)
+    return PlannedForCluster((recipe, *overrides), cluster, profile, site, plan, nodes)
 
 
 def plan_here(recipe: str, overrides: list[str], nodes: int, ranks: int | None = None) -> Planned:
@@ -103,7 +103,7 @@ def plan_here(recipe: str, overrides: list[str], nodes: int, ranks: int | None =
         UserError: the recipe is wrong, or the run does not fit.
     """
     loaded, site = load(recipe, overrides).recipe, detect()
-    return Planned((recipe, *overrides), None, loaded, None, site, plan_run(loaded, site, ranks), nodes)
+    return Planned((recipe, *overrides), None, None, site, plan_run(loaded, site, ranks), nodes)
 
 
 def submit(
@@ -116,7 +116,7 @@ def submit(
     accept_changes: bool = False,
     dry_run: bool = False,
 ) -> Submitted:
-    """Render a planned run, and hand it over unless this is a dry run.
+    """Render a planned run, and submit it unless this is a dry run.
 
     Args:
         planned: from `plan_for` or `plan_here`.
@@ -128,7 +128,7 @@ def submit(
         dry_run: only render.
 
     Raises:
-        UserError: a value that the scheduler cannot take, none of its programs here, or its refusal.
+        UserError: a value that the scheduler cannot take, none of its programs on this machine, or it rejects the job.
     """
     run_id = new_run_id() if run_id is None else checked_run_id(run_id)
     paths = Paths(paths.runs_dir.resolve(), paths.data_dir.resolve())
@@ -139,7 +139,7 @@ def submit(
     launcher.require()
     spec = None
     if launcher.shares_disk:
-        # Also makes the folder of the log.
+        # Also creates the directory of the log.
         spec = new_spec(planned.recipe, paths, TrainOptions(run_id=run_id, accept_changes=accept_changes))
     try:
         job = launcher.submit(submission, rendering)

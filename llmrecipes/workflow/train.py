@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.local import Grace, run_ranks
@@ -52,7 +53,7 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
     prepare_data(recipe, paths.data_dir, log, spec)
     if options.max_restarts:
         return start_with_restarts(spec, plan, cluster, options.max_restarts, log)
-    return start(spec, plan, cluster, options.node)
+    return start(spec, plan, cluster, options.node, separate_process=options.separate_process)
 
 
 def start_with_restarts(spec: RunSpec, plan: Plan, cluster: Cluster, max_restarts: int, log: Log) -> int:
@@ -86,7 +87,7 @@ def start(
         node: which of several this is.
         separate_process: start a process even for a single rank, which could take this one with it.
     """
-    ranks = plan.world_size
+    ranks = plan.layout.world_size
     # What the user has set wins, and may be more or less than an even share.
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, int(cluster.cpu_cores) // ranks))
     if ranks == 1 and node is None and not separate_process:
@@ -121,15 +122,17 @@ def start(
 def _require_consistent(options: TrainOptions) -> None:
     if options.node is not None and options.run_id is None:
         raise UserError(
-            "several nodes without --run-id", rule="all nodes work in one directory", fix="--run-id my-run-1"
-        )
+            "missing for several nodes", where="--run-id", rule="all nodes work in one directory",
+            fix="--run-id my-run-1",
+        )  # fmt: skip
     if options.node is not None and options.max_restarts:
         raise UserError(
             f"{options.max_restarts} on several nodes", where="--max-restarts",
             rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
     if options.run.from_scratch and options.run_id is None:
-        raise UserError("--from-scratch without --run-id", rule="a run without an id is a new one", fix="leave it out")
+        raise UserError("given without --run-id", where="--from-scratch", rule="a run without an id is a new one",
+                        fix="leave it out")  # fmt: skip
 
 
 def _require_even_nodes(ranks: int, nodes: int) -> None:
@@ -159,7 +162,8 @@ def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, no
             f"cluster profile {name} has {profile.gpus_per_node} GPUs a node, this machine has {len(here.gpus)}",
             where="--cluster",
             rule="a run is planned for the kind of machine it runs on",
-            fix=f"without --cluster it is planned for this machine; llmrecipes show RECIPE --cluster {name} plans only",
+            fix="without --cluster the run is planned for this machine; to plan only: "
+            + command_line("show", recipe.name, options={"cluster": name}),
         )
     plan = plan_run(recipe, site, ranks)
     os.environ.update(missing(environment(profile, plan, ranks // nodes), os.environ))

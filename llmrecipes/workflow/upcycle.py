@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmrecipes.commandline import resume_command
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.plan.check import gib
@@ -21,7 +22,7 @@ from llmrecipes.tracking.status import StatusSink
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import CheckpointStore, Entry
-    from llmrecipes.engine.megatron.engine import MegatronEngine
+    from llmrecipes.engine.base import Engine
 
 ORIGIN = "upcycled.json"
 
@@ -65,7 +66,7 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
     dense, moe = load_upcycled(dense_run / "recipe.yaml", overrides)
     run_dir = runs_dir / moe.name / run_id
     if (run_dir / "recipe.yaml").exists():
-        raise UserError(f"run {run_id} is there already", where=str(run_dir), fix="another --run-id, or none")
+        raise UserError(f"run {run_id} already exists", where=str(run_dir), fix="another --run-id, or none")
     cluster = detect()
     whole_dense, whole_moe = _on_one_rank(dense), _on_one_rank(moe)
     plans = derive(whole_dense, 1, cluster), derive(whole_moe, 1, cluster)
@@ -77,7 +78,7 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
         raise UserError(
             "no valid checkpoint",
             where=str(dense_run / "checkpoints"),
-            fix=f"train it first: llmrecipes train {dense.name} --run-id {dense_run.name}",
+            fix=f"train it first: {resume_command(dense_run)}",
         )
     result = Upcycled(
         run_dir=str(run_dir),
@@ -87,7 +88,7 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
         parameters=plans[1].num_parameters.total,
         active_parameters=plans[1].num_parameters.active,
     )
-    _convert(entry, whole_dense, whole_moe, plans, CheckpointStore(run_dir / "checkpoints"), moe)
+    _convert(entry, *plans, CheckpointStore(run_dir / "checkpoints"), moe)
     # The recipe makes a directory a run, so it comes last.
     status = StatusSink(run_dir, resumed_step=0, total_steps=moe.train.train_iters)
     status.note(Note(step=0, event="checkpoint_saved"))  # without it the run must not start from fresh weights
@@ -122,49 +123,36 @@ def _require_memory(dense: Plan, moe: Plan, cluster: Cluster) -> None:
         )
 
 
-def _convert(
-    entry: Entry, dense: Recipe, moe: Recipe, plans: tuple[Plan, Plan], store: CheckpointStore, result: Recipe
-) -> None:
-    from llmrecipes.engine.megatron.checkpoint.loader import load
-    from llmrecipes.engine.megatron.engine import MegatronEngine
-    from llmrecipes.engine.megatron.model.gpt import build
-    from llmrecipes.engine.megatron.model.upcycle import copy_into_experts
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.state import load_model, model_state
-    from llmrecipes.engine.megatron.world import join
+def _convert(entry: Entry, dense: Plan, moe: Plan, store: CheckpointStore, result: Recipe) -> None:
+    from llmrecipes.engine.registry import backend
 
-    platform = select()
-    platform.install()
-    with join(platform, moe.train.seed, moe.parallelism):
-        given = build(dense, plans[0], platform)
-        load_model(given.modules, load(entry, model_state(given.modules)))
-        built = build(moe, plans[1], platform)
-        copy_into_experts(given.module, built.module)
-        del given
-        # The optimizer copies its master weights here, so the experts must be in place.
-        _save(MegatronEngine(moe, plans[1], built, platform), store, result)
+    engines = backend(moe.recipe)
+    platform = engines.platform()
+    with engines.join(moe.recipe, platform):
+        _save(engines.upcycle(dense, moe, platform, entry), store, result)
 
 
-def _save(engine: MegatronEngine, store: CheckpointStore, result: Recipe) -> None:
+def _save(engine: Engine, store: CheckpointStore, result: Recipe) -> None:
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
-    from llmrecipes.engine.megatron.state import Progress, sharded_state
+    from llmrecipes.engine.base import Progress
 
     info = CheckpointInfo(
         step=0,
         consumed_samples=0,
         consumed_tokens=0,
-        layout=engine.plan.layout,
+        layout=engine.plan.layout.as_dict(),
         recipe_hash=recipe_hash(result),
+        engine=engine.name,
         recipe=result.model_dump(mode="json"),
     )
-    with AsyncSaver(store, saver_group()) as saver:
-        saver.save(sharded_state(engine, Progress()), info)
+    with AsyncSaver(store, saver_group(), engine.checkpoint_format()) as saver:
+        saver.save(engine.state(Progress()), info)
         (report,) = saver.wait()
     if report.path is None:
         raise UserError(
             f"the checkpoint could not be written: {report.error}",
             where=str(store.directory),
-            fix="make room, and upcycle again",
+            fix="free some disk space, and upcycle again",
             code=ExitCode.STOP,
         )

@@ -54,7 +54,7 @@ def start_ranks(spec: VerifySpec, ranks: int, cluster: Cluster) -> None:
     threads = max(1, int(cluster.cpu_cores) // ranks)
     code = run_ranks("llmrecipes.verify.worker", [str(path)], world_size=ranks, threads=threads, logs=logs)
     if code:
-        raise UserError(f"the layout ended with exit code {code}", where=str(logs), fix="read what is printed above")
+        raise UserError(f"the layout ended with exit code {code}", where=str(logs), fix="see the messages above")
 
 
 def verify(
@@ -81,7 +81,7 @@ def verify(
     cluster = detect()
     small = subject(recipe, options.iters, cluster.device)
     plan = plan_run(small, cluster, _ranks(small, options.nproc, cluster))
-    one = reference(small, plan.data_parallel_size)
+    one = reference(small, plan.layout.data_parallel_size)
     plan_run(one, cluster, 1)
     prepare_data(small, paths.data_dir, log)
     folder = paths.runs_dir / f"{recipe.name}-verify" / new_run_id()
@@ -91,14 +91,14 @@ def verify(
     spread = VerifySpec(recipe=small, folder=folder / "layout", reference=alone.folder, **common)  # type: ignore[arg-type]
     log(f"verify {recipe.name}: {options.iters} steps in one process")
     _alone(alone, cluster)
-    log(f"verify {recipe.name}: the same on {plan.world_size} ranks")
+    log(f"verify {recipe.name}: the same on {plan.layout.world_size} ranks")
     spread.folder.mkdir()
-    train_layout(spread, plan.world_size, cluster)
+    train_layout(spread, plan.layout.world_size, cluster)
     result = _compare(recipe.name, alone, spread, cluster, _scaled(recipe, small, plan))
     (folder / "verify.json").write_text(json.dumps(result.as_record(), indent=2) + "\n", "utf-8")
     from llmrecipes.verify.drawing import svg
 
-    (folder / "verify.svg").write_text(svg(result, f"{recipe.name} on {plan.world_size} ranks"), "utf-8")
+    (folder / "verify.svg").write_text(svg(result, f"{recipe.name} on {plan.layout.world_size} ranks"), "utf-8")
     for records in (alone.folder, spread.folder):
         shutil.rmtree(records)
     return Verification(result, folder)
@@ -122,8 +122,8 @@ def _ranks(small: Recipe, nproc: int | None, cluster: Cluster) -> int:
 
 
 def _scaled(recipe: Recipe, small: Recipe, plan: Plan) -> Scaled:
-    found = scaled(recipe, plan.layout)
-    if plan.data_parallel_size > 1:
+    found = scaled(recipe, plan.layout.as_dict())
+    if plan.layout.data_parallel_size > 1:
         return found
     twice = f"one replica of the layout ran; --nproc {2 * smallest_world(small.parallelism)} runs two"
     return found.without(Degree("data_parallel_size", None, 1, twice))

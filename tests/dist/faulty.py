@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.engine.megatron.platform import select
@@ -34,7 +35,7 @@ def train_with(fault: str | None, spec: VerifySpec) -> None:
     ):
         if fault is not None:
             FAULTS[fault](patch)
-        train(spec, world, select())
+        train(spec, MegatronBackend(), world, select())
 
 
 def resume_without_masters(recipe: Recipe, folder: Path) -> Outcome | None:
@@ -104,9 +105,9 @@ def _chunks_in_order(patch: Patch) -> None:
 
 def _to_routers(change: Callable[[torch.nn.Parameter], None]) -> Callable[[Patch], None]:
     def fault(patch: Patch) -> None:
-        from llmrecipes.engine.megatron.model import gpt
+        from llmrecipes.engine.megatron import backend
 
-        build = gpt.build
+        build = backend.build
 
         def changed(*args: Any, **kwargs: Any) -> BuiltModel:
             built = build(*args, **kwargs)
@@ -116,7 +117,7 @@ def _to_routers(change: Callable[[torch.nn.Parameter], None]) -> Callable[[Patch
                         change(parameter)
             return built
 
-        patch.setattr(gpt, "build", changed)
+        patch.setattr(backend, "build", changed)
 
     return fault
 

@@ -45,7 +45,7 @@ def test_masters_and_moments_are_those_that_were_saved(
 def messages(recipe: Recipe, folder: Path) -> list[str]:
     """What the first rank logs when it resumes. To be called on every rank."""
     kept: SimpleQueue[logging.LogRecord] = SimpleQueue()
-    handler, log = QueueHandler(kept), logging.getLogger("llmrecipes.train.resume")
+    handler, log = QueueHandler(kept), logging.getLogger("llmrecipes.engine.megatron.state")
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -60,7 +60,7 @@ def messages(recipe: Recipe, folder: Path) -> list[str]:
 def test_another_layout_says_that_random_states_are_new_ones(checkpoint: Path, worlds: dict[int, GlooWorld]) -> None:
     assert worlds[2].run(messages, SAVED.recipe, checkpoint) == []
     (said,) = worlds[2].run(messages, OTHERS[0].recipe, checkpoint)
-    assert "random states are new ones" in said
+    assert "random states are re-seeded" in said
 
 
 def test_masters_that_are_rebuilt_from_bf16_weights_are_found(checkpoint: Path, worlds: dict[int, GlooWorld]) -> None:

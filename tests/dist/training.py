@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import build
 from llmrecipes.engine.megatron.model.init import global_name
@@ -26,7 +27,7 @@ from llmrecipes.engine.megatron.world import World, model_parallel
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import resume
-from llmrecipes.verify import replicas, shards
+from llmrecipes.verify import replicas
 from llmrecipes.verify.spec import ReplicaDifference
 from tests.dist.table import SAVED_AT, STEPS
 from tests.helpers import ROOMY, random_batches
@@ -112,10 +113,10 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
             step=progress.step,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
-            layout=engine.plan.layout,
+            layout=engine.plan.layout.as_dict(),
             recipe_hash="parity",
         )
-        with AsyncSaver(CheckpointStore(folder), saver_group()) as saver:
+        with AsyncSaver(CheckpointStore(folder), saver_group(), ShardedFormat()) as saver:
             with engine.params_synced():
                 saver.save(sharded_state(engine, progress), info)
                 saved = _everything(engine, world)
@@ -142,7 +143,7 @@ def training(recipe: Recipe) -> Iterator[tuple[MegatronEngine, World]]:
     platform = select()
     with model_parallel(recipe.train.seed, recipe.parallelism) as world:
         plan = derive(recipe, world.size, ROOMY)
-        engine = MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+        engine = MegatronEngine(plan, build(plan, platform), platform)
         try:
             yield engine, world
         finally:
@@ -161,7 +162,7 @@ def _run(engine: MegatronEngine, world: World, steps: int, consumed: int = 0) ->
         valid = engine.evaluate(loaders(engine.recipe, world), 1)
         assert valid is not None
         tensors = _whole_tensors([module.sharded_state() for module in engine.modules], world)
-        digests = replicas.gathered(replicas.digests(shards.weights(engine.modules)))
+        digests = replicas.gathered(replicas.digests(engine.weights()))
     if not world.is_first:
         return None
     apart = replicas.first_difference(digests, STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -27,7 +28,8 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.train import start
-from tests.helpers import curve, lines, require_same_checkpoints, tiny_on, train_lines, write_recipe
+from tests.helpers import curve, lines, require_same_checkpoints, steps_done, tiny_on, train_lines, write_recipe
+from tests.refusals import require_message
 
 BAD = "decoder.layers.1.mlp.linear_fc1.weight"
 
@@ -85,8 +87,7 @@ def test_a_nan_stops_the_run_and_leaves_the_checkpoint_of_before(
     poison(monkeypatch, at=6)
     code, printed = train(checkpoint={"save_interval": 4})
     assert code == 93
-    assert "loss is nan in step 6, rank 0" in printed
-    assert f"first bad parameter: {BAD} (nan among 1 of" in printed
+    require_message(printed, "step 6, rank 0", rule=BAD)
     assert saved(run_dir) == [4]
     assert [line["step"] for line in train_lines(run_dir)] == [1, 2, 3, 4, 5, 6]
     assert train_lines(run_dir)[-1]["non_finite"] == ["loss", "grad_norm"]
@@ -94,7 +95,7 @@ def test_a_nan_stops_the_run_and_leaves_the_checkpoint_of_before(
     monkeypatch.undo()
     code, printed = train(checkpoint={"save_interval": 4})
     assert code == 0
-    assert "4 done, 8 to go" in printed
+    assert steps_done(printed) == 4
 
 
 def test_a_loss_that_explodes_and_stays_finite_raises_one_alarm(train: Command, run_dir: Path) -> None:
@@ -111,7 +112,7 @@ def test_anomaly_mode_names_the_module(train: Command, run_dir: Path, monkeypatc
     poison(monkeypatch, at=2)
     code, printed = train("--anomaly")
     assert code == 93
-    assert "the output of decoder.layers.1.mlp.linear_fc1 is not finite" in printed
+    require_message(printed, "decoder.layers.1.mlp.linear_fc1")
     assert [line["step"] for line in train_lines(run_dir)] == [1]
 
 
@@ -119,7 +120,7 @@ def test_overflows_are_skipped_counted_and_end_at_the_smallest_loss_scale(train:
     scale = {"precision": "fp16", "hysteresis": 1, "initial_loss_scale": 2.0**40, "min_loss_scale": 2.0**38}
     code, printed = train(train=scale)
     assert code == 93
-    assert "fp16 gradients overflow in step 3 even at the smallest loss scale" in printed
+    require_message(printed, "train.min_loss_scale", rule=("fp16", "3"))
     skipped = train_lines(run_dir)
     assert [line["skipped"] for line in skipped] == [True] * 3
     assert [line["loss_scale"] for line in skipped] == [2.0**40, 2.0**39, 2.0**38]
@@ -147,8 +148,8 @@ def test_failed_saves_are_alarms_and_only_the_last_one_ends_the_run(
     with no_file_above(300_000):
         code, printed = train(checkpoint={"save_interval": 4})
     assert code == 93
-    assert "the checkpoint of the last step, 12, could not be written" in printed
-    assert "File too large" in printed
+    require_message(printed, "12")
+    assert os.strerror(errno.EFBIG) in printed
     assert [line["step"] for line in train_lines(run_dir)] == list(range(1, 13))
     assert [(note["step"], note["alarm"]) for note in notes(run_dir, "save_failed")] == [
         (4, True),
@@ -192,7 +193,7 @@ def test_training_goes_on_over_a_full_disk_and_saves_when_there_is_room(
     code, printed = train(checkpoint={"save_interval": 4, "async_save": False, "most_recent_k": 1})
     assert code == 0, printed
     assert "ALARM" in printed
-    assert "No space left on device" in printed
+    assert os.strerror(errno.ENOSPC) in printed
     assert [(note["step"], note["alarm"]) for note in notes(run_dir, "save_failed")] == [(4, True)]
     assert [note["step"] for note in notes(run_dir, "checkpoint_saved")] == [8, 12]
     assert CheckpointStore(small_disk).valid(12, full=True)
@@ -232,15 +233,14 @@ def test_a_killed_process_that_reads_is_saved_and_started_again(
     sections: dict[str, Any] = {"data": {"num_workers": 1, "prefetch_factor": 1}, "model": {"hidden_dropout": 0.1}}
     code, printed = train(**sections)
     assert code == 75
-    assert printed.count("error: ") == 1
-    assert "SIGKILL" in printed
+    require_message(printed, "data.num_workers", rule="SIGKILL")
     last = train_lines(run_dir)[-1]["step"]
     assert saved(run_dir) == [last]
     assert last >= 5, "the step that was read ahead is done"
     assert [note["alarm"] for note in notes(run_dir, "unreadable")] == [True]
     code, printed = train(**sections)
     assert code == 0, printed
-    assert f"{last} done, {12 - last} to go" in printed
+    assert steps_done(printed) == last
     interrupted = run_dir.rename(run_dir.with_name("interrupted"))
     assert train(**sections)[0] == 0
     assert curve(interrupted) == curve(run_dir)
@@ -263,10 +263,7 @@ def test_tokens_that_are_cut_off_under_a_run_end_it_with_the_last_step_saved(
     whole = file.read_bytes()
     at_step(4, lambda: os.truncate(file, 100))
     assert run_spec(recipe, tmp_path, tmp_path / "data") == 93
-    printed = capfd.readouterr().err
-    assert str(file) in printed
-    assert "has 100 bytes" in printed
-    assert "Traceback" not in printed
+    require_message(capfd.readouterr().err, file, rule="100")
     run_dir = tmp_path / "runs" / "tiny" / "r"
     last = train_lines(run_dir)[-1]["step"]
     assert saved(run_dir) == [last]
@@ -285,7 +282,7 @@ ONE_BATCH: dict[str, dict[str, Any]] = {"train": {"global_batch_size": 2, "train
 def test_one_batch_is_learnt_by_heart(train: Command, tmp_path: Path) -> None:
     code, printed = train("--overfit-batch", optimizer={"lr": 1e-2}, **ONE_BATCH)
     assert code == 0, printed
-    assert "learnt by heart: loss 6." in printed
+    assert "loss 6." in printed
     losses = [line["loss"] for line in train_lines(tmp_path / "runs" / "faults.overfit" / "r")]
     assert len(losses) == 200
     assert losses[-1] < 0.05
@@ -294,20 +291,20 @@ def test_one_batch_is_learnt_by_heart(train: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "diagnosis"),
     [
-        ({"optimizer": {"lr": 1e-9}}, "optimizer.lr is too low"),
-        ({"optimizer": {"lr": 30.0}}, "optimizer.lr is too high"),
-        ({"optimizer": {"lr": 1e-3}}, "more train.train_iters"),
-        ({"optimizer": {"lr": 1e-3}, "model": {"hidden_dropout": 0.5}}, "dropout (0.5) keeps it from zero"),
+        ({"optimizer": {"lr": 1e-9}}, ("optimizer.lr", "--anomaly")),
+        ({"optimizer": {"lr": 30.0}}, "optimizer.lr"),
+        ({"optimizer": {"lr": 1e-3}}, "train.train_iters"),
+        ({"optimizer": {"lr": 1e-3}, "model": {"hidden_dropout": 0.5}}, ("0.5", "model.hidden_dropout=0")),
     ],
     ids=["too low", "too high", "too short", "dropout"],
 )
 def test_one_batch_that_is_not_learnt_gets_a_diagnosis(
-    train: Command, sections: dict[str, dict[str, Any]], diagnosis: str
+    train: Command, sections: dict[str, dict[str, Any]], diagnosis: str | tuple[str, ...]
 ) -> None:
     code, printed = train("--overfit-batch", **{**sections, "train": {"global_batch_size": 2, "train_iters": 20}})
     assert code == 93
-    assert "one batch was not learnt by heart: loss 6." in printed
-    assert diagnosis in printed
+    require_message(printed, "--overfit-batch", rule=diagnosis)
+    assert "loss 6." in printed
 
 
 def test_a_profile_is_a_chrome_trace_of_the_steps_asked_for(train: Command, run_dir: Path) -> None:
@@ -421,19 +418,19 @@ def test_a_finished_run_has_nothing_to_do_and_may_be_made_longer(train: Command,
     before = (run_dir / "metrics.jsonl").read_bytes()
     code, printed = train()
     assert code == 0
-    assert "12 done, 0 to go" in printed
+    assert steps_done(printed) == 12
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     assert train(train={"train_iters": 15}, scheduler={"lr_decay_iters": 12})[0] == 0
     assert [line["step"] for line in train_lines(run_dir)] == list(range(1, 16))
     code, printed = train(train={"train_iters": 10}, scheduler={"lr_decay_iters": 12})
     assert code == 2
-    assert "the run has done 15 steps" in printed
+    require_message(printed, "step-00000015", rule=("train.train_iters=15", "10"))
 
 
 def test_what_a_run_leaves_behind(train: Command, run_dir: Path) -> None:
     code, printed = train()
     assert code == 0
-    assert "bits per byte" in printed
+    assert "bits" in printed
     assert {path.name for path in run_dir.iterdir()} >= {
         "recipe.yaml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "logs",
     }  # fmt: skip

@@ -47,7 +47,7 @@ def make_engine(recipe: Recipe, ranks: int = 1) -> MegatronEngine:
     """The engine of this rank; its groups have to be there."""
     platform = select()
     plan = derive(recipe, ranks, ROOMY)
-    return MegatronEngine(recipe, plan, build(recipe, plan, platform), platform)
+    return MegatronEngine(plan, build(plan, platform), platform)
 
 
 def micro_batches(count: int = 4, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.checkpoint.loader import load
 from tests.dist.worlds import say
 
@@ -58,7 +59,7 @@ def save_until_killed(directory: Path) -> None:
     """Resume from the newest valid checkpoint, prove that it is whole, and save on and on."""
     state = TinyState()
     store = CheckpointStore(directory)
-    with AsyncSaver(store, saver_group()) as saver:
+    with AsyncSaver(store, saver_group(), ShardedFormat()) as saver:
         entry = store.latest_valid()
         step = entry.step if entry else 0
         if entry:
@@ -88,7 +89,7 @@ def train_in_two(directory: Path) -> None:
     logging.getLogger().addHandler(told)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with AsyncSaver(store, saver_group()) as saver:
+        with AsyncSaver(store, saver_group(), ShardedFormat()) as saver:
             for step in (1, 2, 3):
                 if step == 2 and state.rank == 1:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))

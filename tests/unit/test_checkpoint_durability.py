@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from llmrecipes.checkpoint.manifest import CheckpointInfo, digest
 from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_everything_is_on_disk_before_the_name_is_and_the_name_before_it_is_anno
 def test_what_a_rank_has_written_is_on_disk_before_it_reports(
     store: CheckpointStore, group: dist.ProcessGroup, disk: Disk
 ) -> None:
-    with AsyncSaver(store, group) as saver:
+    with AsyncSaver(store, group, ShardedFormat()) as saver:
         assert save(saver, 1).path == store.path(1)
     synced = {path.name for kind, path in disk.events if kind == "sync"}
     assert {file.name for file in store.path(1).iterdir()} <= synced
@@ -150,7 +151,7 @@ def test_a_rename_that_fails_touches_no_checkpoint(store: CheckpointStore, disk:
 def test_a_rename_that_fails_is_a_failed_save_and_the_next_one_works(
     store: CheckpointStore, group: dist.ProcessGroup, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with AsyncSaver(store, group) as saver:
+    with AsyncSaver(store, group, ShardedFormat()) as saver:
         save(saver, 1)
         disk.refuse = OSError(errno.EIO, os.strerror(errno.EIO))
         with caplog.at_level(logging.ERROR):
@@ -183,7 +184,7 @@ def test_a_file_system_without_inodes_costs_one_checkpoint_and_nothing_else(
 ) -> None:
     with few_inodes(tmp_path / "disk"):
         store = CheckpointStore(tmp_path / "disk")
-        with AsyncSaver(store, group, most_recent_k=5) as saver:
+        with AsyncSaver(store, group, ShardedFormat(), most_recent_k=5) as saver:
             for step in (1, 2, 3):
                 assert save(saver, step).path == store.path(step)
             with caplog.at_level(logging.ERROR):

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.checkpoint.loader import load
 from llmrecipes.engine.megatron.checkpoint.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from llmrecipes.engine.megatron.engine import MegatronEngine
@@ -63,7 +64,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[MegatronEngine]:
         patch.delenv("WORLD_SIZE", raising=False)
         with join(platform, 1, chosen.parallelism) as world:
             plan = derive(chosen, world.size, detect())
-            engine = MegatronEngine(chosen, plan, build(chosen, plan, platform), platform)
+            engine = MegatronEngine(plan, build(plan, platform), platform)
             for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
                 for state in part.optimizer.state.values():
                     for value in state.values():
@@ -120,7 +121,7 @@ def test_it_loads_back(engine: MegatronEngine, tmp_path: Path) -> None:
     info = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")
     wanted = [value.clone() for value in state()]
     assert wanted
-    with AsyncSaver(store, saver_group()) as saver:
+    with AsyncSaver(store, saver_group(), ShardedFormat()) as saver:
         model = model_state(engine.modules)
         saver.save({"optimizer": sharded_optimizer_state(engine.optimizer, model, metadata())}, info)
         for value in state():

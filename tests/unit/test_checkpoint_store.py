@@ -14,7 +14,7 @@ import pytest
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, FileRecord, digest
 from llmrecipes.checkpoint.retention import surviving
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.errors import ExitCode, UserError
+from tests.refusals import refused
 
 VERSIONS = {"torch": "2"}
 
@@ -241,9 +241,8 @@ sys.stdin.read()
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"claimed\n"
-        with pytest.raises(UserError, match="another process is training this run") as caught:
+        with refused(store.directory):
             store.claim()
-        assert caught.value.code == ExitCode.BAD_INPUT
         assert list(store.directory.glob(".tmp*")), "a live writer's files are left alone"
         other.kill()
     store.claim()
@@ -253,7 +252,7 @@ sys.stdin.read()
 
 def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(UserError, match="checkpoints cannot be written"):
+    with refused(tmp_path / "checkpoints"):
         CheckpointStore(tmp_path / "checkpoints").claim()
 
 

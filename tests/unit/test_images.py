@@ -117,7 +117,7 @@ def test_no_builder_is_said_in_one_message(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "argv", ["build_image.py", "cpu"])
     assert build_image.main() == 2
-    assert "no builder works here" in capsys.readouterr().err
+    assert "--builder" in capsys.readouterr().err
 
 
 def test_pip_configuration_is_mounted_and_moved(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_package_that_is_not_locked_is_named() -> None:
     command = [sys.executable, "tools/runtime_lock.py", "requirements/py312.txt", "--only", "no-such-package"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "requirements/py312.txt has no no-such-package: make lock\n"
+    assert done.stderr.startswith("requirements/py312.txt ") and "no-such-package" in done.stderr
 
 
 def test_the_inventory_is_cyclonedx() -> None:

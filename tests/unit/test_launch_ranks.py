@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmrecipes.errors import UserError
 from llmrecipes.launch.ranks import FIRST_PORT, PORTS, Rank, from_slurm, port_of
+from tests.refusals import refused
 
 TASK = {
     "SLURM_JOB_ID": "16001",
@@ -28,7 +28,7 @@ def test_a_task_of_srun() -> None:
 
 @pytest.mark.parametrize("name", TASK)
 def test_what_is_missing_is_named(name: str) -> None:
-    with pytest.raises(UserError, match=name):
+    with refused("srun", rule=name):
         from_slurm({key: value for key, value in TASK.items() if key != name})
 
 

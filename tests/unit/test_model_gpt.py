@@ -17,8 +17,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from llmrecipes.engine.megatron.model.attention import SdpaCoreAttention
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 from llmrecipes.engine.megatron.model.spec import choose
-from llmrecipes.errors import UserError
 from tests.helpers import LLAMA, MODEL, built, engine_of, steps, tiny
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -122,7 +122,7 @@ def test_label_smoothing_changes_the_training_loss_only() -> None:
 
 
 def test_an_implementation_asked_for_by_name_is_never_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="cannot run here: no GPU"):
+    with refused("model.transformer_impl", rule="GPU"):
         choose("transformer_engine")
     assert choose("auto") == ("local", "no GPU")
     assert choose("local")[0] == "local"
@@ -134,9 +134,8 @@ def test_an_implementation_asked_for_by_name_is_never_swapped(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    with pytest.raises(UserError, match="TransformerEngine is not installed") as refused:
+    with refused("model.transformer_impl", rule="TransformerEngine"):
         choose("transformer_engine")
-    assert refused.value.code == 2
     assert choose("auto") == ("local", "TransformerEngine is not installed")
 
 

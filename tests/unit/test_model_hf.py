@@ -221,7 +221,7 @@ def randomised(model: dict[str, Any]) -> RecipeGPTModel:
         "optimizer": {"lr": 1e-3},
     }
     recipe = Recipe.model_validate({"name": "hf", **sections})
-    module = build(recipe, derive(recipe, 1, ROOMY), select()).module
+    module = build(derive(recipe, 1, ROOMY), select()).module
     random = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in module.parameters():

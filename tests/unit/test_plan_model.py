@@ -73,7 +73,7 @@ def measure() -> Measured:
             sections = {"model": {**BASE, **of_model}, "train": train, "optimizer": {"lr": 1e-3}}
             recipe = Recipe.model_validate({"name": "t", **sections})
             plan = derive(recipe, 1, cpu)
-            built = build(recipe, plan, platform)
+            built = build(plan, platform)
             module = built.module.to(dtype=built.config.params_dtype).train()
             own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
             kept: dict[int, torch.UntypedStorage] = {}
@@ -86,7 +86,7 @@ def measure() -> Measured:
             ids = torch.zeros(2, recipe.model.seq_length, dtype=torch.int64)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 module(ids, ids, None, labels=ids)
-            log_softmax = 4 * ids.numel() * plan.padded_vocab_size * (1 + (recipe.model.mtp_num_layers or 0))
+            log_softmax = 4 * ids.numel() * plan.shape.vocab_size * (1 + (recipe.model.mtp_num_layers or 0))
             found[name] = {
                 "parameters": sum(parameter.numel() for parameter in module.parameters()),
                 "planned_parameters": plan.num_parameters.total,

@@ -12,6 +12,7 @@ from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.placement import Placement, groups, place
 from llmrecipes.recipe.load import load
 from tests.dist.worlds import GlooWorld
+from tests.refusals import require_message
 
 SMALL = "train.micro_batch_size=2"
 LAYOUTS = [
@@ -161,4 +162,4 @@ def test_the_command_shows_one_slice_of_a_large_world(capsys: pytest.CaptureFixt
 
 def test_the_command_refuses_ranks_that_the_layout_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["layout", "gpt-tiny-3d", "--nproc", "6"]) == 2
-    assert "6 ranks are not a multiple of" in capsys.readouterr().err
+    require_message(capsys.readouterr().err, "parallelism", rule="6")

@@ -84,7 +84,7 @@ def measure() -> Measured:
         recipe = Recipe.model_validate({"name": "t", **sections})
         assert check(recipe) == [], name
         plan = derive(recipe, ranks, cpu)
-        stages = plan.degrees.pipeline_model_parallel_size
+        stages = plan.layout.pipeline_model_parallel_size
         found[name] = []
         for stage in range(stages):
             dist.init_process_group("fake", store=FakeStore(), rank=stage * ranks // stages, world_size=ranks)
@@ -94,13 +94,13 @@ def measure() -> Measured:
                 create_gloo_process_groups=False,
             )
             seed_random_states(1)
-            modules = build(recipe, plan, platform).modules
+            modules = build(plan, platform).modules
             found[name].append(
                 {
                     "layers": [len(module.decoder.layers) for module in modules],
-                    "planned_layers": list(plan.degrees.layers_per_stage[stage]),
+                    "planned_layers": list(plan.layout.layers_per_stage[stage]),
                     "parameters": sum(each.numel() for module in modules for each in module.parameters()),
-                    "planned_parameters": count_on_rank(recipe.model, plan.degrees, stage, "cpu").total,
+                    "planned_parameters": count_on_rank(recipe.model, plan.shape, plan.layout, stage, "cpu").total,
                 }
             )
             parallel_state.destroy_model_parallel()

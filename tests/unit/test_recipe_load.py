@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.errors import UserError
+from llmrecipes.recipe.document import MAX_DEPTH
 from llmrecipes.recipe.files import MAX_SHOWN
 from llmrecipes.recipe.load import Loaded, load, names, recipe_hash, recipes_dir, to_yaml
 from llmrecipes.recipe.proxy import proxy
+from tests.refusals import has_token, refused
 
 Write = Callable[..., Loaded]
 
@@ -48,13 +49,6 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return run
 
 
-def message(write: Write, *changes: tuple[str, str], raw: bytes | None = None, overrides: tuple[str, ...] = ()) -> str:
-    with pytest.raises(UserError) as caught:
-        write(*changes, raw=raw, overrides=overrides)
-    assert caught.value.code == 2
-    return str(caught.value)
-
-
 def test_numbers_are_read_as_yaml_1_2(write: Write) -> None:
     loaded = write(("lr: 3e-4", "lr: 3e-4\n  weight_decay: 1\n  adam_eps: 1.e-8"))
     assert (loaded.recipe.optimizer.lr, loaded.recipe.optimizer.weight_decay) == (3e-4, 1.0)
@@ -65,10 +59,9 @@ def test_numbers_are_read_as_yaml_1_2(write: Write) -> None:
 def test_words_that_yaml_1_1_reads_as_booleans_stay_words(write: Write) -> None:
     loaded = write(("name: small", "name: small\ndescription: on"))
     assert loaded.recipe.description == "on"
-    text = message(write, ("num_layers: 2", "num_layers: 2\n  qk_layernorm: yes"))
-    assert "small.yaml:4: model.qk_layernorm: 'yes' (a string) does not fit" in text
-    assert "rule: model.qk_layernorm is true or false" in text
-    assert "fix:  true" in text
+    with refused("small.yaml:4: model.qk_layernorm", rule="'yes'") as caught:
+        write(("num_layers: 2", "num_layers: 2\n  qk_layernorm: yes"))
+    assert caught.value.fix == "true"
 
 
 @pytest.mark.parametrize(
@@ -84,93 +77,98 @@ def test_words_that_yaml_1_1_reads_as_booleans_stay_words(write: Write) -> None:
 def test_an_unknown_key_names_its_line_and_the_nearest_key(
     write: Write, old: str, new: str, where: str, fix: str
 ) -> None:
-    text = message(write, (old, new))
-    assert f"{where}: unknown key\n  fix:  did you mean {fix}?" in text
+    with refused(where) as caught:
+        write((old, new))
+    assert caught.value.where == where
+    assert has_token(caught.value.fix, fix)
 
 
 def test_a_misspelt_required_key_is_reported_once(write: Write) -> None:
-    assert "missing" not in message(write, ("num_layers:", "num_layrs:"))
+    with refused("model.num_layrs") as caught:
+        write(("num_layers:", "num_layrs:"))
+    assert not caught.value.parts
 
 
 def test_a_dotted_key_in_a_file_is_to_be_nested(write: Write) -> None:
-    text = message(write, ("name: small", "name: small\nscheduler.lr_warmup_iters: 3"))
-    assert "small.yaml:2" in text
-    assert "nest it: lr_warmup_iters under scheduler" in text
+    with refused("small.yaml:2: scheduler.lr_warmup_iters", rule="lr_warmup_iters"):
+        write(("name: small", "name: small\nscheduler.lr_warmup_iters: 3"))
 
 
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        ('"2"', "'2' (a string)"), ("true", "true (a truth value)"), ("2.0", "2.0 (a number)"),
-        ("-1", "-1 (an integer)"),
-        ("0", "0 (an integer)"), (".nan", "nan (a number)"), ("1_000", "'1_000' (a string)"), ("", "nothing (null)"),
-        ("[2]", "[2] (a list)"),
+        ('"2"', "'2'"), ("true", "true ("), ("2.0", "2.0"), ("-1", "-1"), ("0", "0 ("), (".nan", "nan ("),
+        ("1_000", "'1_000'"), ("", "(null)"), ("[2]", "[2]"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_shown_with_the_rule(write: Write, value: str, shown: str) -> None:
-    text = message(write, ("num_layers: 2", f"num_layers: {value}"))
-    assert f"small.yaml:3: model.num_layers: {shown} does not fit" in text
-    assert "rule: model.num_layers is an integer greater than 0" in text
+    with refused("small.yaml:3: model.num_layers", rule="model.num_layers") as caught:
+        write(("num_layers: 2", f"num_layers: {value}"))
+    assert shown in caught.value.what
+    assert caught.value.rule.endswith("0")
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1e999", "-1", "0", "yes", "'3e-4'"])
 def test_a_learning_rate_is_a_finite_positive_number(write: Write, value: str) -> None:
-    text = message(write, ("lr: 3e-4", f"lr: {value}"))
-    assert "small.yaml:13: optimizer.lr: " in text
-    assert "rule: optimizer.lr is a finite number greater than 0" in text
+    with refused("small.yaml:13: optimizer.lr", rule="optimizer.lr"):
+        write(("lr: 3e-4", f"lr: {value}"))
 
 
 @pytest.mark.parametrize("digits", ["9223372036854775808", "1" + "0" * 5000, "0x" + "f" * 40])
 def test_a_huge_integer_is_refused_and_not_computed_with(write: Write, digits: str) -> None:
-    assert "small.yaml:3: model.num_layers: " in (text := message(write, ("num_layers: 2", f"num_layers: {digits}")))
-    assert "is too large" in text
-    assert len(text) < 300
+    with refused("small.yaml:3: model.num_layers", rule=f"{2**63 - 1}") as caught:
+        write(("num_layers: 2", f"num_layers: {digits}"))
+    assert len(str(caught.value)) < 300
 
 
 def test_all_problems_come_at_once_in_the_order_of_the_file(write: Write) -> None:
-    text = message(
-        write,
-        ("num_layers: 2", "num_layrs: 2"),
-        ("train_iters: 10", "train_iters: -10\n  precision: fp8"),
-        ("lr: 3e-4", "lr: .nan\n  lr: 3"),
-    )
-    assert text.splitlines()[0] == "small.yaml: 4 problems"
-    places = [text.index(f"small.yaml:{line}: ") for line in (3, 9, 10, 15)]
-    assert places == sorted(places)
-    assert "one of fp32, bf16, fp16" in text
+    with refused("train.precision", rule=("fp32", "bf16", "fp16")) as caught:
+        write(
+            ("num_layers: 2", "num_layrs: 2"),
+            ("train_iters: 10", "train_iters: -10\n  precision: fp8"),
+            ("lr: 3e-4", "lr: .nan\n  lr: 3"),
+        )
+    assert caught.value.where == "small.yaml"
+    assert [part.where.split(": ")[0] for part in caught.value.parts] == [f"small.yaml:{n}" for n in (3, 9, 10, 15)]
+    assert all(str(part) in str(caught.value) for part in caught.value.parts)
 
 
 def test_a_duplicate_key_names_both_lines(write: Write) -> None:
-    text = message(write, ("  hidden_size: 64", "  hidden_size: 64\n  num_layers: 4"))
-    assert "small.yaml:5: model.num_layers: duplicate key, on lines 3 and 5" in text
+    with refused("small.yaml:5: model.num_layers", rule=("3", "5")):
+        write(("  hidden_size: 64", "  hidden_size: 64\n  num_layers: 4"))
 
 
 @pytest.mark.parametrize(
-    ("raw", "expected"),
+    ("raw", "where", "rule"),
     [
-        (b"", "small.yaml: the file is empty"),
-        (b"# only a comment\n", "small.yaml: the file is empty"),
-        (b"- a\n- b\n", "small.yaml:1: a list at the top"),
-        (b"just words", "small.yaml:1: a single value at the top"),
-        (b"name: a\nmodel:\n\tnum_layers: 2\n", "small.yaml:3: not valid YAML"),
-        (b"name: a\nname2: \xff\xfe\n", "small.yaml:2: byte 0xff is not UTF-8"),
-        (b"name: a\x00b", "small.yaml: not valid YAML"),
-        (b"name: !!python/object/apply:os.system ['touch hacked']\n", "small.yaml:1: tag 'tag:yaml.org,2002:python"),
-        (b"name: !!binary aGk=\n", "small.yaml:1: tag"),
-        (b"name: &a x\nmodel: *a\n", "small.yaml:1: anchor or alias 'a'"),
-        (b"a: &a [x,x]\nb: &b [*a,*a]\nc: &c [*b,*b]\n", "anchor or alias"),
-        (b"a: &a [*a]\n", "anchor or alias"),
-        (b"a: 1\n---\nb: 2\n", "small.yaml:2: a second document"),
-        (b"[" * 100_000, "nested too deep"),
-        (b"a: " * 2, "not valid YAML"),
-        (b"1: x\n", "small.yaml:1: 1 as a key"),
-        (b"? [a]\n: x\n", "small.yaml:1: a list or mapping as a key"),
-        (b"a: " + b"x" * (1 << 20), "larger than 1 MiB"),
-        (b"{", "not valid YAML"),
+        (b"", "small.yaml", ()),
+        (b"# only a comment\n", "small.yaml", ()),
+        (b"- a\n- b\n", "small.yaml:1", ()),
+        (b"just words", "small.yaml:1", ()),
+        (b"name: a\nmodel:\n\tnum_layers: 2\n", "small.yaml:3", "YAML:"),
+        (b"name: a\nname2: \xff\xfe\n", "small.yaml:2", ("0xff", "UTF-8")),
+        (b"name: a\x00b", "small.yaml", "YAML:"),
+        (
+            b"name: !!python/object/apply:os.system ['touch hacked']\n",
+            "small.yaml:1",
+            "tag:yaml.org,2002:python/object",
+        ),
+        (b"name: !!binary aGk=\n", "small.yaml:1", "tag:yaml.org,2002:binary"),
+        (b"name: &a x\nmodel: *a\n", "small.yaml:1", "'a'"),
+        (b"a: &a [x,x]\nb: &b [*a,*a]\nc: &c [*b,*b]\n", "small.yaml:1", "'a'"),
+        (b"a: &a [*a]\n", "small.yaml:1", "'a'"),
+        (b"a: 1\n---\nb: 2\n", "small.yaml:2", ()),
+        (b"[" * 100_000, "small.yaml:1", f"{MAX_DEPTH}"),
+        (b"a: " * 2, "small.yaml:1", "YAML:"),
+        (b"1: x\n", "small.yaml:1", "1"),
+        (b"? [a]\n: x\n", "small.yaml:1", ()),
+        (b"a: " + b"x" * (1 << 20), "small.yaml", "1 MiB"),
+        (b"{", "small.yaml:2", "YAML:"),
     ],
 )
-def test_hostile_files_get_one_message(write: Write, raw: bytes, expected: str) -> None:
-    assert expected in message(write, raw=raw)
+def test_hostile_files_get_one_message(write: Write, raw: bytes, where: str, rule: str | tuple[str, ...]) -> None:
+    with refused(where, rule=rule):
+        write(raw=raw)
     assert not Path("hacked").exists()
 
 
@@ -192,34 +190,40 @@ def test_hostile_files_get_one_message(write: Write, raw: bytes, expected: str) 
 )
 def test_a_large_bad_file_is_answered_at_once_and_in_few_lines(write: Write, added: str, problems: int) -> None:
     started = time.process_time()
-    text = message(write, raw=(GOOD + added).encode())
+    with refused("small.yaml") as caught:
+        write(raw=(GOOD + added).encode())
     assert time.process_time() - started < 2  # 0.2 s alone; without a bound 3 s and more
+    text = str(caught.value)
     assert len(text.splitlines()) <= 3 * MAX_SHOWN + 2 and len(text) < 10_000
     if problems > MAX_SHOWN:
-        assert text.startswith(f"small.yaml: {problems:,} problems\n")
-        assert text.endswith(f"\n… and {problems - MAX_SHOWN:,} more")
+        assert f"{problems:,}" in text.splitlines()[0]
+        assert f"{problems - MAX_SHOWN:,}" in text.splitlines()[-1]
 
 
 def test_thousands_of_wrong_overrides_are_answered_at_once(write: Write) -> None:
     started = time.process_time()
-    text = message(write, overrides=(*(f"train.key_{i}=1" for i in range(10_000)), "x" * 100_000))
+    with refused("small.yaml", rule="10,001") as caught:
+        write(overrides=(*(f"train.key_{i}=1" for i in range(10_000)), "x" * 100_000))
     assert time.process_time() - started < 2
-    assert text.startswith("small.yaml: 10,001 problems\n") and len(text) < 10_000
-    assert len(message(write, overrides=("train.precision=" + "x" * 100_000,))) < 1_000
+    assert len(str(caught.value)) < 10_000
+    with refused("train.precision") as caught:
+        write(overrides=("train.precision=" + "x" * 100_000,))
+    assert len(str(caught.value)) < 1_000
 
 
 @pytest.mark.parametrize("value", ["-0.0", "-2.0", "'0'", "0.0"])
 def test_no_fix_is_offered_that_would_be_refused_too(write: Write, value: str) -> None:
-    text = message(write, ("num_layers: 2", f"num_layers: {value}"))
-    assert "rule: model.num_layers is an integer greater than 0" in text and "fix" not in text
+    with refused("model.num_layers", rule="model.num_layers") as caught:
+        write(("num_layers: 2", f"num_layers: {value}"))
+    assert not caught.value.fix
 
 
 @pytest.mark.parametrize(
     ("old", "new", "fix"),
     [
         ("num_layers: 2", "num_layers: 2.0", "2"),
-        ("num_layers: 2", "num_layers: '2'", "2, without quotes or separators"),
-        ("lr: 3e-4", "lr: 3e-4\ndata:\n  split: ['98', 1, 1]", "98, without quotes or separators"),
+        ("num_layers: 2", "num_layers: '2'", "2"),
+        ("lr: 3e-4", "lr: 3e-4\ndata:\n  split: ['98', 1, 1]", "98"),
         ("train_iters: 10", "train_iters: 10\n  precision: BF16", "bf16"),
         ("num_layers: 2", "num_layers: 2\n  normalization: rmsnorm", "RMSNorm"),
     ],
@@ -227,11 +231,15 @@ def test_no_fix_is_offered_that_would_be_refused_too(write: Write, value: str) -
 def test_a_value_spelt_differently_is_offered_as_the_schema_takes_it(
     write: Write, old: str, new: str, fix: str
 ) -> None:
-    assert message(write, (old, new)).endswith(f"\n  fix:  {fix}")
+    with refused("small.yaml") as caught:
+        write((old, new))
+    assert caught.value.fix.split(",")[0] == fix
 
 
 def test_tabs_are_named(write: Write) -> None:
-    assert "indent with spaces, not tabs" in message(write, raw=b"name: a\nmodel:\n\tnum_layers: 2\n")
+    with refused("small.yaml:3") as caught:
+        write(raw=b"name: a\nmodel:\n\tnum_layers: 2\n")
+    assert "tabs" in caught.value.fix
 
 
 def test_a_byte_order_mark_is_no_problem(write: Write) -> None:
@@ -256,45 +264,47 @@ def test_overrides_win_and_are_read_as_yaml(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("override", "where", "rule"),
     [
-        ("train.train_itres=5", "override 'train.train_itres=5': train.train_itres: unknown key\n  fix:  did you mean "
-         "train.train_iters?"),
-        ("train_iters=5", "did you mean train.train_iters?"),
-        ("train.train_iters", "not key.path=value"),
-        ("=5", "not key.path=value"),
-        ("train.train_iters=five", "override 'train.train_iters=five': train.train_iters: 'five' (a string)"),
-        ("train.train_iters='5'", "'5' (a string) does not fit"),
-        ("train.train_iters=[", "override 'train.train_iters=[': not valid YAML"),
-        ("train.train_iters=!!python/name:os.system", "tag"),
-        ("data.sources.5.type=text", "there is no item 5"),
-        ("data.sources.first.type=text", "unknown key"),
-        ("data.sources.N.type=text", "fix:  data.sources.0.type"),
-        ("data.sources." + "9" * 5000 + ".type=text", "unknown key"),
-        ("model.num_layers.x=5", "unknown key"),
-        ("optimizer.min_lr=1", "override 'optimizer.min_lr=1': optimizer.min_lr: 1 is above lr 0.0003"),
+        ("train.train_itres=5", "override 'train.train_itres=5': train.train_itres", "train.train_iters"),
+        ("train_iters=5", "train_iters", "train.train_iters"),
+        ("train.train_iters", "override 'train.train_iters'", "key.path=value"),
+        ("=5", "override '=5'", "key.path=value"),
+        ("train.train_iters=five", "override 'train.train_iters=five': train.train_iters", "'five'"),
+        ("train.train_iters='5'", "train.train_iters", "'5'"),
+        ("train.train_iters=[", "override 'train.train_iters=['", "YAML:"),
+        ("train.train_iters=!!python/name:os.system", "override", "tag:yaml.org,2002:python/name"),
+        ("data.sources.5.type=text", "data.sources.5.type", "5"),
+        ("data.sources.first.type=text", "data.sources.first.type", ()),
+        ("data.sources.N.type=text", "data.sources.N.type", "data.sources.0.type"),
+        ("data.sources." + "9" * 5000 + ".type=text", "override", ()),
+        ("model.num_layers.x=5", "model.num_layers.x", ()),
+        ("optimizer.min_lr=1", "override 'optimizer.min_lr=1': optimizer.min_lr", ("1", "0.0003")),
     ],
 )  # fmt: skip
-def test_a_wrong_override_is_named(write: Write, override: str, expected: str) -> None:
-    assert expected in message(write, overrides=(override,))
+def test_a_wrong_override_is_named(write: Write, override: str, where: str, rule: str | tuple[str, ...]) -> None:
+    with refused(where, rule=rule):
+        write(overrides=(override,))
 
 
 def test_wrong_overrides_are_reported_with_the_problems_of_the_file(write: Write) -> None:
-    text = message(write, ("num_layers: 2", "num_layers: 0"), overrides=("train.x=1", "y"))
-    assert text.startswith("small.yaml: 3 problems\nsmall.yaml:3: ")
-    assert "\noverride 'train.x=1': train.x: unknown key" in text
-    assert "\noverride 'y': not key.path=value" in text
+    with refused("small.yaml") as caught:
+        write(("num_layers: 2", "num_layers: 0"), overrides=("train.x=1", "y"))
+    assert [part.where for part in caught.value.parts] == [
+        "small.yaml:3: model.num_layers", "override 'train.x=1': train.x", "override 'y'",
+    ]  # fmt: skip
+    assert caught.value.as_dict()["problems"] == [part.as_dict() for part in caught.value.parts]
 
 
 def test_an_override_through_a_scalar_leaves_the_files_own_error(write: Write) -> None:
-    text = message(write, ("lr: 3e-4", "lr: 3e-4\nscheduler: none"), overrides=("scheduler.lr_warmup_iters=2",))
-    assert "small.yaml:14: scheduler: 'none' (a string) does not fit" in text
+    with refused("small.yaml:14: scheduler", rule="'none'"):
+        write(("lr: 3e-4", "lr: 3e-4\nscheduler: none"), overrides=("scheduler.lr_warmup_iters=2",))
 
 
 def test_a_copied_file_must_be_renamed_inside_too(write: Write) -> None:
-    text = message(write, ("name: small", "name: gpt-tiny"))
-    assert "small.yaml:1: name: 'gpt-tiny' in a file named small.yaml" in text
-    assert "fix:  name: small" in text
+    with refused("small.yaml:1: name", rule=("'gpt-tiny'", "small.yaml")) as caught:
+        write(("name: small", "name: gpt-tiny"))
+    assert caught.value.fix == "name: small"
 
 
 def test_a_resolved_recipe_reads_back_to_the_same_hash(write: Write, tmp_path: Path) -> None:
@@ -314,16 +324,15 @@ def test_the_hash_is_of_the_meaning(write: Write) -> None:
 
 def test_names_resolve_and_wrong_ones_name_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gpt-tiny" in names()
-    with pytest.raises(UserError, match="no recipe named 'gpt-tny'") as caught:
+    with refused("gpt-tny", rule="gpt-tiny"):
         load("gpt-tny")
-    assert "gpt-tiny" in caught.value.fix
-    with pytest.raises(UserError, match="no such file"):
+    with refused("nowhere/x.yaml"):
         load("nowhere/x.yaml")
     monkeypatch.setenv("LLMRECIPES_RECIPES", str(tmp_path))
     (tmp_path / "mine.yaml").write_text(GOOD.replace("small", "mine"))
     assert recipes_dir() == tmp_path
     assert load("mine").recipe.name == "mine"
-    with pytest.raises(UserError, match="is a directory"):
+    with refused(tmp_path):
         load(f"{tmp_path}/")
 
 

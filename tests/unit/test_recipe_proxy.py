@@ -52,7 +52,7 @@ def assert_rehearses(recipe: Recipe) -> None:
     for world in {ranks, 2 * ranks} if 1 < ranks <= 4 else {ranks}:
         plan = derive(small, world, LAPTOP)
         assert plan.fits
-        assert plan.num_microbatches >= plan.degrees.pipeline_model_parallel_size
+        assert plan.num_microbatches >= plan.layout.pipeline_model_parallel_size
     for name in DEGREES:
         there, here = getattr(recipe.parallelism, name), getattr(small.parallelism, name)
         if name == "expert_model_parallel_size" and recipe.model.num_moe_experts:
@@ -85,9 +85,11 @@ def assert_same_kinds_on_gpus(recipe: Recipe) -> None:
     ranks = smallest_world(small.parallelism)
     assert ranks <= 8
     plan = derive(small, ranks, replace(LAPTOP, gpus=(GPU,) * ranks))
-    found = scaled(recipe, plan.layout)
+    found = scaled(recipe, plan.layout.as_dict())
     assert (found.added, found.not_run) == ((), ())
-    assert {name: plan.layout[name] for name in found.asked} == {name: min(n, 2) for name, n in found.asked.items()}
+    assert {name: plan.layout.as_dict()[name] for name in found.asked} == {
+        name: min(n, 2) for name, n in found.asked.items()
+    }
 
 
 def test_what_a_cpu_cannot_run_is_said() -> None:
@@ -95,14 +97,14 @@ def test_what_a_cpu_cannot_run_is_said() -> None:
     whole = load("mixtral-8x7b", [*changes, "parallelism.expert_model_parallel_size=1",
                                   "parallelism.expert_tensor_parallel_size=null"]).recipe  # fmt: skip
     small = proxy(whole)
-    found = scaled(whole, derive(small, smallest_world(small.parallelism), LAPTOP).layout)
+    found = scaled(whole, derive(small, smallest_world(small.parallelism), LAPTOP).layout.as_dict())
     assert found.asked["expert_tensor_parallel_size"] == 4  # that of the dense layers
     assert [(each.degree, each.asked, each.ran) for each in found.not_run] == [("expert_tensor_parallel_size", 4, 1)]
     assert [(each.degree, each.asked, each.ran) for each in found.added] == [("expert_model_parallel_size", 1, 2)]
     assert all(each.reason for each in (*found.not_run, *found.added))
     assert "not verified" in dict(found.lines("not verified"))
     dense = load("gpt-tiny").recipe
-    found = scaled(dense, derive(proxy(dense), 1, LAPTOP).layout)
+    found = scaled(dense, derive(proxy(dense), 1, LAPTOP).layout.as_dict())
     assert not [name for name in found.asked if name.startswith("expert_")]
     assert found.lines("not verified") == []
 

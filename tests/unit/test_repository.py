@@ -18,13 +18,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests import prose
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "llmrecipes"
 LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 
 # Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
 LAYERS = (
-    ("errors", "console"),
+    ("errors", "console", "commandline"),
     ("recipe",),
     ("hardware",),
     ("plan", "tracking"),
@@ -34,9 +36,10 @@ LAYERS = (
     ("train",),
     ("verify", "doctor", "bench"),
     ("workflow",),
+    ("api",),
     ("cli",),
 )
-LIGHT = ("errors", "console", "recipe", "hardware", "plan", "launch", "doctor", "cli")
+LIGHT = ("errors", "console", "commandline", "recipe", "hardware", "plan", "launch", "doctor", "api", "cli")
 HEAVY = {
     "torch",
     "megatron",
@@ -202,7 +205,7 @@ def test_every_import_is_declared() -> None:
     providers = packages_distributions()
     known = declared("gpu", "wandb")
     shipped_with = {"pydantic_core": "pydantic", "pynvml": "nvidia-ml-py"}
-    optional = {"transformer_engine", "apex"}  # used where the user's machine has them
+    optional = {"transformer_engine", "apex", "pandas"}  # used where the user's machine has them
     missing = []
     for path in sources():
         for line, module in imported_modules(path):
@@ -256,6 +259,40 @@ def test_nothing_is_left_to_do() -> None:
         if marks.search(line) and path.parent != ROOT / "requirements"
     ]
     assert not found, found
+
+
+def test_tests_do_not_repeat_the_words_of_errors() -> None:
+    """They assert key, tokens and exit code (`tests.refusals`), so that a message can be improved without them."""
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        wrong += [f"{relative(path)}:{line}: {text!r}" for line, text in prose.in_file(path)]
+        if path.name != "refusals.py":
+            wrong += [f"{relative(path)}:{line}: refused() instead" for line in prose.own_raises(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_words_of_errors_are_noticed(tmp_path: Path) -> None:
+    source = tmp_path / "test_x.py"
+    source.write_text(
+        """
+def message(run):
+    with pytest.raises(UserError, match="no such file") as caught:
+        run()
+    return str(caught.value)
+
+@pytest.mark.parametrize(("change", "says"), [(1, "not a multiple"), (2, "model.num_layers 8")])
+def test_a(change, says, capsys):
+    assert says in message(change)
+    text = capsys.readouterr().err
+    assert "cannot be read" in text and "--nproc 3" in text
+    assert text.startswith("error: wrong number")
+    assert load().fix == "leave it out"
+    assert "a plain string" in other
+"""
+    )
+    words = ["no such file", "not a multiple", "cannot be read", "error: wrong number", "leave it out"]
+    assert sorted(text for _, text in prose.in_file(source)) == sorted(words)
+    assert list(prose.own_raises(source)) == [3]
 
 
 def test_links_between_pages_lead_somewhere() -> None:

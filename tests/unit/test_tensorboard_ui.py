@@ -13,6 +13,7 @@ from llmrecipes.cli import app as cli
 from llmrecipes.tracking import tensorboard_ui
 from llmrecipes.tracking.events import StepMetrics
 from llmrecipes.tracking.tensorboard import TensorBoardSink
+from tests.refusals import require_message
 
 
 @pytest.fixture
@@ -61,12 +62,12 @@ def test_runs_without_files_are_one_message(
         for path in (runs_dir / "tiny" / run_id / "tensorboard").iterdir():
             path.unlink()
     assert cli.run(["tensorboard", *arguments, "--runs-dir", str(runs_dir)]) == 2
-    told = capsys.readouterr().err
-    assert "TensorBoard files" in told and "tracking.tensorboard" in told
+    where = runs_dir / "tiny" / "none" if arguments else "TensorBoard"
+    require_message(capsys.readouterr().err, where, rule="tracking.tensorboard")
 
 
 def test_no_runs_and_no_such_run_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["tensorboard", "--runs-dir", str(tmp_path / "missing")]) == 2
-    assert "no runs yet" in capsys.readouterr().err
+    require_message(capsys.readouterr().err, tmp_path / "missing")
     assert cli.run(["tensorboard", "nobody", "--runs-dir", str(tmp_path)]) == 2
-    assert "no run nobody" in capsys.readouterr().err
+    require_message(capsys.readouterr().err, tmp_path, rule="recipe/run-id")

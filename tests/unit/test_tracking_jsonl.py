@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.errors import UserError
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
 from llmrecipes.tracking.jsonl import JsonlSink, record, rewind
+from tests.refusals import refused
 
 
 def step(number: int, **changes: Any) -> StepMetrics:
@@ -137,9 +137,8 @@ def test_a_full_disk_loses_nothing_once_there_is_room(tmp_path: Path, caplog: py
 
 def test_a_directory_that_cannot_be_written_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError) as error:
+    with refused("metrics.jsonl", rule="--runs-dir"):
         JsonlSink(tmp_path / "file" / "metrics.jsonl", 0)
-    assert "cannot write" in str(error.value) and "metrics.jsonl" in error.value.where
 
 
 def test_record_keeps_the_values_of_an_fp16_step() -> None:

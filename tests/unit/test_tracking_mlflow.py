@@ -27,13 +27,13 @@ import yaml
 from mlflow.tracking import MlflowClient
 from rich.console import Console
 
-from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking import ui, web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
 from llmrecipes.tracking.mlflow.mirror import LOCK
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.tracking.store import redact, tracking_uri
+from tests.refusals import refused
 
 TOTAL = 1000
 
@@ -304,7 +304,7 @@ def test_a_server_that_dies_neither_stops_nor_delays_training_and_gets_the_rest_
         before = time.perf_counter()
         tracker.step(step(number))
         slowest = max(slowest, time.perf_counter() - before)
-    wait_for(lambda: "trying again in the background" in caplog.text)
+    wait_for(lambda: "retrying in the background" in caplog.text)
     tracker.close("KILLED")
     assert slowest < 1.0
     assert caplog.text.count("trying again") == 1  # said once
@@ -334,7 +334,7 @@ def test_an_unreachable_server_costs_a_warning_without_its_password(
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')  # may be in MLflow since an earlier attempt
     with start(tmp_path, recipe("nowhere"), "r", resumed_step=1) as tracker:
         tracker.step(step(2))
-        wait_for(lambda: "trying again in the background" in caplog.text)
+        wait_for(lambda: "retrying in the background" in caplog.text)
     assert "1 point(s) lost" in caplog.text
     written = [path.read_text() for path in run_dir.rglob("*") if path.is_file()]
     assert "sesame" not in caplog.text + "".join(written)
@@ -370,7 +370,7 @@ def test_more_values_than_one_request_may_have(runs_dir: Path) -> None:
 def test_the_page_of_a_remote_store_is_named_and_no_runs_is_the_users_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(UserError, match="no runs yet"):
+    with refused(tmp_path / "missing"):
         ui.serve(tmp_path / "missing")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:sesame@tracking.example.org")
     ui.serve(tmp_path / "missing")

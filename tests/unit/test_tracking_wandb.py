@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.errors import UserError
 from llmrecipes.recipe.load import load
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
 from llmrecipes.tracking.run_tracker import RunTracker
 from tests.helpers import environment, tiny
+from tests.refusals import refused, require_message
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -175,7 +175,7 @@ def test_no_network_and_no_key_cost_a_warning_and_no_time(
         for number in range(1, 51):
             tracker.step(step(number))
         assert time.monotonic() - began < 2.0
-        wait_for(lambda: "W&B takes no metrics" in caplog.text)
+        wait_for(lambda: "W&B does not accept metrics" in caplog.text)
     assert "metrics.jsonl" in caplog.text
     assert len((tmp_path / "tiny/r1/metrics.jsonl").read_text().splitlines()) == 50
 
@@ -202,15 +202,14 @@ def test_a_missing_library_is_named_before_anything_starts(
     )
     monkeypatch.chdir(tmp_path)
     assert cli.run(["train", "gpt-tiny", "tracking.wandb=true"]) == 2
-    assert ".[wandb]" in capsys.readouterr().err
+    require_message(capsys.readouterr().err, "tracking.wandb", rule="'.[wandb]'")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError) as caught:
+    with refused("tracking.wandb"):
         start(tmp_path)
-    assert caught.value.where == "tracking.wandb"
     assert not list(tmp_path.iterdir())
 
 
 def test_keys_of_wandb_without_wandb_are_refused() -> None:
-    with pytest.raises(UserError, match="wandb_project"):
+    with refused("tracking.wandb_project"):
         load("gpt-tiny", ["tracking.wandb_project=mine"])
     assert load("gpt-tiny", ["tracking.wandb=true", "tracking.wandb_project=mine"]).recipe.tracking.wandb

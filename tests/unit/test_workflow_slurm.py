@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.errors import ExitCode
 from llmrecipes.workflow import slurm
 from llmrecipes.workflow.restarts import require_progress
 from llmrecipes.workflow.slurm import Job, finished
 from tests.helpers import environment, tiny_on, write_recipe
+from tests.refusals import refused, require_message
 
 TASK = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "4", "SLURM_NTASKS": "1",
@@ -68,14 +69,12 @@ def test_a_job_from_its_beginning_to_its_end(arguments: list[str], tmp_path: Pat
     assert captured["variables"]["SLURM_JOB_ID"] == "7"
     again = run(arguments)
     assert (again.returncode, again.stdout) == (0, "")
-    assert "the run has finished" in again.stderr
 
 
 def test_bad_input_ends_with_2_and_one_message(arguments: list[str]) -> None:
     done = run([*arguments, "train.train_itres=1"])
     assert (done.returncode, done.stdout) == (2, "")
-    assert "did you mean train.train_iters?" in done.stderr
-    assert "Traceback" not in done.stderr
+    require_message(done.stderr, "train.train_itres", rule="train.train_iters")
 
 
 @pytest.mark.slow
@@ -83,7 +82,7 @@ def test_a_rank_outside_of_srun_says_so(arguments: list[str], tmp_path: Path) ->
     path = Path(run(arguments).stdout.strip())
     done = run(["rank", str(path)], SLURM_PROCID="x")
     assert done.returncode == 2
-    assert "not a task of srun" in done.stderr
+    require_message(done.stderr, "srun", rule="slurm/train.sbatch")
 
 
 def test_a_warning_while_it_begins_is_not_lost(
@@ -126,8 +125,7 @@ def test_restarts_without_progress_stop(tmp_path: Path) -> None:
     require_progress(record, "8", 0, 5, 100)  # somebody has looked at it and submits it anew
     for restart in (1, 2):
         require_progress(record, "8", restart, 5, 100)
-    with pytest.raises(UserError, match=r"3 restarts without progress.* step 5 each time") as caught:
+    with refused(record.parents[1], rule=("3", "5", "checkpoint.save_interval"), code=ExitCode.STOP):
         require_progress(record, "8", 3, 5, 100)
-    assert caught.value.code == ExitCode.STOP
-    with pytest.raises(UserError, match="restart 3 of job 9, 2 are allowed"):
+    with refused(record.parents[1], rule=("3", "9", "2", "--max-restarts"), code=ExitCode.STOP):
         require_progress(record, "9", 3, 50, 2)

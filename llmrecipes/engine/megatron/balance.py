@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,22 +13,13 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
+from llmrecipes.engine.base import Balance
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.schema import Model
 from llmrecipes.tracking.events import LayerBalance
 
 PREDICTION_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 COLUMNS_BESIDE_EXPERTS = 3  # tokens, summed entropy, summed z-loss
-
-
-@dataclass(frozen=True)
-class Balance:
-    """What the routers did in one step, over all ranks."""
-
-    layers: tuple[LayerBalance, ...]
-    aux_loss: float | None
-    """See `StepMetrics.moe_aux_loss`."""
 
 
 class RouterBalance:
@@ -37,20 +27,18 @@ class RouterBalance:
 
     Args:
         modules: this rank's chunks of the model.
-        model: the recipe's model section, with experts.
-        plan: its plan on this world.
+        plan: of a recipe with experts, on this world.
         device: of the model.
     """
 
-    def __init__(
-        self, modules: Sequence[RecipeGPTModel], model: Model, plan: Plan, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, modules: Sequence[RecipeGPTModel], plan: Plan, device: torch.device | None = None) -> None:
+        model = plan.recipe.model
         self._topk = model.moe_router_topk
         self._has_aux_loss = model.moe_aux_loss_coeff > 0
         self._micro_batches = plan.num_microbatches
         # megatron-core's global loss is summed over all ranks of a stage already, the others over those of a sequence.
         over_all = model.moe_router_load_balancing_type == "global_aux_loss"
-        self._copies_of_loss = 1 if over_all else plan.data_parallel_size
+        self._copies_of_loss = 1 if over_all else plan.layout.data_parallel_size
         layers = model.num_layers + (model.mtp_num_layers or 0)
         # A row for each layer of the whole model, so that the ranks' counts can be added; the last is for the loss.
         shape = layers + 1, (model.num_moe_experts or 0) + COLUMNS_BESIDE_EXPERTS

@@ -1,14 +1,11 @@
-"""One optimizer step on megatron-core, in any layout, with mixed precision and the distributed optimizer.
-
-The loop owns the order of things, the engine owns their arithmetic.
-"""
+"""One optimizer step on megatron-core, in any layout, with mixed precision and the distributed optimizer."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -22,54 +19,42 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Shard, StepResult, StopQuestion
+from llmrecipes.engine.megatron import shards, state
 from llmrecipes.engine.megatron.balance import RouterBalance
+from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
+from llmrecipes.engine.megatron.generate import generate
 from llmrecipes.engine.megatron.model.config import DTYPES
 from llmrecipes.engine.megatron.model.context import own_chunks, prediction_weights
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
-from llmrecipes.engine.megatron.platform import Platform
 from llmrecipes.engine.megatron.schedule import scheduler
+from llmrecipes.engine.sampling import Sampling
+from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 
-Batch = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step came to."""
-
-    loss: float
-    """Mean loss per token of the global batch, with label smoothing where the recipe has it."""
-    grad_norm: float | None
-    """Global gradient norm before clipping; None where there was no update."""
-    lr: float
-    """Learning rate of this step."""
-    loss_scale: float | None
-    """fp16 loss scale of this step."""
-    skipped: bool
-    """Gradients overflowed in fp16: weights and schedule stayed as they were."""
-    stop: bool
-    """Some rank was asked to stop before this step's gradients were reduced."""
-
 
 class MegatronEngine:
-    """Model, gradients, optimizer and schedule of one rank.
-
-    `local_loss` is this rank's part of the last loss; `balance` counts what routers do (None for a dense model).
+    """See `engine.base.Engine`.
 
     Args:
-        recipe: the resolved recipe.
-        plan: its plan on this world.
+        plan: of the recipe, on this world.
         built: the initialised model.
         platform: where batches go.
     """
 
-    def __init__(self, recipe: Recipe, plan: Plan, built: BuiltModel, platform: Platform) -> None:
-        self.recipe, self.plan, self.platform = recipe, plan, platform
+    name = "megatron"
+
+    def __init__(self, plan: Plan, built: BuiltModel, platform: Platform) -> None:
+        self.recipe, self.plan, self.platform = plan.recipe, plan, platform
+        recipe = plan.recipe
         self.modules: tuple[RecipeGPTModel, ...] = built.modules
+        self.implementation = Implementation(built.implementation, built.reason)
+        self._config = built.config
         self.balance: RouterBalance | None = None
         if recipe.model.num_moe_experts:
-            self.balance = RouterBalance(self.modules, recipe.model, plan, platform.device)
+            self.balance = RouterBalance(self.modules, plan, platform.device)
         if recipe.train.torch_compile:
             for module in self.modules:
                 module.compile_layers()
@@ -86,14 +71,8 @@ class MegatronEngine:
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._forward_backward = get_forward_backward_func()
 
-    def train_step(self, batches: Iterator[Batch], *, stop: Callable[[], bool] | None = None) -> StepResult:
-        """One optimizer step on the next global batch.
-
-        Args:
-            batches: micro-batches of this data-parallel rank, each tensor [micro_batch_size, seq_length].
-            stop: whether this rank has to stop, asked when its batches are used. The answer travels with the loss, so
-                that agreeing costs nothing.
-        """
+    def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
+        """See `Engine`."""
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -110,19 +89,8 @@ class MegatronEngine:
         return StepResult(loss, float(grad_norm) if updated else None, lr, scale, not updated, stopping)
 
     @torch.no_grad()
-    def evaluate(
-        self, batches: Iterator[Batch], global_batches: int, stop: Callable[[], bool] | None = None
-    ) -> float | None:
-        """Mean validation loss per token, without dropout and label smoothing.
-
-        Args:
-            batches: micro-batches of this data-parallel rank, of the validation split.
-            global_batches: how many global batches to read.
-            stop: whether this rank was asked to stop; asked once a global batch, and travels with its loss.
-
-        Returns:
-            The loss, or None on all ranks where one of them was asked to stop: the mean of a part is no result.
-        """
+    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
+        """See `Engine`."""
         for chunk in self.chunks:
             chunk.eval()
         losses: list[float] = []
@@ -150,6 +118,50 @@ class MegatronEngine:
             for chunk in overlapped:
                 chunk.enable_forward_pre_hook()
 
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Engine`."""
+        found = [pair for module in self.modules for pair in _as_in_the_whole_model(module)]
+        yield from sorted(found, key=lambda pair: pair[0].endswith(".grad"))
+
+    def weights(self) -> list[Shard]:
+        """See `Engine`."""
+        return shards.weights(self.modules)
+
+    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
+        """See `Engine`.
+
+        Weights are taken here, and not before the step: with `overlap_param_gather` they are complete only once the
+        forward pass has used them.
+        """
+        finalize = self._config.finalize_model_grads_func
+
+        def finalize_and_see(*args: Any, **kwargs: Any) -> None:
+            finalize(*args, **kwargs)
+            see(shards.weights(self.modules), shards.gradients(self.modules, self.chunks))
+
+        self._config.finalize_model_grads_func = finalize_and_see
+
+    def checkpoint_format(self) -> ShardedFormat:
+        """See `Engine`."""
+        return ShardedFormat()
+
+    def state(self, progress: Progress) -> dict[str, Any]:
+        """See `Engine`."""
+        return state.sharded_state(self, progress)
+
+    def load_state(self, entry: Entry) -> Progress:
+        """See `Engine`."""
+        return state.load_state(self, entry)
+
+    def generate(
+        self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
+    ) -> Iterator[int]:
+        """See `Engine`."""
+        (module,) = self.modules
+        return generate(
+            module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
+        )
+
     def close(self) -> None:
         """Let go of the model, its memory and its process groups.
 
@@ -169,7 +181,7 @@ class MegatronEngine:
         return float(next(group["lr"] for group in self.optimizer.param_groups if group["params"]))
 
     def _run(
-        self, batches: Iterator[Batch], *, forward_only: bool, stop: Callable[[], bool] | None = None
+        self, batches: Iterator[Batch], *, forward_only: bool, stop: StopQuestion | None = None
     ) -> tuple[float, bool]:
         outputs = self._forward_backward(
             forward_step_func=self._forward_step,
@@ -215,6 +227,13 @@ class MegatronEngine:
             prediction_weights=weights,
         )
         return losses, partial(_sum_over_tokens, batch["loss_mask"])
+
+
+def _as_in_the_whole_model(module: RecipeGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
+    numbers = [layer.layer_number - 1 for layer in module.decoder.layers]
+    for name, tensor in named_gradients(module):
+        local = re.match(r"decoder\.layers\.(\d+)(.*)", name)
+        yield f"decoder.layers.{numbers[int(local[1])]}{local[2]}" if local else name, tensor
 
 
 def _sum_over_tokens(

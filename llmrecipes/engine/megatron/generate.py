@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
+from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.errors import UserError
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn.
-
-    Args:
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: keep only this many of the most likely tokens; 0 for all.
-        top_p: keep the smallest set of tokens with at least this probability (arXiv 1904.09751); 1 for all.
-        seed: of the draws.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise UserError(
-                f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}",
-                rule="temperature and top_k are not negative, and top_p lies in (0, 1]",
-                fix="--temperature 0.8 --top-k 40 --top-p 1.0",
-            )
 
 
 @torch.no_grad()
@@ -65,7 +40,8 @@ def generate(
     longest = model.max_sequence_length
     if not 0 < len(prompt) < longest:
         raise UserError(
-            f"the prompt has {len(prompt)} tokens",
+            f"{len(prompt)} tokens",
+            where="--prompt",
             rule=f"a prompt has at least one token, and fewer than the model's {longest} positions",
             fix="give a shorter prompt" if prompt else "give a prompt",
         )
@@ -84,22 +60,6 @@ def generate(
             tokens.append(token)
     finally:
         model.train(was_training)
-
-
-def draw(logits: torch.Tensor, sampling: Sampling, random: torch.Generator) -> int:
-    """One token id from logits [vocabulary]."""
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    logits = logits.float().cpu() / sampling.temperature
-    if 0 < sampling.top_k < logits.numel():
-        smallest = torch.topk(logits, sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
-    probabilities = torch.softmax(logits, dim=-1)
-    if sampling.top_p < 1:
-        ordered, order = probabilities.sort(descending=True)
-        beyond = ordered.cumsum(0) - ordered >= sampling.top_p
-        probabilities[order[beyond]] = 0
-    return int(torch.multinomial(probabilities, 1, generator=random))
 
 
 def _cached(model: RecipeGPTModel, limit: int) -> Callable[[list[int]], torch.Tensor]:

@@ -6,29 +6,28 @@ states are byte tensors and progress is plain numbers: nothing in a checkpoint n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.base import Progress
+from llmrecipes.engine.megatron.checkpoint.loader import load
 from llmrecipes.engine.megatron.checkpoint.optimizer_state import load_optimizer_state, sharded_optimizer_state
-from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import CHECKPOINT_FORMAT, RecipeGPTModel
 from llmrecipes.engine.megatron.world import seed_random_states
 
+if TYPE_CHECKING:
+    from llmrecipes.engine.megatron.engine import MegatronEngine
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is."""
-
-    step: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-    skipped_steps: int = 0
+logger = logging.getLogger(__name__)
 
 
 def sharded_state(
@@ -68,14 +67,26 @@ def load_model(modules: Sequence[RecipeGPTModel], loaded: dict[str, Any]) -> Non
         module.load_state_dict(loaded["model" if len(modules) == 1 else f"model{number}"])
 
 
-def restore(engine: MegatronEngine, loaded: dict[str, Any]) -> Progress:
-    """Put a loaded checkpoint into the engine and the random generators.
+def load_state(engine: MegatronEngine, entry: Entry) -> Progress:
+    """Put a checkpoint into the engine and the random generators; all ranks take part.
 
-    Without random states, which only the layout that saved them can use, dropout goes on from a seed for this step.
+    Without random states, which only the layout that saved them can use, dropout continues from a seed for this step.
 
     Returns:
         How far the run is.
     """
+    now = random_layout(engine)
+    then = {key: entry.manifest.layout.get(key, 1) for key in now}
+    if then != now and dist.get_rank() == 0:
+        logger.info(
+            "%s was saved with %s and is resumed with %s: random states are re-seeded for step %d; only dropout draws "
+            "from them",
+            entry.path,
+            _degrees(then),
+            _degrees(now),
+            entry.step,
+        )
+    loaded = load(entry, sharded_state(engine, Progress(), loading=True, random=then == now))
     load_model(engine.modules, loaded)
     load_optimizer_state(engine.optimizer, loaded["optimizer"])
     engine.scheduler.load_state_dict(loaded["scheduler"])
@@ -85,6 +96,16 @@ def restore(engine: MegatronEngine, loaded: dict[str, Any]) -> Progress:
     else:
         seed_random_states(engine.recipe.train.seed + progress.step)
     return progress
+
+
+def random_layout(engine: MegatronEngine) -> dict[str, int]:
+    """Degrees that random states belong to."""
+    keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    return {key: getattr(engine.recipe.parallelism, key) for key in keys}
+
+
+def _degrees(layout: dict[str, int]) -> str:
+    return ", ".join(f"{key} {degree}" for key, degree in layout.items())
 
 
 def random_states() -> dict[str, torch.Tensor]:

@@ -5,36 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from llmrecipes.engine.megatron.platform import Platform
+from llmrecipes.engine.base import Platform, World
+from llmrecipes.hardware.profile import Group
 from llmrecipes.recipe.schema import Parallelism
 
 TIMEOUT = timedelta(minutes=30)
 RANK_ORDER = "tp-cp-ep-dp-pp"
 """Megatron's: tensor-parallel ranks are neighbours, so they share a node; pipeline stages are farthest apart."""
-
-
-@dataclass(frozen=True)
-class World:
-    """This process among all."""
-
-    rank: int
-    size: int
-    data_parallel_rank: int
-    data_parallel_size: int
-
-    holds_whole_model: bool
-    """Whether one rank has all parameters, so that it can run the model alone."""
-
-    @property
-    def is_first(self) -> bool:
-        """The rank that prints, tracks and publishes."""
-        return self.rank == 0
 
 
 @contextmanager
@@ -102,3 +84,16 @@ def _take_away_groups() -> None:
 def seed_random_states(seed: int) -> None:
     """Start the random states of dropout from a seed."""
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+
+
+def process_groups() -> dict[Group, dist.ProcessGroup]:
+    """Process groups of the layout with more than one rank, by name, and all ranks."""
+    named: dict[Group, dist.ProcessGroup] = {
+        "tensor": parallel_state.get_tensor_model_parallel_group(),
+        "context": parallel_state.get_context_parallel_group(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+        "data": parallel_state.get_data_parallel_group(),
+        "expert": parallel_state.get_expert_model_parallel_group(),
+        "world": dist.distributed_c10d._get_default_group(),
+    }
+    return {name: group for name, group in named.items() if group.size() > 1}

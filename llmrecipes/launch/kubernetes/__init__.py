@@ -1,1 +1,1 @@
-"""A run as Kubernetes objects: pure rendering, from the plan, the cluster profile and what the user asks for."""
+"""A run as Kubernetes objects: pure rendering from the plan, the cluster profile and the options of `submit`."""

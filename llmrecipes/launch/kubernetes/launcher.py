@@ -68,7 +68,7 @@ class Kubernetes:
 
     def require(self) -> None:
         """kubectl is here."""
-        require_program("kubectl", f"{DRY_RUN}; make train runs the recipe here")
+        require_program("kubectl", f"{DRY_RUN}; make train runs the recipe on this machine")
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
         """kubectl apply."""
@@ -165,7 +165,7 @@ def _options(given: Given) -> Options:
     image = given.get("image")
     if image is None:
         raise UserError(
-            "which image?", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST, see make image"
+            "no image is named", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST; make image builds one"
         )
     names = {"secret", "image"}
     values = {name.replace("-", "_"): value for name, value in given.items() if value is not None and name not in names}

@@ -1,8 +1,8 @@
-"""The objects of a run: as an Indexed Job, a JobSet or a TrainJob, with what each needs beside it.
+"""The objects of a run: an Indexed Job, a JobSet or a TrainJob, and what each needs with it.
 
-How a run is restarted. A pod that has saved and wants to go on ends with 75, one that was evicted or whose node failed
-is marked `DisruptionTarget`: both are started again without being counted. 2 and 93 mean that the same thing would
-happen again: the run fails at once. Anything else counts against `max_restarts`.
+Restarts. A pod that saved after a signal exits with 75, one that was evicted or whose node failed is marked
+`DisruptionTarget`: both restart without being counted. 2 and 93 mean that a restart would end the same way, so the run
+fails at once. Anything else counts against `max_restarts`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from llmrecipes.launch.kubernetes.pod import Object, Run
 
 MOST_CONFIG_BYTES = 1 << 20
 KEEP_SECONDS = 7 * 24 * 3600
-"""How long a finished run's objects stay, for their logs."""
+"""How long a finished run's objects are kept, for their logs."""
 FAILING = [int(ExitCode.BAD_INPUT), int(ExitCode.STOP)]
 SAVED = [int(ExitCode.REQUEUE)]
 AMBIGUOUS = re.compile(r"[-+]?\.?\d|[-+]?\.(inf|nan)|[yYnN]$", re.IGNORECASE)
-"""Words that one reader of YAML or another takes for something else."""
+"""Plain scalars that some YAML parsers do not read as strings."""
 GROUP = "node"
-"""Name of the only group of pods in a JobSet or a TrainJob."""
+"""Name of the only replicated Job of a JobSet or a TrainJob."""
 
 
 def render(run: Run, options: Options) -> list[Object]:
-    """All objects of a run, in the order in which they are made.
+    """All objects of a run, in the order of their creation.
 
     Raises:
-        UserError: a value that Kubernetes would refuse.
+        UserError: a value that Kubernetes would reject.
     """
     check(options)
     if len(run.recipe_yaml.encode()) > MOST_CONFIG_BYTES:
-        raise UserError("the recipe is larger than 1 MiB", rule="it travels as a ConfigMap")
+        where, rule = f"recipe {run.plan.recipe.name}", "pods read it from a ConfigMap, which holds 1 MiB"
+        raise UserError("larger than 1 MiB", where=where, rule=rule)
     objects = [_recipe(run, options)]
     if not options.host_network:
         objects.append(_network_policy(run, options))
@@ -56,7 +57,7 @@ def to_yaml(objects: list[Object]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes every object out, where PyYAML would point to an earlier one; lists indented; long texts as blocks."""
+    """Repeats shared objects instead of using aliases, indents lists, and writes long strings as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -66,7 +67,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    # Kubernetes reads `1e3` as a number and `y` as true, which PyYAML takes for words.
+    # Kubernetes reads `1e3` as a number and `y` as true; PyYAML leaves both unquoted.
     style = "'" if AMBIGUOUS.match(value) else None
     if "\n" in value and not any(line != line.rstrip() for line in value.split("\n")):
         style = "|"
@@ -81,7 +82,7 @@ def _metadata(run: Run, options: Options, name: str | None = None) -> Object:
 
 
 def _workload(run: Run, options: Options) -> Object:
-    """Metadata of the object that Kueue looks at."""
+    """Metadata of the object that Kueue queues."""
     metadata = _metadata(run, options)
     if options.queue:
         metadata["labels"] = {**metadata["labels"], "kueue.x-k8s.io/queue-name": options.queue}
@@ -89,7 +90,7 @@ def _workload(run: Run, options: Options) -> Object:
 
 
 def _suspended(options: Options) -> Object:
-    """Kueue starts what is suspended when there is room for all of it."""
+    """Kueue unsuspends a workload when the quota has room for all of its pods."""
     return {"suspend": True} if options.queue else {}
 
 
@@ -104,7 +105,7 @@ def _recipe(run: Run, options: Options) -> Object:
 
 
 def _network_policy(run: Run, options: Options) -> Object:
-    """Ranks trust whoever talks to them: only the run's own pods may."""
+    """Ranks do not authenticate each other: only pods of the same run may connect."""
     ours = {"matchLabels": pod.labels(run)}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -115,7 +116,7 @@ def _network_policy(run: Run, options: Options) -> Object:
 
 
 def _service(run: Run, options: Options) -> Object:
-    """Gives every pod a name, from before it is ready: ranks look for the first one while it starts."""
+    """Gives every pod a host name, even before it is ready: ranks look up the first pod while it starts."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -139,7 +140,7 @@ def _job(run: Run, options: Options) -> Object:
         "spec": {
             **_suspended(options),
             **_indexed(run.nodes),
-            # Where one pod fails, those that wait for it fail too.
+            # Counts pods: when one fails, its peers fail too.
             "backoffLimit": options.max_restarts * run.nodes,
             "podReplacementPolicy": "Failed",
             "ttlSecondsAfterFinished": KEEP_SECONDS,
@@ -179,7 +180,7 @@ def _jobset(run: Run, options: Options) -> Object:
 
 
 def _trainjob(run: Run, options: Options) -> Object:
-    """What is the run's own; restarts, rights and the rest are the runtime's, which k8s/trainjob installs."""
+    """What is specific to the run; restarts and rights come from the runtime in k8s/trainjob/runtime."""
     container: Object = {"name": pod.CONTAINER, "volumeMounts": pod.mounts()}
     if pod.needs_rdma(run):
         container["securityContext"] = pod.container_security(rdma=True)
@@ -192,8 +193,9 @@ def _trainjob(run: Run, options: Options) -> Object:
     template = {"metadata": {"labels": pod.labels(run), "annotations": pod.notes(run, options)}, "spec": spec}
     if options.host_network:
         raise UserError(
-            "--host-network with --flavor trainjob", rule="that is the runtime's choice", fix="--flavor jobset"
-        )
+            "given with --flavor trainjob", where="--host-network",
+            rule="a TrainJob takes host networking from its runtime", fix="--flavor jobset",
+        )  # fmt: skip
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -225,52 +227,17 @@ def _trainjob(run: Run, options: Options) -> Object:
 
 
 PATCHABLE = {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"}
-"""Keys of a pod that a TrainJob may add to its runtime."""
-
-
-def runtime(max_restarts: int) -> Object:
-    """The ClusterTrainingRuntime that k8s/trainjob installs, once for all runs."""
-    spec = {
-        **pod.frame(Options(image="").grace_seconds),
-        "containers": [
-            {
-                "name": pod.CONTAINER,
-                "securityContext": pod.container_security(rdma=False),
-                "terminationMessagePolicy": "FallbackToLogsOnError",
-                "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108 - the pod's own
-            }
-        ],
-        "volumes": [{"name": "tmp", "emptyDir": {}}],
-    }
-    job = {
-        "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-        "spec": {**all_or_nothing(), "template": {"spec": spec}},
-    }
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "ClusterTrainingRuntime",
-        "metadata": {"name": RUNTIME, "labels": {"app.kubernetes.io/name": "llmrecipes"}},
-        "spec": {
-            "mlPolicy": {"numNodes": 1, "torch": {}},
-            "template": {
-                "spec": {
-                    "network": {"publishNotReadyAddresses": True},
-                    "failurePolicy": {"maxRestarts": max_restarts, "rules": jobset_rules()},
-                    "replicatedJobs": [{"name": GROUP, "replicas": 1, "template": job}],
-                }
-            },
-        },
-    }
+"""Pod fields that a TrainJob may add to its runtime."""
 
 
 def jobset_rules() -> list[Object]:
-    """What a JobSet does when its Job has failed. Reason and message are those of Kubernetes' Job controller."""
+    """What a JobSet does when its Job fails, by the reason and message that the Job controller sets."""
     codes = "|".join(map(str, FAILING))
     saved = "|".join(map(str, SAVED))
     failed_by_policy = ["PodFailurePolicy"]
     return [
         {
-            "name": "sameWouldHappen",
+            "name": "wouldFailAgain",
             "action": "FailJobSet",
             "onJobFailureReasons": failed_by_policy,
             "onJobFailureMessagePatterns": [f"failed with exit code ({codes}) matching"],
@@ -288,7 +255,7 @@ def jobset_rules() -> list[Object]:
 
 
 def all_or_nothing() -> Object:
-    """One pod that fails ends its Job, and the JobSet starts all of them again; the policy is there to say why."""
+    """A pod that fails fails its Job, and the JobSet restarts all pods; the policy records the reason."""
     rules = [_on_exit("FailJob", FAILING), _on_exit("FailJob", SAVED), _on_disruption("FailJob")]
     return {"backoffLimit": 0, "podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": rules}}
 

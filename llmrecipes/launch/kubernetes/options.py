@@ -1,4 +1,4 @@
-"""What the user asks for, and the names that follow from it; what Kubernetes would refuse is refused here."""
+"""The Kubernetes options of `submit` and the names derived from them, checked before Kubernetes would reject them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmrecipes.errors import UserError
 
 FLAVORS = ("job", "jobset", "trainjob")
 RUNTIME = "llmrecipes"
-"""ClusterTrainingRuntime of k8s/trainjob."""
+"""ClusterTrainingRuntime in k8s/trainjob/runtime."""
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 IMAGE = re.compile(r"[a-z0-9][a-z0-9._-]*(:\d+)?(/[a-z0-9][a-z0-9._-]*)*(:[\w][\w.-]{0,127})?@sha256:[0-9a-f]{64}")
@@ -21,12 +21,12 @@ NODE_LABEL = re.compile(r"([a-z0-9][a-z0-9.-]{0,251}[a-z0-9]/)?[A-Za-z0-9]([A-Za
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 KEY = re.compile(r"[A-Za-z0-9._-]{1,253}")
 NAME_LENGTH = 40
-"""Leaves room for what controllers append to a name: `-node-0-1999` and five random characters, of 63 in all."""
+"""Of 63 characters; the rest is for suffixes of controllers, `-node-0-1999-` and five random characters."""
 
 
 @dataclass(frozen=True)
 class Secret:
-    """A key of a Secret that is in the namespace; its value is never known here."""
+    """A key of a Secret in the namespace; its value is never read here."""
 
     name: str
     key: str
@@ -34,11 +34,11 @@ class Secret:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The options of a run.
 
-    `claim` is the volume with runs and data, which all nodes mount. `secrets` are variables and where they come from.
-    `queue` is Kueue's LocalQueue, and `topology` the label of nodes that should be close to each other. `max_restarts`
-    counts starts after failures; those after a save or a disruption are not counted.
+    `claim` is the volume with runs and data, mounted on all nodes. `secrets` maps variables to the Secrets that hold
+    their values. `queue` is Kueue's LocalQueue; `topology` is a node label, and pods are placed on nodes that share its
+    value. `max_restarts` limits restarts after failures; those after a save or a disruption are not counted.
     """
 
     image: str
@@ -57,7 +57,7 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """Refuse what Kubernetes would refuse, or what would be unsafe.
+    """Reject what Kubernetes would reject, and what would be unsafe.
 
     Raises:
         UserError: the first such value.
@@ -68,12 +68,12 @@ def check(options: Options) -> None:
         raise UserError(
             f"{options.image!r}",
             where="--image",
-            rule="NAME@sha256:DIGEST: a tag can be another image when a pod is restarted",
+            rule="NAME@sha256:DIGEST: a tag may name another image by the time a pod restarts",
             fix="docker buildx imagetools inspect IMAGE prints the digest",
         )
     for where, value in (("--namespace", options.namespace), ("--queue", options.queue)):
         if value is not None and not LABEL.fullmatch(value):
-            raise UserError(f"{value!r}", where=where, rule="at most 63 lower-case letters, digits and dashes")
+            raise UserError(f"{value!r}", where=where, rule="at most 63 lowercase letters, digits and dashes")
     names = {
         "--claim": options.claim,
         "--service-account": options.service_account,
@@ -82,9 +82,7 @@ def check(options: Options) -> None:
     }
     for where, value in names.items():
         if value is not None and not SUBDOMAIN.fullmatch(value):
-            raise UserError(
-                f"{value!r}", where=where, rule="the name of an object: lower-case letters, digits, - and ."
-            )
+            raise UserError(f"{value!r}", where=where, rule="an object's name: lowercase letters, digits, - and .")
     for variable, secret in options.secrets.items():
         if not VARIABLE.fullmatch(variable) or not KEY.fullmatch(secret.key):
             raise UserError(
@@ -93,16 +91,17 @@ def check(options: Options) -> None:
     if options.topology is not None and not NODE_LABEL.fullmatch(options.topology):
         raise UserError(f"{options.topology!r}", where="--topology", rule="the key of a node label")
     if options.topology is not None and options.queue is None:
-        raise UserError("--topology without --queue", rule="Kueue is what places pods by topology", fix="--queue NAME")
+        raise UserError("given without --queue", where="--topology", rule="Kueue places pods by topology",
+                        fix="--queue NAME")  # fmt: skip
     if options.tracking_uri is not None:
         _check_tracking_uri(options.tracking_uri)
 
 
 def parse_secrets(texts: Sequence[str]) -> dict[str, Secret]:
-    """`VARIABLE=SECRET` or `VARIABLE=SECRET:KEY` to where each variable comes from; KEY is else the variable's name.
+    """The Secret of each variable, from `VARIABLE=SECRET[:KEY]`; KEY defaults to the variable's name.
 
     Raises:
-        UserError: another form. The value is not repeated: it may be a token that was given by mistake.
+        UserError: another form. The message leaves the value out: it may be a token pasted by mistake.
     """
     found = {}
     for text in texts:
@@ -112,15 +111,15 @@ def parse_secrets(texts: Sequence[str]) -> dict[str, Secret]:
             raise UserError(
                 "not VARIABLE=SECRET or VARIABLE=SECRET:KEY",
                 where="--secret",
-                rule="a secret is named here, never written: its value is in a Secret of the namespace",
-                fix="kubectl create secret generic huggingface --from-file=HF_TOKEN, --secret HF_TOKEN=huggingface",
+                rule="this names a Secret of the namespace; the value itself never goes on the command line",
+                fix="kubectl create secret generic hf --from-file=HF_TOKEN, then --secret HF_TOKEN=hf",
             )
         found[variable] = Secret(name, key or variable)
     return found
 
 
 def object_name(recipe: str, run_id: str) -> str:
-    """Name of all objects of a run: readable, a DNS label, and another one for every run.
+    """Name of all objects of a run: readable, a DNS label, unique to the run.
 
     Args:
         recipe: name of the recipe.
@@ -128,7 +127,7 @@ def object_name(recipe: str, run_id: str) -> str:
     """
     digest = hashlib.sha256(f"{recipe}\0{run_id}".encode()).hexdigest()[:8]
     words = re.sub(r"[^a-z0-9]+", "-", f"{recipe}-{run_id}".lower()).strip("-")
-    # A Service's name starts with a letter.
+    # A Service's name must start with a letter.
     words = words if words[:1].isalpha() else f"r-{words}"
     return f"{words[: NAME_LENGTH - 9].rstrip('-')}-{digest}"
 
@@ -137,12 +136,12 @@ def _check_tracking_uri(uri: str) -> None:
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or not parts.hostname or not uri.isprintable():
         raise UserError(
-            "not an address of an MLflow server", where="--tracking-uri", fix="--tracking-uri http://mlflow:5000"
+            "not the URL of an MLflow server", where="--tracking-uri", fix="--tracking-uri http://mlflow:5000"
         )
     if parts.username or parts.password or parts.query:
         raise UserError(
-            "there is a user, password or query in the address",
+            "the URL has a user name, a password or a query",
             where="--tracking-uri",
-            rule="what is secret comes from a Secret",
+            rule="credentials come from a Secret",
             fix="--secret MLFLOW_TRACKING_USERNAME=mlflow --secret MLFLOW_TRACKING_PASSWORD=mlflow",
         )

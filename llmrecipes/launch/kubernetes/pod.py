@@ -14,7 +14,7 @@ from llmrecipes.plan.derive import Plan
 Object = dict[str, Any]
 
 CONTAINER = "node"
-"""The name that Kubeflow's Trainer gives its variables to."""
+"""The container that Kubeflow Trainer sets its variables on."""
 DOCTOR = "doctor"
 PORT = 29500
 USER = 10001
@@ -22,13 +22,13 @@ USER = 10001
 WORKSPACE = PurePosixPath("/workspace")
 RECIPE = PurePosixPath("/etc/llmrecipes/recipe.yaml")
 NODE_SHARE = 0.9
-"""Of a node's processor and memory; the rest is the kubelet's and the system's."""
+"""Share of a node's CPU and memory; the rest is for the kubelet and the system."""
 SHM_SHARE, SHM_MOST_GIB = 1 / 8, 64
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is to be rendered: `name` is that of its objects, `recipe_yaml` its resolved recipe."""
+    """A run to render: `name` is the name of its objects, `recipe_yaml` its resolved recipe."""
 
     name: str
     run_id: str
@@ -41,18 +41,18 @@ class Run:
 
     @property
     def ranks_per_node(self) -> int:
-        return self.plan.world_size // self.nodes
+        return self.plan.layout.world_size // self.nodes
 
 
 def labels(run: Run) -> dict[str, str]:
-    """What selects the pods of a run."""
+    """Labels that select the pods of a run."""
     return {"app.kubernetes.io/name": "llmrecipes", "app.kubernetes.io/instance": run.name}
 
 
 def notes(run: Run, options: Options) -> dict[str, str]:
-    """What a person wants to know of a pod, and what Kueue does."""
+    """Annotations: what the pod runs, and where Kueue should place it."""
     told = {
-        "llmrecipes/recipe": run.plan.recipe,
+        "llmrecipes/recipe": run.plan.recipe.name,
         "llmrecipes/recipe-hash": run.recipe_hash,
         "llmrecipes/run-id": run.run_id,
     }
@@ -65,9 +65,9 @@ def template(run: Run, options: Options, master: str) -> Object:
     """The pod template of a Job.
 
     Args:
-        run: what is run.
-        options: what the user asks for.
-        master: host name of the first node, empty where a controller tells the pods.
+        run: the run.
+        options: the options of `submit`.
+        master: host name of the first node, empty where a controller sets it.
     """
     return {
         "metadata": {"labels": labels(run), "annotations": notes(run, options)},
@@ -97,7 +97,7 @@ def template(run: Run, options: Options, master: str) -> Object:
 
 
 def _container(run: Run, options: Options, master: str) -> Object:
-    """What the training has and the look at the node before it, which takes the same GPUs and adapters."""
+    """What training and the check of the node before it share: the check needs the same GPUs and adapters."""
     return {
         "image": options.image,
         "env": variables(run, options, master),
@@ -109,7 +109,7 @@ def _container(run: Run, options: Options, master: str) -> Object:
 
 
 def frame(grace_seconds: int) -> Object:
-    """What every pod of ours has: no token, no root, and time to save after SIGTERM."""
+    """Fields of every pod: no API token, not root, and time to save after SIGTERM."""
     return {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
@@ -127,13 +127,13 @@ def frame(grace_seconds: int) -> Object:
 
 
 def container_security(rdma: bool) -> Object:
-    """Rights of the container; RDMA pins memory, which is all that it needs beyond nothing."""
+    """Capabilities of the container: none, or IPC_LOCK for RDMA, which pins memory."""
     capabilities = {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if rdma else {})}
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": capabilities}
 
 
 def placement(profile: Profile, options: Options) -> Object:
-    """Where the pod may run, and as whom."""
+    """Node selection, service account, pull secret and host network."""
     found: Object = {}
     if profile.kubernetes.node_selector:
         found["nodeSelector"] = dict(profile.kubernetes.node_selector)
@@ -153,18 +153,19 @@ def command() -> list[str]:
 
 
 def arguments(run: Run) -> list[str]:
-    """Everything the pods are told; which of the nodes one is, it knows by itself."""
+    """The same for all pods; each reads its node rank from the environment that its controller sets."""
     more = ["--nnodes", str(run.nodes)] if run.nodes > 1 else []
     more += ["--accept-changes"] if run.accept_changes else []
     return [
-        literal(word) for word in ("--run-id", run.run_id, "--nproc", str(run.plan.world_size), "--no-sample", *more)
+        literal(word)
+        for word in ("--run-id", run.run_id, "--nproc", str(run.plan.layout.world_size), "--no-sample", *more)
     ]
 
 
 def variables(run: Run, options: Options, master: str) -> list[Object]:
-    """Environment of the container: plain values first, then those from Secrets."""
+    """Environment of the container: plain values, then those from Secrets."""
     runs = WORKSPACE / "runs"
-    logs = runs / run.plan.recipe / run.run_id / "logs"
+    logs = runs / run.plan.recipe.name / run.run_id / "logs"
     values = {
         **environment(run.profile, run.plan, run.ranks_per_node, Path(logs)),
         "HOME": str(WORKSPACE),
@@ -185,7 +186,7 @@ def variables(run: Run, options: Options, master: str) -> list[Object]:
 
 
 def literal(text: str) -> str:
-    """A text that the kubelet hands on unchanged: it would put values in place of `$(NAME)`."""
+    """Escaped so that the kubelet passes the text on unchanged: it expands `$(NAME)`."""
     return text.replace("$", "$$")
 
 
@@ -194,9 +195,9 @@ def needs_rdma(run: Run) -> bool:
 
 
 def resources(run: Run) -> Object:
-    """GPUs and adapters of the ranks, and their share of the node's processor and memory.
+    """GPUs and adapters of the ranks, and their share of the node's CPU and memory.
 
-    Processor time is asked for and not limited: a limit would stall ranks that others wait for.
+    CPU is requested and not limited: all ranks wait for one that is throttled.
     """
     profile = run.profile
     share = min(1.0, run.ranks_per_node / profile.ranks_per_node)
@@ -211,7 +212,7 @@ def resources(run: Run) -> Object:
 
 
 def volumes(run: Run, options: Options) -> list[Object]:
-    """The recipe, the folder that all nodes share, and shared memory: the default of 64 MB is too small for loaders."""
+    """The recipe, the shared workspace, and /dev/shm, whose default of 64 MiB is too small for data loaders."""
     size = max(1, min(SHM_MOST_GIB, int(run.profile.memory_gib * SHM_SHARE)))
     return [
         {"name": "recipe", "configMap": {"name": recipe_map(run)}},

@@ -42,7 +42,7 @@ class Local:
         values = {
             "exit-file": submission.run_dir / record.EXIT_FILE,
             "cluster": planned.cluster,
-            "nproc": planned.plan.world_size,
+            "nproc": planned.plan.layout.world_size,
             "run-id": submission.run_id,
             "runs-dir": submission.runs_dir,
             "data-dir": submission.data_dir,

@@ -168,6 +168,7 @@ def _end(waiting: dict[str, subprocess.Popen[bytes]], grace: Grace, newest_then:
         return int(ExitCode.REQUEUE)
     raise UserError(
         f"{what}; nothing was saved after the signal, the newest checkpoint is {newest or 'none'}",
+        where="train.exit_grace_seconds",
         rule="ranks save and end within train.exit_grace_seconds of a signal",
         fix="run the same command again: it resumes from the newest checkpoint; if a save takes longer, set a larger "
         "train.exit_grace_seconds",

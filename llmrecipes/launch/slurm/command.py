@@ -79,7 +79,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
     site = profile.slurm
     runtime = options.runtime or (site.container_runtime if options.image else "none")
     wanted = {
-        "job-name": plan.recipe,
+        "job-name": plan.recipe.name,
         "nodes": str(request.nodes),
         "partition": options.partition or site.partition,
         "account": options.account,
@@ -98,7 +98,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         "runtime": runtime,
         "image": options.image,
         "python": options.python,
-        "ranks-per-node": str(plan.world_size // request.nodes),
+        "ranks-per-node": str(plan.layout.world_size // request.nodes),
         "run-id": request.run_id,
         "runs-dir": str(request.runs_dir),
         "data-dir": str(request.data_dir),
@@ -166,9 +166,11 @@ def check(request: Request, profile: Profile, options: Options) -> None:
             )
     for path in (request.runs_dir, request.data_dir):
         if not str(path).isprintable() or "\\" in str(path):
-            raise UserError(f"{str(path)!r}", rule="paths in Slurm's --output are printable and have no backslash")
+            raise UserError("not printable", where=f"{str(path)!r}",
+                            rule="paths in Slurm's --output are printable and have no backslash")  # fmt: skip
         if runtime != "none" and options.image and set(str(path)) & set(":,"):
-            raise UserError(f"{str(path)!r}", rule="a path that is mounted into a container has neither : nor ,")
+            raise UserError("cannot be mounted", where=str(path),
+                            rule="a path that is mounted into a container has neither : nor ,")  # fmt: skip
 
 
 def _segment(nodes: int, segment: int) -> int:

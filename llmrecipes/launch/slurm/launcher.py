@@ -56,7 +56,7 @@ class Slurm:
 
     def require(self) -> None:
         """sbatch is here."""
-        require_program("sbatch", f"{DRY_RUN}; make train runs the recipe here")
+        require_program("sbatch", f"{DRY_RUN}; make train runs the recipe on this machine")
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
         """Run sbatch, whose `--parsable` answer is the id: `JOB`, or `JOB;CLUSTER` where there are several clusters."""
@@ -132,7 +132,7 @@ def _squeue(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStat
     if code and "Invalid job id" in words:  # said where there is one id, and it is unknown
         return {}
     if code:
-        raise SchedulerUnavailable(f"squeue ends with {code}:\n{words}")
+        raise SchedulerUnavailable(f"exit code {code}:\n{words}", where="squeue")
     rows = (line.split("|") for line in answer.splitlines() if line.count("|") == 4)
     return {row[0].strip(): status_of(row[1].strip(), row[3].strip(), row[2].strip()) for row in rows}
 

@@ -15,6 +15,7 @@ import pytest
 
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import curve, largest_difference, lines
+from tests.refusals import require_message
 from tests.system.slurm.conftest import Site
 
 
@@ -69,7 +70,7 @@ def test_requeued_three_times(site: Site, recipe: Recipe, reference: dict[str, l
     site.lab.run("scontrol", "requeue", job)
     site.wait_for_restart(job, 4)
     site.finish(job, run_dir)
-    assert "the run has finished; nothing is left to do" in site.log(run_dir, job)
+    assert "the run has already finished; nothing to do" in site.log(run_dir, job)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
@@ -150,7 +151,7 @@ def test_cancelled_jobs_stay_so(site: Site, recipe: Recipe) -> None:
     fields = site.finish(job, run_dir, "CANCELLED")
     assert fields["Restarts"] == "0"
     assert "has already ended: cancelled" in site.llmrecipes("cancel", job)  # by the number of the job
-    assert "no run and no job 4711" in site.llmrecipes("cancel", "4711", code=2)
+    require_message(site.llmrecipes("cancel", "4711", code=2), "runs", rule="4711")
 
 
 def test_restarts_without_progress_end(site: Site, recipe: Recipe) -> None:

@@ -66,7 +66,7 @@ def load(entry: Entry, state: dict[str, Any]) -> dict[str, Any]:
         hidden = len(differences) - _SHOWN
         lines = differences[:_SHOWN] + ([f"and {hidden} more"] if hidden > 0 else [])
         raise UserError(
-            "this checkpoint is of another architecture:\n    " + "\n    ".join(lines),
+            "this checkpoint has a different architecture:\n    " + "\n    ".join(lines),
             where=str(entry.path),
             rule="every tensor has the same name and global shape in the checkpoint and in the model",
             fix="use the recipe it was trained with (recipe.yaml in the run directory), or another run id",
@@ -218,8 +218,8 @@ def _require_tensor(value: Any, dtype: torch.dtype, shape: tuple[int, ...], name
 
 def _unfit(path: Path, why: str) -> UserError:
     return UserError(
-        f"this checkpoint contradicts itself: {why}",
+        f"this checkpoint is inconsistent: {why}",
         where=str(path),
         rule="the index describes what is in the files that the manifest lists",
-        fix="use another checkpoint; this program did not write this one, or it was altered",
+        fix="use another checkpoint: this one was altered, or written by another program",
     )

@@ -91,9 +91,9 @@ def transformer_config(recipe: Recipe, plan: Plan, *, on_gpu: bool, transformer_
     options: dict[str, Any] = {
         **{name: getattr(model, name) for name in SAME_NAME_MODEL},
         **{name: getattr(recipe.parallelism, name) for name in SAME_NAME_PARALLELISM},
-        "num_query_groups": plan.num_query_groups,
-        "kv_channels": plan.kv_channels,
-        "ffn_hidden_size": plan.ffn_hidden_size,
+        "num_query_groups": plan.shape.num_query_groups,
+        "kv_channels": plan.shape.kv_channels,
+        "ffn_hidden_size": plan.shape.ffn_hidden_size,
         "activation_func": ACTIVATIONS[model.activation_func],
         # `init` fills the parameters. They are still "initialised", because megatron-core marks the sharded ones only
         # then, and its gradient norm counts on the mark.
@@ -147,7 +147,7 @@ def _balance_coefficients(recipe: Recipe, plan: Plan) -> dict[str, float | None]
     model, parallel = recipe.model, recipe.parallelism
     kind, auxiliary, z_loss = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.moe_z_loss_coeff
     if kind == "global_aux_loss":
-        auxiliary *= plan.data_parallel_size
+        auxiliary *= plan.layout.data_parallel_size
     if (MAJOR, MINOR) < (0, 19):
         ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
         auxiliary *= ranks * (recipe.train.micro_batch_size if kind == "seq_aux_loss" else 1)

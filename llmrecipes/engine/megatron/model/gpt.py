@@ -17,7 +17,6 @@ from llmrecipes.engine.megatron.model.init import initialise
 from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.schema import Recipe
 
 CHECKPOINT_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -134,21 +133,21 @@ class BuiltModel:
         return module
 
 
-def build(recipe: Recipe, plan: Plan, platform: Platform) -> BuiltModel:
+def build(plan: Plan, platform: Platform) -> BuiltModel:
     """The initialised model of this rank, on the platform's device.
 
     Args:
-        recipe: the resolved recipe.
-        plan: its derived sizes.
+        plan: of the recipe, on this world.
         platform: where parameters live.
     """
+    recipe = plan.recipe
     implementation, reason = choose(recipe.model.transformer_impl)
     config = transformer_config(
         recipe, plan, on_gpu=platform.name == "cuda", transformer_engine=implementation == "transformer_engine"
     )
     chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
     stages = range(chunks) if chunks else (None,)
-    modules = tuple(_chunk(recipe, plan, config, implementation, stage) for stage in stages)
+    modules = tuple(_chunk(plan, config, implementation, stage) for stage in stages)
     for module in modules:
         module.to(device=platform.device)
         for parameter in module.parameters():
@@ -158,17 +157,15 @@ def build(recipe: Recipe, plan: Plan, platform: Platform) -> BuiltModel:
     return BuiltModel(modules, config, implementation, reason)
 
 
-def _chunk(
-    recipe: Recipe, plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None
-) -> RecipeGPTModel:
-    model = recipe.model
+def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None) -> RecipeGPTModel:
+    model = plan.recipe.model
     block = block_spec(config, implementation, stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     module = RecipeGPTModel(
         config,
         block,
-        vocab_size=plan.padded_vocab_size,
-        max_sequence_length=plan.max_position_embeddings,
+        vocab_size=plan.shape.vocab_size,
+        max_sequence_length=plan.shape.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=last,
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
@@ -180,5 +177,5 @@ def _chunk(
         mtp_block_spec=mtp_spec(config, block, implementation, stage),
         vp_stage=stage,
     )
-    module.label_smoothing = recipe.train.label_smoothing
+    module.label_smoothing = plan.recipe.train.label_smoothing
     return module

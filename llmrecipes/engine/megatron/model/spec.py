@@ -35,14 +35,15 @@ def choose(requested: str) -> tuple[Implementation, str]:
         UserError: TransformerEngine is asked for by name and cannot run here.
     """
     if requested == "local":
-        return "local", "the recipe asks for it"
+        return "local", "requested by the recipe"
     obstacle = _transformer_engine_obstacle()
     if obstacle is None:
         return "transformer_engine", "installed, and the GPU supports it"
     if requested == "transformer_engine":
         raise UserError(
-            f"model.transformer_impl: transformer_engine cannot run here: {obstacle}",
-            rule="an implementation asked for by name is never swapped for another",
+            f"transformer_engine cannot run here: {obstacle}",
+            where="model.transformer_impl",
+            rule="an implementation that is requested by name is never replaced",
             fix="model.transformer_impl=auto, or a GPU image that has TransformerEngine",
         )
     return "local", obstacle

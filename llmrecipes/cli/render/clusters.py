@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmrecipes.cli.render.table import aligned
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.load import load_profile
 
@@ -13,12 +14,9 @@ def summaries(names: list[str]) -> list[dict[str, Any]]:
     return [_summary(name) for name in names]
 
 
-def summary_table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """The summaries as aligned lines."""
-    cells = [("cluster", "node", "between nodes", "description"), *(_cells(row) for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(3)]
-    lines = ("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in cells)
-    return "\n".join(lines)
+    return "\n".join(aligned([("cluster", "node", "between nodes", "description"), *map(_cells, rows)]))
 
 
 def _summary(name: str) -> dict[str, Any]:

@@ -1,46 +1,17 @@
-"""What `list` and `show` print."""
+"""What `show` prints."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import Any
 
-from llmrecipes.console import console, duration, number
-from llmrecipes.errors import UserError
+from llmrecipes.commandline import command_line
+from llmrecipes.console import console, duration
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
-from llmrecipes.plan.derive import Plan
-from llmrecipes.plan.parameters import count
-from llmrecipes.recipe.load import Loaded, load, to_yaml
+from llmrecipes.plan.derive import Plan, decay_iters
+from llmrecipes.recipe.load import Loaded, to_yaml
 from llmrecipes.recipe.schema import Recipe
-
-
-def summaries(names: list[str]) -> list[dict[str, Any]]:
-    """Name, parameters, training tokens and description of recipes; a broken one has its `error` instead."""
-    return [_summary(name) for name in names]
-
-
-def summary_table(rows: list[dict[str, Any]]) -> str:
-    """The summaries as aligned lines."""
-    cells = [("recipe", "parameters", "tokens", "description")]
-    for row in rows:
-        if "error" in row:
-            cells.append((row["name"], "-", "-", f"broken: {row['error'].splitlines()[0]}"))
-        else:
-            cells.append((row["name"], number(row["parameters"]), number(row["tokens"]), row["description"]))
-    wide, parameters, tokens = (max(len(row[column]) for row in cells) for column in range(3))
-    lines = (f"{name:{wide}}  {n:>{parameters}}  {t:>{tokens}}  {text}".rstrip() for name, n, t, text in cells)
-    return "\n".join(lines)
-
-
-def _summary(name: str) -> dict[str, Any]:
-    try:
-        recipe = load(name).recipe
-    except UserError as error:  # one broken file must not hide the others
-        return {"name": name, "error": str(error)}
-    tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
-    parameters = count(recipe.model).total
-    return {"name": name, "parameters": parameters, "tokens": tokens, "description": recipe.description}
 
 
 def as_dict(loaded: Loaded, plan: Plan, cluster: Cluster, step_seconds: float | None = None) -> dict[str, Any]:
@@ -57,9 +28,18 @@ def as_dict(loaded: Loaded, plan: Plan, cluster: Cluster, step_seconds: float | 
 
 
 def print_plan(
-    loaded: Loaded, plan: Plan, cluster: Cluster, *, plan_only: bool = False, step_seconds: float | None = None
+    loaded: Loaded,
+    plan: Plan,
+    cluster: Cluster,
+    asked: tuple[str, ...],
+    *,
+    plan_only: bool = False,
+    step_seconds: float | None = None,
 ) -> None:
-    """The resolved recipe unless `plan_only`, then the plan as a table, then its warnings."""
+    """The resolved recipe unless `plan_only`, then the plan as a table, then its warnings.
+
+    `asked` is the recipe's name or path and the overrides, as the user wrote them.
+    """
     from rich.table import Table
 
     out = console()
@@ -70,7 +50,9 @@ def print_plan(
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_column("from", style="dim")
-    for row in [*rows(plan, cluster), *_disk(loaded.recipe, plan), *_time(loaded.recipe, plan, cluster, step_seconds)]:
+    measure = command_line("bench step", asked[0], overrides=asked[1:])
+    time = _time(loaded.recipe, plan, cluster, step_seconds, measure)
+    for row in [*rows(plan, cluster), *_disk(loaded.recipe, plan), *time]:
         table.add_row(*row)
     out.print(table)
     for warning in plan.warnings:
@@ -86,18 +68,20 @@ def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
     return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}: {most} on disk{more}")]
 
 
-def _time(recipe: Recipe, plan: Plan, cluster: Cluster, seconds: float | None) -> list[tuple[str, str, str]]:
+def _time(
+    recipe: Recipe, plan: Plan, cluster: Cluster, seconds: float | None, measure: str
+) -> list[tuple[str, str, str]]:
     if seconds is None:
-        return [("time of a step", "unknown", f"until measured: llmrecipes bench step {recipe.name}")]
+        return [("time of a step", "unknown", f"until measured: {measure}")]
     whole = seconds * recipe.train.train_iters
     lines = [
         ("time of a step", f"{seconds:g} s", "--step-seconds"),
-        ("time of all steps", duration(whole), f"{plan.world_size * whole / 3600:,.1f} rank-hours"),
-        ("tokens a second", f"{plan.tokens_per_step / seconds:,.0f}", f"{plan.world_size} ranks"),
+        ("time of all steps", duration(whole), f"{plan.layout.world_size * whole / 3600:,.1f} rank-hours"),
+        ("tokens a second", f"{plan.tokens_per_step / seconds:,.0f}", f"{plan.layout.world_size} ranks"),
     ]
     peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
     if peak is not None:
-        rate = plan.tokens_per_step / seconds / (plan.world_size * peak * 1e12)
+        rate = plan.tokens_per_step / seconds / (plan.layout.world_size * peak * 1e12)
         causal = f"{rate * plan.flops_per_token_causal:.1%} with causal attention"
         lines.append(("MFU", f"{rate * plan.flops_per_token_full:.1%}", causal))
     return lines
@@ -116,20 +100,20 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
     if plan.num_parameters_on_rank != parameters.total:
         lines.append(("parameters of a rank", f"{plan.num_parameters_on_rank:,}", "of the rank that has most"))
     lines += [
-        ("padded vocabulary", f"{plan.padded_vocab_size:,}", "vocab_size, make_vocab_size_divisible_by"),
-        ("MLP width", f"{plan.ffn_hidden_size:,}", "ffn_hidden_size"),
+        ("padded vocabulary", f"{plan.shape.vocab_size:,}", "vocab_size, make_vocab_size_divisible_by"),
+        ("MLP width", f"{plan.shape.ffn_hidden_size:,}", "ffn_hidden_size"),
         (
             "key/value heads × channels",
-            f"{plan.num_query_groups} × {plan.kv_channels}",
+            f"{plan.shape.num_query_groups} × {plan.shape.kv_channels}",
             "num_query_groups, kv_channels",
         ),
-        ("longest sequence", f"{plan.max_position_embeddings:,}", "max_position_embeddings"),
-        ("ranks", f"{plan.world_size}", ranks),
+        ("longest sequence", f"{plan.shape.max_position_embeddings:,}", "max_position_embeddings"),
+        ("ranks", f"{plan.layout.world_size}", ranks),
         *_stages(plan),
         ("micro-batches a step", f"{plan.num_microbatches}", "global_batch_size / micro_batch_size / data parallel"),
         ("tokens a step", f"{plan.tokens_per_step:,}", "global_batch_size × seq_length"),
         ("tokens in all", f"{plan.total_tokens:,}", "× train_iters"),
-        ("learning rate decays until", f"{plan.lr_decay_iters:,}", "lr_decay_iters"),
+        ("learning rate decays until", f"{decay_iters(plan.recipe):,}", "lr_decay_iters"),
         (
             "FLOPs a token",
             f"{plan.flops_per_token_full:.4g}",
@@ -145,15 +129,15 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
 
 def _degrees(plan: Plan) -> str:
     """`parallel: tensor 2 × pipeline 2 × data 4`, and how experts use the same ranks."""
-    degrees = plan.degrees
+    degrees = plan.layout
     dense = {
         "tensor": degrees.tensor_model_parallel_size,
         "context": degrees.context_parallel_size,
         "pipeline": degrees.pipeline_model_parallel_size,
     }
-    words = [f"{name} {size}" for name, size in dense.items() if size > 1] + [f"data {plan.data_parallel_size}"]
+    words = [f"{name} {size}" for name, size in dense.items() if size > 1] + [f"data {plan.layout.data_parallel_size}"]
     text = f"parallel: {' × '.join(words)}"
-    if plan.num_parameters.experts and plan.world_size > 1:
+    if plan.num_parameters.experts and plan.layout.world_size > 1:
         experts = f"experts: expert {degrees.expert_model_parallel_size}"
         if degrees.expert_tensor_parallel_size > 1:
             experts += f" × tensor {degrees.expert_tensor_parallel_size}"
@@ -163,7 +147,7 @@ def _degrees(plan: Plan) -> str:
 
 def _stages(plan: Plan) -> list[tuple[str, str, str]]:
     """Layers of the pipeline stages, neighbours with the same ones in one line."""
-    stages, chunks = plan.degrees.layers_per_stage, plan.degrees.virtual_pipeline_model_parallel_size
+    stages, chunks = plan.layout.layers_per_stage, plan.layout.virtual_pipeline_model_parallel_size
     if len(stages) == 1:
         return []
     lines = []

@@ -1,17 +1,14 @@
-"""`llmrecipes compare`: parsing and printing only."""
+"""What `compare` prints."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from llmrecipes.cli.commands import RUNS, JsonOption, RunsOption
-from llmrecipes.console import console, number
-from llmrecipes.errors import UserError
+from llmrecipes.cli.render.table import aligned
+from llmrecipes.console import number
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -25,41 +22,11 @@ LONGEST_VALUE = 40
 GIB = 1 << 30
 
 
-def compare(
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN...", help="Run directories, recipe/run-ids, run ids, or recipes for their newest run."
-        ),
-    ],
-    x: Annotated[
-        str | None, typer.Option("--x", metavar="AXIS", help="step or tokens; default: tokens if the batches differ.")
-    ] = None,
-    as_json: JsonOption = False,
-    runs_dir: RunsOption = RUNS,
-) -> None:
-    """Compare runs: how their recipes differ, their losses, and what came of them."""
-    from llmrecipes.workflow.compare import compare as read
-    from llmrecipes.workflow.runs import find_run
-
-    if x is not None and x not in AXES:
-        raise UserError(f"{x!r}", where="--x", rule=f"one of {', '.join(AXES)}")
-    if len(names) > len(LETTERS):
-        raise UserError(f"{len(names)} runs", where="RUN", rule=f"at most {len(LETTERS)} runs are compared")
-    comparison = read([find_run(name, runs_dir) for name in names])
-    if as_json:
-        print(json.dumps(comparison.as_dict(), indent=2))
-        return
-    out = console()
-    for line in lines(comparison, x or _axis(comparison), width=min(out.width, 110), colours=out.is_terminal):
-        out.print(line, markup=False, soft_wrap=True)
-
-
 def lines(comparison: Comparison, axis: str, *, width: int, colours: bool) -> Iterator[str | Text]:
     """The comparison for people."""
     from rich.text import Text
 
-    from llmrecipes.cli.plot import COLOURS
+    from llmrecipes.cli.render.plot import COLOURS
 
     runs = comparison.runs
     wide = max(len(run.name) for run in runs)
@@ -84,13 +51,14 @@ def lines(comparison: Comparison, axis: str, *, width: int, colours: bool) -> It
     yield from _table([("figure", *letters), *_figures(runs)])
 
 
-def _axis(comparison: Comparison) -> str:
+def default_axis(comparison: Comparison) -> str:
+    """Tokens where the runs take different numbers of them a step."""
     keys = ("train.global_batch_size", "model.seq_length")
     return "tokens" if any(key in comparison.differences for key in keys) else "step"
 
 
 def _curves(title: str, curves: Sequence[Curve], axis: str, *, width: int, braille: bool) -> Iterator[str | Text]:
-    from llmrecipes.cli.plot import Series, plot
+    from llmrecipes.cli.render.plot import Series, plot
 
     series = []
     for letter, curve in zip(LETTERS, curves, strict=False):
@@ -130,7 +98,5 @@ def _value(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    return aligned(rows, right=range(1, len(rows[0])))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from llmrecipes.cli.render.table import aligned
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.placement import Placement, Range, groups
 
@@ -36,8 +37,7 @@ def as_text(laid_out: Layout, ranks: Sequence[Placement]) -> str:
     differ = [name for name in cells[0] if name == "rank" or any(row[name] != cells[0][name] for row in cells)]
     alike = [f"{name} {value}" for name, value in cells[0].items() if name not in differ and value]
     rows = [differ, *([row[name] for name in differ] for row in cells)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(differ))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows)
     every = "every rank" if len(shown) == len(ranks) else "each of these ranks"
     lines += ["", *([f"{every}: {'; '.join(alike)}"] if alike else [])]
     if len(shown) == len(ranks):

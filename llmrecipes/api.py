@@ -1,0 +1,289 @@
+"""llmrecipes from Python: plan a recipe, train it, and read what runs have recorded.
+
+Importing this module loads neither torch nor pandas; what needs them imports them when it is called.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIABLE
+from llmrecipes.console import ignore_library_warnings
+from llmrecipes.engine.sampling import SAMPLING, Sampling
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.load import load
+from llmrecipes.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    import pandas
+
+    from llmrecipes.tracking.runs import RunSummary
+
+__all__ = ["Checkpoint", "Run", "TrainResult", "load_recipe", "open_run", "plan_recipe", "train_recipe"]
+
+Outcome = Literal["finished", "saved", "failed"]
+Overrides = Mapping[str, object] | Sequence[str]
+
+_IDENTIFYING = {"steps": "loss", "evaluations": "valid_loss", "notes": "event"}
+"""The key that only the records of a kind in metrics.jsonl have."""
+
+
+def load_recipe(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
+    """Load and check a recipe.
+
+    Args:
+        name_or_path: name in recipes/, or path of a YAML file.
+        overrides: `{"train.train_iters": 50}`, or `["train.train_iters=50"]` as on the command line.
+
+    Raises:
+        UserError: no such recipe, or a key or value that is not allowed; all problems are in one message.
+    """
+    if isinstance(overrides, str):
+        raise UserError(f"overrides are {overrides!r}", rule="a mapping or a list", fix=f"[{overrides!r}]")
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    return load(str(name_or_path), overrides).recipe
+
+
+def plan_recipe(
+    recipe: Recipe | str | Path, *, nproc: int | None = None, cluster: str | None = None, nodes: int | None = None
+) -> Plan:
+    """Plan a recipe for this machine, or for nodes of a cluster: layout, memory, FLOPs.
+
+    Args:
+        recipe: a recipe, or its name or path.
+        nproc: ranks; default: all GPUs, else the fewest that the layout needs.
+        cluster: name or path of a cluster profile; default: this machine.
+        nodes: nodes of the cluster; default: the fewest that fit the layout.
+
+    Raises:
+        UserError: the layout does not divide the ranks. A plan that does not fit is no error: see `Plan.fits`.
+    """
+    from llmrecipes.workflow.plan import plan_on
+
+    return plan_on(_recipe(recipe), nproc=nproc, cluster=cluster, nodes=nodes)[0]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint of a run."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, read from its directory each time it is asked, so that it may still be training."""
+
+    path: Path
+    data_dir: Path
+
+    @property
+    def recipe(self) -> Recipe:
+        """The resolved recipe it was started with."""
+        from llmrecipes.workflow.recorded import run_recipe
+
+        return run_recipe(self.path)
+
+    @property
+    def status(self) -> RunSummary:
+        """State (`running`, `finished`, `saved`, `failed`, `interrupted`), step, total steps and last losses."""
+        from llmrecipes.tracking.runs import summary
+
+        return summary(self.path)
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Its complete checkpoints, oldest first. Their hashes are checked when one is loaded."""
+        from llmrecipes.checkpoint.store import CheckpointStore
+
+        return [Checkpoint(entry.step, entry.path) for entry in CheckpointStore(self.path / "checkpoints").entries()]
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The newest of them; None if there is none."""
+        found = self.checkpoints
+        return found[-1] if found else None
+
+    def records(self, kind: Literal["steps", "evaluations", "notes"] = "steps") -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: one a step, an evaluation, or a note such as `checkpoint_saved`.
+
+        Numbers that are not finite are None, with their names in `non_finite`.
+
+        Raises:
+            UserError: another kind, or a file that cannot be read.
+        """
+        from llmrecipes.tracking.jsonl import METRICS, parse
+
+        if kind not in _IDENTIFYING:
+            raise UserError(f"{kind!r}", where="kind", rule=f"one of {', '.join(_IDENTIFYING)}")
+        path = self.path / METRICS
+        try:
+            with path.open("rb") as lines:
+                found = [parse(line) for line in lines]  # the last line may be half written
+        except FileNotFoundError:  # no step yet
+            return []
+        except OSError as error:
+            raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        return [record for record in found if record is not None and _IDENTIFYING[kind] in record]
+
+    def metrics(self, kind: Literal["steps", "evaluations", "notes"] = "steps") -> pandas.DataFrame:
+        """`records` as a pandas DataFrame with `step` as its index.
+
+        Raises:
+            UserError: pandas is not installed; or as `records`.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise UserError("pandas is not installed", fix="pip install pandas, or records() for dicts") from error
+        found = self.records(kind)
+        return pandas.DataFrame(found, columns=None if found else ["step"]).set_index("step")
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = SAMPLING.temperature,
+        top_k: int = SAMPLING.top_k,
+        top_p: float = SAMPLING.top_p,
+        seed: int = SAMPLING.seed,
+    ) -> str:
+        """Continue a prompt with the newest valid checkpoint, loaded into this process; returns the continuation.
+
+        Args:
+            prompt: text to continue.
+            max_new_tokens: maximum length of the continuation, in tokens.
+            temperature: 0 is greedy decoding.
+            top_k: sample from the k likeliest tokens; 0: from all.
+            top_p: sample from the likeliest tokens of this total probability.
+            seed: the same seed gives the same text.
+
+        Raises:
+            UserError: no valid checkpoint, no tokenizer, or an empty prompt.
+        """
+        from llmrecipes.workflow.generate import Request, samples
+
+        request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed))
+        with warnings.catch_warnings():
+            ignore_library_warnings()
+            (sample,) = samples(self.path, self.data_dir, request)
+        return sample.text
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a call of `train_recipe` ended.
+
+    Attributes:
+        run: the run it made or resumed.
+        outcome: `finished`; `saved`: a signal stopped it and its state is saved, so that another call with the same run
+            id resumes it; or `failed`, with the reason on stderr and in the run's logs/.
+        exit_code: what `llmrecipes train` would have exited with.
+        final: the last step's metrics, with `valid_loss` of the last evaluation; empty if there was no step.
+    """
+
+    run: Run
+    outcome: Outcome
+    exit_code: int
+    final: dict[str, Any]
+
+
+def train_recipe(
+    recipe: Recipe | str | Path,
+    *,
+    nproc: int | None = None,
+    run_id: str | None = None,
+    runs_dir: str | Path | None = None,
+    data_dir: str | Path | None = None,
+    max_restarts: int = 0,
+    accept_changes: bool = False,
+    quiet: bool = False,
+) -> TrainResult:
+    """Prepare the data and train a recipe on this machine, or resume a run; returns when it has ended.
+
+    Every rank is a process of its own, started as `python -m`, so that a script needs no `if __name__ == "__main__"`
+    and this process keeps no memory of the training. The first rank prints to this process's stdout. Signals are
+    forwarded to the ranks, for which this has to be the main thread.
+
+    Args:
+        recipe: a recipe, or its name or path.
+        nproc: ranks; default: all GPUs, else the fewest that the layout needs.
+        run_id: name of the run; an existing run is resumed. Default: a new name.
+        runs_dir: default: `LLMRECIPES_RUNS`, else `runs`.
+        data_dir: default: `LLMRECIPES_DATA`, else `data`.
+        max_restarts: restart failed ranks at most so often.
+        accept_changes: resume even if this changes the learning rate or the data order.
+        quiet: do not print what is prepared; the ranks still print.
+
+    Raises:
+        UserError: nothing was started: the recipe, its data or the machine does not allow it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("train_recipe was called from a thread", rule="only the main thread receives signals")
+    from llmrecipes.train.spec import RunOptions
+    from llmrecipes.workflow.run import Paths, TrainOptions, new_run_id
+    from llmrecipes.workflow.train import train as start
+
+    loaded = _recipe(recipe)
+    paths = Paths(
+        _directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
+        _directory(data_dir, DATA_VARIABLE, DATA_DIR),
+    )
+    name = new_run_id() if run_id is None else run_id
+    options = TrainOptions(
+        nproc=nproc,
+        run_id=name,
+        max_restarts=max_restarts,
+        accept_changes=accept_changes,
+        separate_process=True,
+        run=RunOptions(sample=False),
+    )
+    with warnings.catch_warnings():
+        ignore_library_warnings()
+        code = start(loaded, paths, options, (lambda _line: None) if quiet else print)
+    run = Run(paths.runs_dir / loaded.name / name, paths.data_dir)
+    outcomes: dict[int, Outcome] = {ExitCode.DONE: "finished", ExitCode.REQUEUE: "saved"}
+    return TrainResult(run, outcomes.get(code, "failed"), code, _final(run))
+
+
+def open_run(name: str | Path, *, runs_dir: str | Path | None = None, data_dir: str | Path | None = None) -> Run:
+    """Open a run that was trained before, or that is training.
+
+    Args:
+        name: run directory, recipe/run-id, run id, or recipe name (its newest run).
+        runs_dir: default: `LLMRECIPES_RUNS`, else `runs`.
+        data_dir: where its prepared data is, for `Run.generate`; default: `LLMRECIPES_DATA`, else `data`.
+
+    Raises:
+        UserError: there is none, or several have that run id.
+    """
+    from llmrecipes.workflow.runs import find_run
+
+    path = find_run(str(name), _directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))
+    return Run(path, _directory(data_dir, DATA_VARIABLE, DATA_DIR))
+
+
+def _recipe(recipe: Recipe | str | Path) -> Recipe:
+    return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+
+
+def _directory(given: str | Path | None, variable: str, default: Path) -> Path:
+    return Path(os.environ.get(variable) or default) if given is None else Path(given)
+
+
+def _final(run: Run) -> dict[str, Any]:
+    steps, evaluations = run.records("steps"), run.records("evaluations")
+    if not steps:
+        return {}
+    return steps[-1] | {key: value for key, value in (evaluations or [{}])[-1].items() if key.startswith("valid_")}

@@ -1,0 +1,118 @@
+"""Shell completion: the scripts, and what recipes, recipe keys, cluster profiles and runs complete to.
+
+Nothing here loads torch or reads a run's contents, and a broken recipe or directory completes to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmrecipes.commandline import PROGRAM, RUNS_DIR
+
+VARIABLE = "_LLMRECIPES_COMPLETE"
+"""Set by the scripts when they ask for completions."""
+
+NO_SPACE = "    [[ ${#COMPREPLY[@]} -eq 1 && $COMPREPLY == *= ]] && compopt -o nospace 2>/dev/null\n"
+"""For bash: no space after `train.train_iters=`."""
+
+
+class Shell(StrEnum):
+    """Shells that have completion."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
+    """Print the completion script of a shell.
+
+    For one session: source <(llmrecipes completion bash). docs/install.md says where to install it.
+    """
+    print(script(shell))
+
+
+def script(shell: Shell) -> str:
+    """What the shell has to source."""
+    from typer.completion import get_completion_script
+
+    text = get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell.value)
+    end = "    return 0\n"
+    return text.replace(end, NO_SPACE + end) if shell is Shell.BASH else text
+
+
+def enable() -> None:
+    """Answer the scripts' requests; does nothing in any other process."""
+    if VARIABLE in os.environ:
+        from typer.completion import completion_init
+
+        completion_init()
+
+
+def recipes(incomplete: str) -> list[str]:
+    """Names of recipes; paths are left to the shell."""
+    from llmrecipes.recipe.load import names
+
+    return _beginning(names(), incomplete)
+
+
+def clusters(incomplete: str) -> list[str]:
+    """Names of cluster profiles."""
+    from llmrecipes.hardware.load import names
+
+    return _beginning(names(), incomplete)
+
+
+def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
+    """`key.path=` by the schema, section by section of the list's first item, then the values that a key takes.
+
+    bash takes `key=value` for three words, and completes the last of them.
+    """
+    words: list[str] = ctx.params.get("overrides") or []
+    key, equals, value = incomplete.partition("=")
+    if equals:
+        return [f"{key}={each}" for each in _beginning(list(_values(key)), value)]
+    if words and words[-1] == "=":
+        words = words[:-1]
+        return _beginning(list(_values(words[-1])), incomplete) if words else []
+    if words and incomplete == "" and os.environ.get("COMP_WORDS", "").endswith("="):
+        return list(_values(words[-1]))
+    return _beginning([f"{name}=" for name in _keys()], incomplete)
+
+
+def runs(ctx: typer.Context, incomplete: str) -> list[str]:
+    """`recipe/run-id` of the runs in `--runs-dir`, or a run id alone."""
+    runs_dir = Path(ctx.params.get("runs_dir") or RUNS_DIR)
+    found = [path.parent for path in runs_dir.glob("*/*/recipe.yaml")]
+    full = _beginning(sorted(f"{path.parent.name}/{path.name}" for path in found), incomplete)
+    return full or _beginning(sorted(path.name for path in found), incomplete)
+
+
+def _beginning(words: list[str], incomplete: str) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def _keys() -> Iterator[str]:
+    from llmrecipes.recipe.keys import ITEM, keys
+
+    yield from (key.name.replace(f".{ITEM}", ".0") for key in keys().values() if not key.section)
+
+
+def _values(name: str) -> Iterator[str]:
+    """The values of an enumeration, a switch or null; nothing for numbers and text."""
+    from llmrecipes.recipe.keys import options_of
+
+    for option in options_of(name):
+        if option.get("type") == "boolean":
+            yield from ("true", "false")
+        elif option.get("type") == "null":
+            yield "null"
+        yield from (str(value) for value in option.get("enum", ()))
+        if "const" in option:
+            yield str(option["const"])

@@ -1,0 +1,68 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmrecipes.cli import completion
+from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIABLE
+
+RUNS, DATA = RUNS_DIR, DATA_DIR
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="Name in recipes/, or path of a YAML file.", autocompletion=completion.recipes
+    ),
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Recipe keys to change, for example train.train_iters=50.",
+        autocompletion=completion.overrides,
+    ),
+]
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Run directory, recipe/run-id, run id, or recipe name (its newest run).",
+        autocompletion=completion.runs,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunsOption = Annotated[
+    Path, typer.Option("--runs-dir", metavar="DIR", envvar=RUNS_VARIABLE, help="Directory of the runs.")
+]
+DataOption = Annotated[
+    Path, typer.Option("--data-dir", metavar="DIR", envvar=DATA_VARIABLE, help="Directory of prepared data.")
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option("--nproc", metavar="N", help="Ranks; default: all GPUs, else the fewest that the layout needs."),
+]
+RunIdOption = Annotated[
+    str | None,
+    typer.Option("--run-id", metavar="ID", help="Name of the run; an existing run is resumed. Default: a new name."),
+]
+AcceptChangesOption = Annotated[
+    bool,
+    typer.Option("--accept-changes", help="Resume even if this changes the learning rate or the data order."),
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME",
+        help="Plan for this cluster profile (or YAML file) instead of this machine.",
+        autocompletion=completion.clusters,
+    ),
+]
+NodesOption = Annotated[
+    int | None,
+    typer.Option("--nodes", metavar="N", min=1, help="Nodes of the cluster; default: the fewest that fit the layout."),
+]

@@ -1,0 +1,126 @@
+"""`runs`, `compare`, `generate`, `ui` and `tensorboard`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmrecipes.cli import completion
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunArgument, RunsOption
+from llmrecipes.engine.sampling import SAMPLING, Sampling
+from llmrecipes.errors import UserError
+
+PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="TCP port.")]
+
+
+def runs(as_json: JsonOption = False, runs_dir: RunsOption = RUNS) -> None:
+    """List runs with their state, step and loss."""
+    from llmrecipes.tracking.runs import list_runs
+    from llmrecipes.workflow.runs import table
+
+    found = list_runs(runs_dir)
+    print(json.dumps([run.as_dict() for run in found], indent=2) if as_json else table(found))
+
+
+def compare(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="Run directories, recipe/run-ids, run ids, or recipe names (their newest runs).",
+            autocompletion=completion.runs,
+        ),
+    ],
+    x: Annotated[
+        str | None,
+        typer.Option("--x", metavar="AXIS", help="step or tokens; default: tokens if the batch sizes differ."),
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Compare runs: recipes, loss curves and final figures."""
+    from llmrecipes.cli.render.comparison import AXES, LETTERS, default_axis, lines
+    from llmrecipes.console import console
+    from llmrecipes.workflow.compare import compare as read
+    from llmrecipes.workflow.runs import find_run
+
+    if x is not None and x not in AXES:
+        raise UserError(f"{x!r}", where="--x", rule=f"one of {', '.join(AXES)}")
+    if len(names) > len(LETTERS):
+        raise UserError(f"{len(names)} runs", where="RUN", rule=f"at most {len(LETTERS)} runs are compared")
+    comparison = read([find_run(name, runs_dir) for name in names])
+    if as_json:
+        print(json.dumps(comparison.as_dict(), indent=2))
+        return
+    out = console()
+    axis = x or default_axis(comparison)
+    for line in lines(comparison, axis, width=min(out.width, 110), colours=out.is_terminal):
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def generate(
+    run: RunArgument,
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")] = "def ",
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Maximum length of the continuation.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 is greedy decoding.")
+    ] = SAMPLING.temperature,
+    top_k: Annotated[
+        int, typer.Option("--top-k", metavar="K", help="Sample from the K likeliest tokens; 0: from all.")
+    ] = SAMPLING.top_k,
+    top_p: Annotated[
+        float, typer.Option("--top-p", metavar="P", help="Sample from the likeliest tokens of total probability P.")
+    ] = SAMPLING.top_p,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = SAMPLING.seed,
+    num_samples: Annotated[int, typer.Option("--num-samples", metavar="N", min=1, help="Number of continuations.")] = 1,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> None:
+    """Generate text with a run's newest checkpoint."""
+    from llmrecipes.console import setup_logging
+    from llmrecipes.workflow.generate import Request, samples
+    from llmrecipes.workflow.runs import find_run
+
+    setup_logging()
+    request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples)
+    for sample in samples(find_run(run, runs_dir), data_dir, request):
+        if as_json:
+            print(json.dumps({"step": sample.step, "prompt": prompt, "text": sample.text, "tokens": sample.tokens}))
+        else:
+            print(f"{sample.prompt}{sample.text}\n")
+
+
+def ui(port: PortOption = 5000, runs_dir: RunsOption = RUNS) -> None:
+    """Open MLflow on all runs (localhost only)."""
+    from llmrecipes.tracking.ui import serve
+
+    serve(runs_dir, port)
+
+
+def tensorboard(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="Run directory, recipe/run-id, run id, or recipe name (its newest run); default: all runs.",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
+    port: PortOption = 6006,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Open TensorBoard on a run or on all runs (localhost only)."""
+    from llmrecipes.tracking.runs import list_runs
+    from llmrecipes.tracking.tensorboard_ui import serve
+    from llmrecipes.workflow.runs import find_run
+
+    run_dirs = [Path(found.path) for found in list_runs(runs_dir)] if run is None else [find_run(run, runs_dir)]
+    if not run_dirs:
+        raise UserError("no runs yet", where=str(runs_dir), fix="start one: llmrecipes train gpt-tiny")
+    serve(run_dirs, port)

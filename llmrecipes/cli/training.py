@@ -1,0 +1,241 @@
+"""`train`, `prepare`, `smoke`, `verify` and `upcycle`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmrecipes.cli import completion
+from llmrecipes.cli.options import (
+    DATA,
+    RUNS,
+    AcceptChangesOption,
+    DataOption,
+    JsonOption,
+    OverridesArgument,
+    RanksOption,
+    RecipeArgument,
+    RunArgument,
+    RunIdOption,
+    RunsOption,
+)
+from llmrecipes.errors import ExitCode
+from llmrecipes.faults.signals import early_signals
+
+
+@early_signals()
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nproc: RanksOption = None,
+    run_id: RunIdOption = None,
+    overfit_batch: Annotated[
+        bool, typer.Option("--overfit-batch", help="Overfit a single global batch (sanity check).")
+    ] = False,
+    anomaly: Annotated[
+        bool, typer.Option("--anomaly", help="Name the first module that outputs a NaN or infinity (slow).")
+    ] = False,
+    profile_steps: Annotated[int, typer.Option("--profile", metavar="N", min=0, help="Profile N steps.")] = 0,
+    sample: Annotated[bool, typer.Option(help="Generate a text sample at the end.")] = True,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", metavar="N", min=0, help="Restart failed ranks at most N times.")
+    ] = 0,
+    accept_changes: AcceptChangesOption = False,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Move the run's earlier output aside and restart at step 0.")
+    ] = False,
+    nnodes: Annotated[
+        int,
+        typer.Option("--nnodes", metavar="N", min=1, help="Nodes of this run; start the command on each of them."),
+    ] = 1,
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node-rank", metavar="K", help="Index of this node, from 0; set automatically in pods."),
+    ] = None,
+    rdzv: Annotated[
+        str | None,
+        typer.Option("--rdzv", metavar="HOST:PORT", help="Rendezvous address on node 0; set automatically in pods."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            help="Cluster profile of this machine.",
+            autocompletion=completion.clusters,
+        ),
+    ] = None,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Train a recipe on this machine, or resume a run.
+
+    To resume, repeat the command with the run's --run-id.
+    """
+    from llmrecipes.console import setup_logging
+    from llmrecipes.launch.ranks import node
+    from llmrecipes.recipe.load import load
+    from llmrecipes.train.spec import RunOptions
+    from llmrecipes.workflow.run import Paths, TrainOptions
+    from llmrecipes.workflow.train import train as start
+
+    setup_logging()
+    options = TrainOptions(
+        nproc=nproc,
+        run_id=run_id,
+        cluster=cluster,
+        node=node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None,
+        max_restarts=max_restarts,
+        accept_changes=accept_changes,
+        run=RunOptions(
+            overfit_batch=overfit_batch,
+            anomaly=anomaly,
+            profile_steps=profile_steps,
+            from_scratch=from_scratch,
+            sample=sample,
+        ),
+    )
+    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), options, _say)
+
+
+@early_signals()
+def prepare(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the hash of every file and the splits of existing data.")
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", min=1, help="Worker processes; default: all cores.")
+    ] = None,
+    as_json: JsonOption = False,
+    data_dir: DataOption = DATA,
+) -> None:
+    """Tokenize a recipe's data, unless it is prepared already."""
+    from llmrecipes.console import setup_logging
+    from llmrecipes.data.prepare import prepare as make
+    from llmrecipes.recipe.load import load
+
+    setup_logging()
+    prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, progress=None if as_json else _say)
+    documents = prepared.verify() if verify else None
+    if as_json:
+        values = {"path": str(prepared.path), "verified_documents": documents}
+        print(json.dumps({**values, **prepared.manifest.model_dump(mode="json")}, indent=2))
+        return
+    for split in ("train", "valid", "test"):
+        counts = prepared.manifest.counts(split)
+        print(f"{split:>6}  {counts.documents:>9,} documents  {counts.tokens:>13,} tokens  {counts.bytes:>15,} bytes")
+    checked = "" if documents is None else f": all hashes match, {documents:,} documents in one split each"
+    print(f"{prepared.path}{checked}")
+
+
+@early_signals()
+def smoke(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nproc: RanksOption = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Rehearse a recipe with a small model: train, save, resume.
+
+    The losses after resuming must equal those of an uninterrupted run.
+    """
+    from llmrecipes.console import setup_logging
+    from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.run import Paths
+    from llmrecipes.workflow.smoke import smoke as rehearse
+
+    setup_logging()
+    result = rehearse(
+        load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), nproc, _silent if as_json else _say
+    )
+    print(json.dumps(result.as_dict(), indent=2) if as_json else result.as_text())
+    return int(ExitCode.DONE if result.ok else 1)
+
+
+@early_signals()
+def verify(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Steps to compare.")] = 5,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", metavar="T", help="Largest relative difference allowed.")
+    ] = 1e-5,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", help="Ranks; default: two replicas of the smallest layout.")
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Compare a recipe's parallel layout with a single process.
+
+    Both train the same small model; losses, gradients and weights have to agree.
+    """
+    from llmrecipes.console import console, setup_logging
+    from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.run import Paths
+    from llmrecipes.workflow.verify import VerifyOptions
+    from llmrecipes.workflow.verify import verify as compare
+
+    setup_logging()
+    options = VerifyOptions(iters, tolerance, nproc)
+    answer = compare(
+        load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), options, _silent if as_json else _say
+    )
+    if as_json:
+        print(json.dumps(answer.result.as_dict(), indent=2))
+    else:
+        from llmrecipes.verify.report import report
+
+        console().print(report(answer.result))
+        _say(f"plot: {answer.folder / 'verify.svg'}")
+    return int(ExitCode.DONE if answer.result.ok else 1)
+
+
+def upcycle(
+    run: RunArgument,
+    overrides: OverridesArgument = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", metavar="ID", help="Name of the new run; default: a new name.")
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Turn a dense run into a mixture-of-experts run.
+
+    The new run starts with the dense run's loss. Example of overrides: model.num_moe_experts=8.
+    """
+    from llmrecipes.commandline import resume_command
+    from llmrecipes.console import number, setup_logging
+    from llmrecipes.workflow.run import checked_run_id, new_run_id
+    from llmrecipes.workflow.runs import find_run
+    from llmrecipes.workflow.upcycle import upcycle as make
+
+    setup_logging()
+    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
+    made = make(find_run(run, runs_dir), overrides or [], runs_dir, run_id)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    print(f"upcycled {made.dense_run}, step {made.dense_step}, {number(made.dense_parameters)} parameters")
+    print(f"to       {made.run_dir}, {number(made.parameters)} parameters, {number(made.active_parameters)} active")
+    print(f"train:   {resume_command(Path(made.run_dir))}")
+
+
+def _say(line: str) -> None:
+    from llmrecipes.console import console
+
+    console().print(line, markup=False)
+
+
+def _silent(_line: str) -> None:
+    pass

@@ -1,0 +1,256 @@
+"""What training asks of an engine. The loop owns the order of things, an engine owns their arithmetic.
+
+An engine is a folder beside this file with a `Backend`, and one line in `recipe/engines.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from llmrecipes.checkpoint.format import CheckpointFormat, StateDict
+from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.sampling import Sampling
+from llmrecipes.hardware.profile import Group
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.events import LayerBalance
+
+Batch = dict[str, torch.Tensor]
+"""`tokens`, `labels`, `loss_mask` and `position_ids` of a micro-batch, each [micro_batch_size, seq_length]."""
+
+StopQuestion = Callable[[], bool]
+"""Whether this rank has to stop."""
+
+
+class Platform(Protocol):
+    """The device of this process."""
+
+    name: str
+    """`cpu` or `cuda`."""
+    backend: str
+    """torch.distributed backend."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process's tensors."""
+
+    def install(self) -> None:
+        """Make the engine's library usable here; call it once, before anything is built."""
+
+    def peak_memory(self) -> int:
+        """Largest memory this process has held, in bytes: resident on a CPU, allocated on a GPU."""
+
+    def synchronize(self) -> None:
+        """Wait for the device's queued work."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all."""
+
+    rank: int
+    size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    holds_whole_model: bool
+    """Whether one rank has all parameters, so that it can run the model alone."""
+
+    @property
+    def is_first(self) -> bool:
+        """The rank that prints, tracks and publishes."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step came to."""
+
+    loss: float
+    """Mean loss per token of the global batch, with label smoothing where the recipe has it."""
+    grad_norm: float | None
+    """Global gradient norm before clipping; None where there was no update."""
+    lr: float
+    """Learning rate of this step."""
+    loss_scale: float | None
+    """fp16 loss scale of this step."""
+    skipped: bool
+    """Gradients overflowed in fp16: weights and schedule stayed as they were."""
+    stop: bool
+    """Some rank was asked to stop before this step's gradients were reduced."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What the routers of experts did in one step, over all ranks."""
+
+    layers: tuple[LayerBalance, ...]
+    aux_loss: float | None
+    """See `StepMetrics.moe_aux_loss`."""
+
+
+class BalanceCounter(Protocol):
+    """Watches routers between `start` and `collect`; else it costs nothing."""
+
+    def start(self) -> None:
+        """Count from here on."""
+
+    def collect(self) -> Balance:
+        """Stop counting, and add up the counts of all ranks, each of which has to call this."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """How an engine built its layers."""
+
+    name: str
+    """`transformer_engine` or `local`, as `model.transformer_impl` has it."""
+    reason: str
+    """Why that one."""
+
+
+class Shard(NamedTuple):
+    """Part of a global tensor, on this rank."""
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of the global tensor."""
+    tensor: torch.Tensor
+    """Its values, fp32 on the CPU."""
+
+
+class Engine(Protocol):
+    """Model, gradients, optimizer and schedule of one rank."""
+
+    name: str
+    """As recipes name it."""
+    recipe: Recipe
+    plan: Plan
+    platform: Platform
+    implementation: Implementation
+    local_loss: float
+    """This rank's part of the last loss."""
+
+    @property
+    def balance(self) -> BalanceCounter | None:
+        """None for a dense model."""
+
+    @property
+    def modules(self) -> Sequence[torch.nn.Module]:
+        """This rank's parts of the model: one, or one for each virtual pipeline stage."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+
+    def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
+        """One optimizer step on the next global batch.
+
+        Args:
+            batches: micro-batches of this data-parallel rank.
+            stop: asked once, when the batches are used. The answer travels with the loss, so that agreeing costs
+                nothing.
+        """
+
+    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
+        """Mean validation loss per token, without dropout and label smoothing.
+
+        Args:
+            batches: micro-batches of this data-parallel rank, of the validation split.
+            global_batches: how many global batches to read.
+            stop: asked once a global batch.
+
+        Returns:
+            The loss, or None on all ranks where one of them was asked to stop: the mean of a part is no result.
+        """
+
+    def params_synced(self) -> AbstractContextManager[None]:
+        """A block in which every rank has whole parameters; all ranks have to enter it."""
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters of this rank, then their gradients as `<name>.grad`, named as in the whole model."""
+
+    def weights(self) -> list[Shard]:
+        """Copies of this rank's parameters, and of buffers that training changes, in the order of the model."""
+
+    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
+        """Call `see(weights, reduced gradients)` in every step from now on, before the update; all ranks watch."""
+
+    def checkpoint_format(self) -> CheckpointFormat:
+        """A new format for one saver."""
+
+    def state(self, progress: Progress) -> StateDict:
+        """What a checkpoint holds; tensors are referenced, not copied."""
+
+    def load_state(self, entry: Entry) -> Progress:
+        """Restore weights, optimizer, schedule and random states; all ranks take part.
+
+        Returns:
+            How far the run was.
+
+        Raises:
+            UserError: the checkpoint is of another architecture, or not plain data.
+        """
+
+    def generate(
+        self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
+    ) -> Iterator[int]:
+        """Token ids that continue a prompt; on a rank that holds the whole model."""
+
+    def close(self) -> None:
+        """Release the model and its memory."""
+
+
+class TextModel(Protocol):
+    """Weights for sampling, without an optimizer."""
+
+    def generate(
+        self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
+    ) -> Iterator[int]:
+        """Token ids that continue a prompt."""
+
+
+class Backend(Protocol):
+    """Makes everything of one kind of engine."""
+
+    def platform(self, local_rank: int = 0) -> Platform:
+        """The GPU of this rank where torch sees one, else the CPU; installed.
+
+        Args:
+            local_rank: rank on this node; the index of the GPU.
+        """
+
+    def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
+        """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or be a world of one."""
+
+    def build(self, plan: Plan, platform: Platform) -> Engine:
+        """An engine with fresh weights, which depend on the seed alone."""
+
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
+        """The weights of a checkpoint in one process."""
+
+    def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
+        """An engine of a mixture of experts whose experts are copies of a dense checkpoint's MLP; in one process."""
+
+    def learning_rate(self, recipe: Recipe, step: int) -> float:
+        """Learning rate of a step, counted from 1, if no step was skipped."""
+
+    def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
+        """Process groups of the layout, one of each kind, with more than one rank."""

@@ -1,0 +1,82 @@
+"""Makes engines on megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch.distributed as dist
+
+from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.base import Platform, World
+from llmrecipes.engine.megatron import generate, schedule, world
+from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.engine.megatron.model.gpt import BuiltModel, build
+from llmrecipes.engine.megatron.model.upcycle import copy_into_experts
+from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.state import load_model, model_state
+from llmrecipes.engine.sampling import Sampling
+from llmrecipes.hardware.profile import Group
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+
+
+class MegatronBackend:
+    """See `engine.base.Backend`."""
+
+    def platform(self, local_rank: int = 0) -> Platform:
+        """See `Backend`."""
+        platform = select(local_rank)
+        platform.install()
+        return platform
+
+    def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
+        """See `Backend`."""
+        return world.join(platform, recipe.train.seed, recipe.parallelism)
+
+    def build(self, plan: Plan, platform: Platform) -> MegatronEngine:
+        """See `Backend`."""
+        return MegatronEngine(plan, build(plan, platform), platform)
+
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:
+        """See `Backend`."""
+        return TextGPT(_loaded(plan, platform, entry))
+
+    def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
+        """See `Backend`."""
+        given = _loaded(dense, platform, entry)
+        built = build(moe, platform)
+        copy_into_experts(given.module, built.module)
+        del given
+        # The optimizer copies its master weights here, so the experts must be in place.
+        return MegatronEngine(moe, built, platform)
+
+    def learning_rate(self, recipe: Recipe, step: int) -> float:
+        """See `Backend`."""
+        return schedule.learning_rate(recipe, step)
+
+    def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
+        """See `Backend`."""
+        return world.process_groups()
+
+
+class TextGPT:
+    """See `engine.base.TextModel`."""
+
+    def __init__(self, built: BuiltModel) -> None:
+        self._module = built.module
+
+    def generate(
+        self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
+    ) -> Iterator[int]:
+        """See `TextModel`."""
+        return generate.generate(
+            self._module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
+        )
+
+
+def _loaded(plan: Plan, platform: Platform, entry: Entry) -> BuiltModel:
+    built = build(plan, platform)
+    load_model(built.modules, load(entry, model_state(built.modules)))
+    return built

@@ -1,0 +1,16 @@
+"""The engine of a recipe."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from llmrecipes.engine.base import Backend
+from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.schema import Recipe
+
+
+def backend(recipe: Recipe) -> Backend:
+    """What makes the engine that a recipe asks for."""
+    module, _, name = ENGINES[engine_name(recipe)].partition(":")
+    found: Backend = getattr(import_module(module), name)()
+    return found

@@ -1,0 +1,26 @@
+"""The engines there are, by name. The line here and a folder in `engine/` are all that a new one takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.schema import Recipe
+
+AUTO = "auto"
+
+ENGINES = {
+    "megatron": "llmrecipes.engine.megatron.backend:MegatronBackend",
+}
+"""Name in a recipe, and the `engine.base.Backend` that makes it, imported when it is used."""
+
+
+def engine_name(recipe: Recipe) -> str:
+    """The engine that a recipe asks for, or the default."""
+    return next(iter(ENGINES)) if recipe.engine == AUTO else recipe.engine
+
+
+def unknown_engine(recipe: Recipe) -> Iterator[Problem]:
+    """A problem if there is no engine of that name."""
+    if recipe.engine != AUTO and recipe.engine not in ENGINES:
+        yield Problem("engine", repr(recipe.engine), f"one of {', '.join([AUTO, *ENGINES])}", "engine: auto")

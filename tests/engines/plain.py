@@ -1,0 +1,193 @@
+"""A second engine, as small as one can be: plain PyTorch, one process, a bigram model. It shows that the seam holds."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from llmrecipes.checkpoint.format import StateDict
+from llmrecipes.checkpoint.manifest import FileRecord, digest
+from llmrecipes.checkpoint.safety import load_plain, open_inside
+from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Shard, StepResult, StopQuestion, World
+from llmrecipes.engine.sampling import Sampling, draw
+from llmrecipes.faults.numerics import named_gradients
+from llmrecipes.hardware.profile import Group
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+
+STATE = "state.pt"
+
+
+class Cpu:
+    """See `engine.base.Platform`."""
+
+    name = "cpu"
+    backend = "gloo"
+    device = torch.device("cpu")
+
+    def install(self) -> None: ...
+
+    def peak_memory(self) -> int:
+        return 0
+
+    def synchronize(self) -> None: ...
+
+
+class OneFile:
+    """See `checkpoint.format.CheckpointFormat`."""
+
+    def snapshot(self, state: StateDict) -> StateDict:
+        return copy.deepcopy(state)
+
+    def prepare(self, taken: StateDict, directory: Path, rank: int) -> StateDict:
+        directory.mkdir(parents=True)
+        return taken
+
+    def write(self, prepared: StateDict, directory: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
+        torch.save(prepared, directory / STATE)
+        return {STATE: digest(directory / STATE)}
+
+    def finish(self, directory: Path) -> None: ...
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__}
+
+
+class PlainEngine:
+    """See `engine.base.Engine`."""
+
+    name = "plain"
+    implementation = Implementation("torch", "there is nothing else")
+    balance = None
+
+    def __init__(self, plan: Plan, platform: Platform) -> None:
+        self.recipe, self.plan, self.platform = plan.recipe, plan, platform
+        recipe = plan.recipe
+        torch.manual_seed(recipe.train.seed)
+        width, vocabulary = recipe.model.hidden_size, recipe.model.vocab_size
+        self.model = torch.nn.Sequential(torch.nn.Embedding(vocabulary, width), torch.nn.Linear(width, vocabulary))
+        self.modules = (self.model,)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=recipe.optimizer.lr)
+        self.local_loss = 0.0
+        self._see: Callable[[list[Shard], list[Shard]], None] | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
+        self.optimizer.zero_grad()
+        total, tokens = torch.zeros(()), torch.zeros(())
+        for _ in range(self.plan.num_microbatches):
+            loss, count = self._loss(next(batches))
+            total, tokens = total + loss, tokens + count
+        (total / tokens).backward()
+        self.local_loss = float((total / tokens).detach())
+        bound = self.recipe.optimizer.clip_grad or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), bound))
+        if self._see is not None:
+            gradients = [self._shard(name, parameter.grad) for name, parameter in self.model.named_parameters()]
+            self._see(self.weights(), gradients)
+        if math.isfinite(self.local_loss):
+            self.optimizer.step()
+        return StepResult(self.local_loss, norm, self.learning_rate, None, False, stop is not None and stop())
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
+        sums = [self._loss(next(batches)) for _ in range(global_batches * self.plan.num_microbatches)]
+        if stop is not None and stop():
+            return None
+        return float(sum(loss for loss, _ in sums) / sum(count for _, count in sums))
+
+    def params_synced(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from named_gradients(self.model)
+
+    def weights(self) -> list[Shard]:
+        return [self._shard(name, parameter) for name, parameter in self.model.named_parameters()]
+
+    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
+        self._see = see
+
+    def checkpoint_format(self) -> OneFile:
+        return OneFile()
+
+    def state(self, progress: Progress) -> StateDict:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": asdict(progress),
+        }
+
+    def load_state(self, entry: Entry) -> Progress:
+        with open_inside(entry.path, STATE) as stream:
+            loaded = load_plain(stream, entry.path / STATE)
+        self.model.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        return Progress(**loaded["progress"])
+
+    @torch.no_grad()
+    def generate(
+        self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
+    ) -> Iterator[int]:
+        random = torch.Generator().manual_seed(sampling.seed)
+        token = prompt[-1]
+        for _ in range(max_new_tokens):
+            token = draw(self.model(torch.tensor(token))[:vocab_size], sampling, random)
+            if token == eod:
+                return
+            yield token
+
+    def close(self) -> None: ...
+
+    def _loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = F.cross_entropy(self.model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        return (losses * batch["loss_mask"].flatten()).sum(), batch["loss_mask"].sum()
+
+    def _shard(self, name: str, tensor: torch.Tensor | None) -> Shard:
+        values = torch.zeros(0) if tensor is None else tensor.detach().clone()
+        return Shard(name, (0,) * values.dim(), tuple(values.shape), values)
+
+
+class PlainBackend:
+    """See `engine.base.Backend`."""
+
+    def platform(self, local_rank: int = 0) -> Platform:
+        return Cpu()
+
+    @contextmanager
+    def join(self, recipe: Recipe, platform: Platform) -> Iterator[World]:
+        dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield World(rank=0, size=1, data_parallel_rank=0, data_parallel_size=1, holds_whole_model=True)
+        finally:
+            dist.destroy_process_group()
+
+    def build(self, plan: Plan, platform: Platform) -> PlainEngine:
+        return PlainEngine(plan, platform)
+
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> PlainEngine:
+        engine = PlainEngine(plan, platform)
+        engine.load_state(entry)
+        return engine
+
+    def upcycle(self, *_: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def learning_rate(self, recipe: Recipe, step: int) -> float:
+        return recipe.optimizer.lr
+
+    def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
+        return {}
