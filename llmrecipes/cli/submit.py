@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmrecipes.cli import completion
 from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
+from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from llmrecipes.workflow.preview import Preview
     from llmrecipes.workflow.submit import Submitted
 
-LONGEST_REASON = 120
+LONGEST_REASON = 200
 
 
 def submit(
@@ -155,7 +157,12 @@ def submit(
 
 def cancel(
     name: Annotated[
-        str, typer.Argument(metavar="RUN_OR_JOB", help="Run directory, recipe/run-id, run id, or the id of a job.")
+        str,
+        typer.Argument(
+            metavar="RUN_OR_JOB",
+            help="Run directory, recipe/run-id, run id, or job id.",
+            autocompletion=completion.runs,
+        ),
     ],
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -189,7 +196,7 @@ def _wait(job: JobHandle, changed: Callable[[JobStatus], None]) -> JobResult:
         job.wait(changed=changed)
     except KeyboardInterrupt:
         print(
-            f"job {job.ref.job_id} keeps running; llmrecipes cancel {shlex.quote(str(job.ref.run_dir))} cancels it",
+            f"job {job.ref.job_id} is left as it is; to cancel it: {command_line('cancel', job.ref.run_dir)}",
             file=sys.stderr,
         )
         raise
