@@ -19,23 +19,30 @@ class RankSpec(BaseModel):
     data_dir: Path
 
 
-class RunSpec(RankSpec):
-    """One start of a run, written as JSON into its directory."""
+class RunOptions(BaseModel):
+    """What the command line asks of the ranks of a training."""
 
-    run_dir: Path
-    runs_dir: Path
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     overfit_batch: bool = False
     """Train only on the first global batch, to check that the model can overfit it."""
     anomaly: bool = False
     """Check every module's output and every backward function for NaN and infinity."""
     profile_steps: Annotated[int, Field(ge=0)] = 0
     """Steps to profile, after two warm-up steps; 0 for none."""
-    stop_after: Annotated[int, Field(gt=0)] | None = None
-    """Save and stop after this step, as after a signal."""
     from_scratch: bool = False
     """Move the run's history aside, and start at step 0."""
     sample: bool = True
     """Print a text sample at the end."""
+
+
+class RunSpec(RunOptions, RankSpec):
+    """One start of a run, written as JSON into its directory."""
+
+    run_dir: Path
+    runs_dir: Path
+    stop_after: Annotated[int, Field(gt=0)] | None = None
+    """Save and stop after this step, as after a signal."""
     restart: Annotated[int, Field(ge=0)] = 0
     """How often a scheduler has started this job again."""
     tags: dict[str, str] = {}
