@@ -167,7 +167,7 @@ def cancel(
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
 ) -> None:
-    """Cancel the job of a run; its checkpoints stay, and submitting it again resumes it."""
+    """Cancel the job of a run; its checkpoints are kept."""
     from llmrecipes.workflow.jobs import find_job
 
     job = find_job(name, runs_dir)
