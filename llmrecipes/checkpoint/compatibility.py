@@ -7,11 +7,12 @@ experiment; the exceptions are `train.train_iters` and `scheduler.lr_decay_iters
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.nested import leaves
 
 FREE = (
     "description",
@@ -64,7 +65,7 @@ def compatibility(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Diffe
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Difference]:
     """All keys that differ, in alphabetical order."""
-    flat_now, flat_then = dict(_flatten(now)), dict(_flatten(then))
+    flat_now, flat_then = _flat(now), _flat(then)
     keys = sorted(flat_now.keys() | flat_then.keys())
     pairs = ((key, flat_then.get(key), flat_now.get(key)) for key in keys)
     return [Difference(key, old, new) for key, old, new in pairs if old != new]
@@ -93,10 +94,5 @@ def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in FREE)
 
 
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        name = f"{prefix}{key}"
-        if isinstance(inner, Mapping) and inner:
-            yield from _flatten(inner, f"{name}.")
-        else:
-            yield name, list(inner) if isinstance(inner, tuple) else inner
+def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in leaves(recipe)}

@@ -38,6 +38,7 @@ from llmrecipes.checkpoint.manifest import (
 )
 from llmrecipes.checkpoint.retention import LEAST_KEPT, surviving
 from llmrecipes.errors import UserError
+from llmrecipes.io import sync, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -223,16 +224,16 @@ class CheckpointStore:
         files = {}
         for path in _files(temporary):
             name = path.relative_to(temporary).as_posix()
-            _sync(path)
+            sync(path)
             files[name] = known[name] if name in known else digest(path)
             if path.stat().st_size != files[name].size:
                 raise OSError(f"{path} has {path.stat().st_size} bytes, but {files[name].size} were written")
         if missing := sorted(set(known) - set(files)):
             raise FileNotFoundError(f"{temporary / missing[0]} was written by another rank but is not visible here")
         manifest = build(info, dict(versions), files)
-        _write_synced(temporary / MANIFEST_NAME, dump(manifest))
+        write_synced(temporary / MANIFEST_NAME, dump(manifest))
         for folder in {path.parent for path in _files(temporary)}:
-            _sync(folder)
+            sync(folder)
         target = self.path(info.step)
         self._move_into_place(temporary, target)
         self._verified.add(info.step)
@@ -252,7 +253,7 @@ class CheckpointStore:
             OSError: it stays where it was.
         """
         target = path.rename(self.directory / f"damaged-{path.name}-{secrets.token_hex(4)}")
-        _sync(self.directory)
+        sync(self.directory)
         return target
 
     def prune(self, most_recent_k: int, keep_interval: int | None = None) -> list[int]:
@@ -281,7 +282,7 @@ class CheckpointStore:
     def _move_into_place(self, temporary: Path, target: Path) -> None:
         replaced = self._to_trash(target) if target.exists() else None
         temporary.rename(target)
-        _sync(self.directory)
+        sync(self.directory)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -291,7 +292,7 @@ class CheckpointStore:
     def _delete(self, path: Path) -> None:
         trash = self._to_trash(path)
         # The rename has to reach the disk before the first deletion does.
-        _sync(self.directory)
+        sync(self.directory)
         shutil.rmtree(trash, ignore_errors=True)
 
     def _recover(self) -> None:
@@ -382,18 +383,3 @@ def _step_of(path: Path) -> int:
 
 def _files(directory: Path) -> Iterator[Path]:
     return (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != MANIFEST_NAME)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())

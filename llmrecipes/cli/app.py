@@ -56,6 +56,7 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
     "Clusters": {
         "clusters": recipes.clusters,
         "submit": submit.submit,
+        "cancel": submit.cancel,
         "doctor": doctor.doctor,
         "bench": bench.app,
     },

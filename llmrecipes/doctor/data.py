@@ -10,6 +10,7 @@ from llmrecipes.commandline import command_line
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.units import MIB
 
 UNEQUAL = 10
 """A file this many times as large as the median one keeps one process busy when the others have ended."""
@@ -66,7 +67,7 @@ def _sources(recipe: Recipe) -> Iterator[Finding]:
             what = f"the largest of {len(sizes)} files has {max(sizes) / max(middle, 1):.0f} times the median size"
             yield warn(check_name, what, "split it into files of one size")
         else:
-            yield ok(check_name, f"{len(sizes)} files, {sum(sizes) / 2**20:,.1f} MiB")
+            yield ok(check_name, f"{len(sizes)} files, {sum(sizes) / MIB:,.1f} MiB")
     tokenizer = recipe.data.tokenizer
     if (
         tokenizer.type == "huggingface"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
+from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.profile import Profile
 
 TAKEN_MIB = 1024
@@ -41,10 +40,7 @@ def query(timeout: float = 60) -> str | None:
         OSError: the program failed.
         subprocess.SubprocessError: it failed, or did not answer in time.
     """
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    return subprocess.run([program, "-q", "-x"], capture_output=True, text=True, timeout=timeout, check=True).stdout
+    return nvidia.report("-q", "-x", timeout=timeout)
 
 
 def parse(report: str) -> tuple[str, list[GpuState]]:

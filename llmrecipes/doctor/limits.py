@@ -11,8 +11,8 @@ from pathlib import Path
 from llmrecipes.doctor.fabric import RDMA
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
 from llmrecipes.hardware.profile import Profile
+from llmrecipes.units import GIB
 
-GIB = 1 << 30
 SHARED_PER_RANK = GIB
 """Shared memory a rank may need: NCCL's transport between processes of a node, and batches of DataLoader workers.
 Docker gives a container 64 MiB."""

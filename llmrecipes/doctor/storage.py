@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
+from llmrecipes.units import GIB, MIB
 
-MIB, GIB = 1 << 20, 1 << 30
 TRIED_BYTES = 64 * MIB
 SLOW = 100e6
 """Bytes a second below which checkpoints and logs hold training up."""

@@ -21,11 +21,12 @@ from llmrecipes.errors import UserError
 from llmrecipes.tracking import sums
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.tracking.sums import Sums
+from llmrecipes.units import MIB
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-BACKLOG_BYTES = 64 * 2**20
+BACKLOG_BYTES = 64 * MIB
 """Bytes kept in memory while the disk is full; about 200,000 steps."""
 
 

@@ -16,6 +16,7 @@ from rich.table import Column
 
 from llmrecipes.console import duration
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.units import GIB
 
 SECONDS_BETWEEN_LINES = 1.0
 STEPS_FOR_TIME_LEFT = 50
@@ -112,7 +113,7 @@ def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[
         causal = f" (causal {metrics.mfu_causal:.1%})" if metrics.mfu_causal is not None else ""
         parts["mfu"] = f"MFU {metrics.mfu:.1%}{causal}"
     if metrics.memory_bytes:
-        parts["memory"] = f"mem {metrics.memory_bytes / 2**30:.1f} GiB"
+        parts["memory"] = f"mem {metrics.memory_bytes / GIB:.1f} GiB"
     if metrics.skipped:
         parts["skipped"] = "skipped: fp16 overflow"
     return parts | {"left": f"left {duration((total - metrics.step) * seconds_a_step)}"}

@@ -14,13 +14,13 @@ from rich.console import Console
 
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, Sink, StepMetrics
-from llmrecipes.tracking.files import write_atomic
 from llmrecipes.tracking.jsonl import METRICS, JsonlSink
 from llmrecipes.tracking.mirror_sink import MirrorSink
-from llmrecipes.tracking.mlflow.mirror import MlflowConfig
+from llmrecipes.tracking.mlflow.config import MlflowConfig
 from llmrecipes.tracking.mlflow.sink import MlflowSink, flatten
 from llmrecipes.tracking.progress import ProgressSink
 from llmrecipes.tracking.status import StatusSink

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
+from llmrecipes.io import write_atomic
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
-from llmrecipes.tracking.files import write_atomic
 
 logger = logging.getLogger(__name__)
 

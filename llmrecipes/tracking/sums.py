@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmrecipes.tracking.files import write_atomic
+from llmrecipes.io import write_atomic
 
 FILE = "metrics.sums.json"
 CHUNK = 100

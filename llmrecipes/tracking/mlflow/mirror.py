@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from llmrecipes.tracking.experts import expert_metrics
-from llmrecipes.tracking.mirror import Ending, Mirror, MirrorConfig, numbers, serve
+from llmrecipes.tracking.mirror import Ending, Mirror, numbers, serve
+from llmrecipes.tracking.mlflow.config import MlflowConfig
 from llmrecipes.tracking.store import redact
 
 if TYPE_CHECKING:
@@ -17,26 +17,7 @@ if TYPE_CHECKING:
 
     from llmrecipes.tracking.mlflow.run import MlflowRun
 
-LOCK = ".mlflow.lock"
 VALUES_IN_A_BATCH = 1000  # MLflow refuses more in one request
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlflowConfig(MirrorConfig):
-    """What the mirror of MLflow needs to know.
-
-    Attributes:
-        uri: MLflow store.
-        artifact_root: place for artifacts of a new experiment; None lets the server choose.
-        experiment: MLflow experiment.
-        params: parameters, already text.
-    """
-
-    uri: str
-    artifact_root: str | None
-    experiment: str
-    params: dict[str, str] = field(default_factory=dict)
-    lock: str = LOCK
 
 
 class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):

@@ -13,13 +13,13 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.tracking import MlflowClient
 
-from llmrecipes.tracking.files import write_atomic
+from llmrecipes.io import write_atomic
 from llmrecipes.tracking.store import redact
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from llmrecipes.tracking.mlflow.mirror import MlflowConfig
+    from llmrecipes.tracking.mlflow.config import MlflowConfig
 
 logger = logging.getLogger(__name__)
 

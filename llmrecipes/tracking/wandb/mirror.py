@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmrecipes.io import write_atomic
 from llmrecipes.tracking.experts import expert_metrics
-from llmrecipes.tracking.files import write_atomic
 from llmrecipes.tracking.mirror import Mirror, MirrorConfig, numbers, serve
 
 if TYPE_CHECKING:
