@@ -1,4 +1,4 @@
-"""One rank of a measurement."""
+"""One rank of a benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmrecipes.train.rank import nodes, rank_main
 
 
 def run(spec: BenchSpec) -> ExitCode:
-    """Join the ranks a launcher started, and measure; the first rank writes the answer.
+    """Join the ranks that a launcher started, and measure; rank 0 writes the results.
 
     Raises:
         UserError: a problem the user can fix.

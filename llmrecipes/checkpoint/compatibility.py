@@ -1,8 +1,8 @@
 """Which recipe keys a run may change when it is resumed.
 
-A resumed run is the same run: what decides the loss curve stays. What only decides where, how fast, how long and how
-observed it runs may change. The learning rate and its decay stay too, because a run with another one is another
-experiment; the exceptions are `train.train_iters` and `scheduler.lr_decay_iters`, so that a run can be extended.
+Keys that determine the loss curve must not change. Keys that only determine where, how fast, how long and how observed
+it runs may. The learning rate and its decay must not change either, because that would be a different experiment;
+except for `train.train_iters` and `scheduler.lr_decay_iters`, so that a run can be extended.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FREE = (
 
 @dataclass(frozen=True)
 class Difference:
-    """A key with two values."""
+    """A key whose value has changed."""
 
     key: str
     then: Any
@@ -58,7 +58,7 @@ def compatibility(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Diffe
 
     Args:
         now: the resolved recipe of this command, as nested dicts.
-        then: the one the run was started with.
+        then: the recipe the run was started with.
     """
     return [difference for difference in differences(now, then) if not _is_free(difference.key)]
 
@@ -72,7 +72,7 @@ def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Differe
 
 
 def require_compatible(now: Mapping[str, Any], then: Mapping[str, Any], *, where: str) -> None:
-    """Refuse to resume another recipe's run.
+    """Refuse to resume a run of a different recipe.
 
     Args:
         now, then: see `compatibility`.

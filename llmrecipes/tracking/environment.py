@@ -1,4 +1,4 @@
-"""What a run was made with: versions, machine, code. Written to env.json beside the run."""
+"""Environment of a run: versions, machine, code. Written to env.json in the run directory."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def capture(root: Path) -> dict[str, Any]:
     Args:
         root: the checkout whose git commit is recorded; a directory that is none gives `git: null`.
 
-    No value is kept of a variable or argument whose name looks like a secret. `LLMRECIPES_IMAGE_DIGEST` names the
-    container image, which a container cannot find out by itself.
+    Values of variables and arguments whose names look like secrets are not recorded. `LLMRECIPES_IMAGE_DIGEST` names
+    the container image, which a container cannot determine itself.
     """
     return {
         "python": platform.python_version(),
@@ -79,7 +79,7 @@ def _packages() -> dict[str, str | None]:
 def _command(arguments: Sequence[str]) -> list[str]:
     """The command line without the values of options like `--api-token=abc` or `--password abc`.
 
-    Recipe overrides (`data.tokenizer.path=...`) are no options and stay: recipes hold no secrets.
+    Recipe overrides (`data.tokenizer.path=...`) are kept: they are not options, and recipes hold no secrets.
     """
     shown: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
@@ -123,7 +123,7 @@ def _git(root: Path) -> dict[str, Any] | None:
 
 
 def _run(*command: str) -> str | None:
-    """Output of a program, None if it is missing, fails or does not answer."""
+    """Output of a program; None if it is missing, fails or times out."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run(spec: VerifySpec) -> ExitCode:
-    """Join the ranks a launcher started, or be a world of one, and `train`.
+    """Join the ranks that a launcher started, or form a world of one, and `train`.
 
     Raises:
         UserError: a problem the user can fix.
@@ -33,7 +33,7 @@ def run(spec: VerifySpec) -> ExitCode:
 
 
 def train(spec: VerifySpec, engines: Backend, world: World, platform: Platform) -> None:
-    """Train as the spec says, and write this rank's part of the record."""
+    """Train according to the spec, and write this rank's part of the record."""
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive

@@ -21,7 +21,7 @@ VALUES_IN_A_BATCH = 1000  # MLflow refuses more in one request
 
 
 class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
-    """Sends metrics, and for each kind of note a tag."""
+    """Sends metrics, and one tag per kind of note."""
 
     def __init__(self, config: MlflowConfig, ending: Ending, messages: BinaryIO) -> None:
         super().__init__(config, f"MLflow at {redact(config.uri)}", ending, messages)
@@ -61,7 +61,7 @@ class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
         self._offset = end
 
     def _sample(self, run: MlflowRun) -> None:
-        """Measure the machine with MLflow's own collectors; their thread and retries are not needed here."""
+        """Sample system metrics with MLflow's own collectors, without their thread and retries."""
         from mlflow.entities import Metric
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
@@ -92,7 +92,7 @@ def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
         text = json.dumps({"step": values["step"], **(values.get("details") or {})})
         return [], [RunTag(f"note.{values['event']}"[:250], text[:5000])]
     when = int(values.get("time", 0) * 1000)
-    # Of experts first: a step whose loss has arrived counts as delivered.
+    # Experts first: a step counts as delivered once its loss has arrived.
     found = expert_metrics(values.get("experts", ())) | numbers(values)
     return [Metric(key, value, when, values["step"]) for key, value in found.items()], []
 
