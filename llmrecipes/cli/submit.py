@@ -205,8 +205,9 @@ def _wait(job: JobHandle, changed: Callable[[JobStatus], None]) -> JobResult:
 
 def _tell(status: JobStatus) -> None:
     """On stderr, so that the output is the result."""
+    restarts = f", restart {status.restarts}" if status.restarts else ""
     reason = f" ({status.reason[:LONGEST_REASON]})" if status.reason else ""
-    print(f"{clock.strftime('%H:%M:%S')} {status.state}{reason}", file=sys.stderr, flush=True)
+    print(f"{clock.strftime('%H:%M:%S')} {status.state}{restarts}{reason}", file=sys.stderr, flush=True)
 
 
 def _summary(result: JobResult) -> str:
@@ -218,13 +219,14 @@ def _summary(result: JobResult) -> str:
 
 def _print_job(done: Submitted, job: JobHandle) -> None:
     planned, logs = done.planned, job.logs()
-    print(
-        f"job {job.ref.job_id}: {planned.plan.layout.world_size} ranks on {planned.nodes} "
-        f"{'node' if planned.nodes == 1 else 'nodes'}"
-    )
+    print(f"job {job.ref.job_id}: {_count(planned.plan.layout.world_size, 'rank')} on {_count(planned.nodes, 'node')}")
     print(f"run  {done.submission.run_dir}" if not logs.command else f"run  {done.submission.run_id}")
     for log in (*map(str, logs.files), *([shlex.join(logs.command)] if logs.command else [])):
         print(f"log  {log}")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _print_preview(preview: Preview, dry_run: bool) -> None:

@@ -55,11 +55,15 @@ class JobRef:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What is known of a job: `reason` is the scheduler's word where its own state says more."""
+    """What is known of a job: `reason` is the scheduler's word where its own state says more.
+
+    `restarts` counts how often the scheduler has started it again, where it tells.
+    """
 
     state: JobState
     exit_code: int | None = None
     reason: str = ""
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ class JobHandle(Protocol):
 
         Args:
             timeout: seconds; None: as long as it takes.
-            changed: is told the status at first and whenever its state or reason changes.
+            changed: is told the status at first and whenever it changes.
 
         Returns:
             The state; one that has not ended after the timeout.

@@ -55,7 +55,7 @@ class Job:
                     raise
                 logger.warning("%s; the job is still waited for", error)
                 now = before
-            if before is None or (now.state, now.reason) != (before.state, before.reason):
+            if now != before:
                 changed(now)
                 pause = min(FIRST_POLL_SECONDS, self._launcher.poll_seconds)
             before = now
@@ -69,10 +69,16 @@ class Job:
         """See `JobHandle.cancel`."""
         if self.state.ended:
             return
-        self._launcher.cancel(self.ref)
         known = record.read(self.ref.run_dir)
-        if known is not None and known.ref.job_id == self.ref.job_id:
-            record.write(self.ref, cancelled=True)
+        if known is None or known.ref.job_id != self.ref.job_id:  # the run has another job by now
+            self._launcher.cancel(self.ref)
+            return
+        record.write(self.ref, cancelled=True)  # first, for those who wait: a cancelled job may save and end at once
+        try:
+            self._launcher.cancel(self.ref)
+        except UserError:
+            record.write(self.ref)
+            raise
 
     def logs(self) -> Logs:
         return self._launcher.logs(self.ref)

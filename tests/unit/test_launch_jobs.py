@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -100,11 +100,12 @@ def test_a_launcher_is_a_line_of_the_table_and_wait_ends_with_its_code(
 ) -> None:
     state = {0: JobState.COMPLETED, 75: JobState.SAVED}.get(code, JobState.FAILED)
     # Requeued in between, and once away: still one job.
-    tiny += [PENDING, RUNNING, SchedulerUnavailable("away"), RUNNING, PENDING, RUNNING, JobStatus(state, code)]
+    again = replace(RUNNING, restarts=1)  # between two questions
+    tiny += [PENDING, RUNNING, SchedulerUnavailable("away"), RUNNING, again, PENDING, JobStatus(state, code)]
     assert run([*SUBMIT, "--wait"]) == code
     told = capsys.readouterr()
     assert [line.split()[1] for line in told.err.splitlines() if line[2] == line[5] == ":" and "WARN" not in line] == [
-        "pending", "running", "pending", "running", state,
+        "pending", "running", "running,", "pending", state,
     ]  # fmt: skip
     assert "(Priority)" in told.err
     assert f"{state}, exit code {code}" in told.out
@@ -251,7 +252,7 @@ def calls(folder: Path, name: str) -> list[str]:
 
 def test_slurm_is_asked_once_for_many_and_needs_no_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = tmp_path / "bin"
-    fake(programs, "squeue", 'echo "1|RUNNING|None|0|"; echo "2|PENDING|Resources|0|"')
+    fake(programs, "squeue", 'echo "1|RUNNING|None|0|2|"; echo "2|PENDING|Resources|0|0|"')
     fake(programs, "sacct", 'echo "Slurm accounting storage is disabled" >&2; exit 1')
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     refs = [JobRef("slurm", str(number), tmp_path / str(number)) for number in range(1, 5)]
@@ -261,7 +262,7 @@ def test_slurm_is_asked_once_for_many_and_needs_no_accounting(tmp_path: Path, mo
     (tmp_path / "4/logs/exit").write_text("3 0\n")  # of an earlier job of the run
     found = statuses(refs)
     assert [found[ref].state for ref in refs] == ["running", "pending", "failed", "unknown"]
-    assert found[refs[2]].exit_code == 93
+    assert (found[refs[0]].restarts, found[refs[2]].exit_code) == (2, 93)
     assert (len(calls(programs, "squeue")), len(calls(programs, "sacct"))) == (1, 1)
     fake(programs, "sacct", 'echo "3|CANCELLED by 0|0:15"; echo "4|COMPLETED|0:0"')
     assert [statuses(refs)[ref].state for ref in refs[2:]] == ["cancelled", "completed"]
@@ -277,7 +278,7 @@ def test_jobs_of_several_slurm_clusters_are_asked_for_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = tmp_path / "bin"
-    fake(programs, "squeue", 'case "$*" in *clusters=b*) echo "CLUSTER: b"; echo "7|RUNNING|None|0|";; esac')
+    fake(programs, "squeue", 'case "$*" in *clusters=b*) echo "CLUSTER: b"; echo "7|RUNNING|None|0|0|";; esac')
     fake(programs, "sacct", "exit 1")
     fake(programs, "scancel", "exit 0")
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")

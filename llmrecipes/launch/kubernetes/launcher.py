@@ -144,7 +144,8 @@ def status_of(workload: Object) -> JobStatus:
         return JobStatus(JobState.FAILED, int(told[1]) if told else None, reason)
     if SUSPENDED & held.keys():
         return JobStatus(JobState.PENDING, reason="suspended")
-    return JobStatus(JobState.RUNNING if any(_ready(status)) else JobState.PENDING)
+    restarts = int(status.get("restarts") or 0)  # of a JobSet
+    return JobStatus(JobState.RUNNING if any(_ready(status)) else JobState.PENDING, restarts=restarts)
 
 
 def _ready(status: Object) -> Iterator[int]:

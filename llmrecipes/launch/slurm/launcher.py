@@ -6,6 +6,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ RUNNING = {"RUNNING", "COMPLETING", "STOPPED", "SUSPENDED", "SIGNALING", "STAGE_
 PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 ENDED = {"COMPLETED": JobState.COMPLETED, "CANCELLED": JobState.CANCELLED}
 """Other words (FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY ...) are failures, with the word as the reason."""
-SQUEUE = ("squeue", "--noheader", "--states=all", "--Format=JobID:|,State:|,Reason:60|,exit_code:|")
+SQUEUE = ("squeue", "--noheader", "--states=all", "--Format=JobID:|,State:|,Reason:60|,exit_code:|,RestartCnt:|")
 SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State,ExitCode")
 SAVED_CODE = 75
 
@@ -101,19 +102,20 @@ def ended_with(code: int) -> JobStatus:
     return JobStatus(states.get(code, JobState.FAILED), code)
 
 
-def status_of(word: str, exit_code: str, reason: str = "") -> JobStatus:
+def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) -> JobStatus:
     """What Slurm's words mean.
 
     Args:
         word: a state such as `TIMEOUT`, or `CANCELLED by 0`.
         exit_code: of the batch script, as `CODE:SIGNAL` (sacct), or both in one number as wait(2) has them (squeue).
         reason: why the job waits, or why it failed.
+        restarts: how often it was requeued.
     """
     state, told = word.partition(" ")[0].rstrip("+"), "" if reason in ("None", "") else reason
     if state in PENDING:
-        return JobStatus(JobState.PENDING, reason=told)
+        return JobStatus(JobState.PENDING, reason=told, restarts=restarts)
     if state in RUNNING:
-        return JobStatus(JobState.RUNNING)
+        return JobStatus(JobState.RUNNING, restarts=restarts)
     code, colon, number = exit_code.partition(":")
     if not colon and code.isdecimal():
         code, number = str(int(code) >> 8), str(int(code) & 0x7F)
@@ -121,9 +123,10 @@ def status_of(word: str, exit_code: str, reason: str = "") -> JobStatus:
     by_signal = 128 + int(number) if number.isdecimal() and int(number) else 0
     ended = (int(code) if code.isdecimal() else 0) or by_signal
     if state == "FAILED" and ended:
-        return ended_with(ended)
+        return replace(ended_with(ended), restarts=restarts)
     found = ENDED.get(state, JobState.FAILED)
-    return JobStatus(found, ended or (0 if found == JobState.COMPLETED else None), "" if state in ENDED else state)
+    code_or_none = ended or (0 if found == JobState.COMPLETED else None)
+    return JobStatus(found, code_or_none, "" if state in ENDED else state, restarts)
 
 
 def _squeue(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatus]:
@@ -133,8 +136,11 @@ def _squeue(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStat
         return {}
     if code:
         raise SchedulerUnavailable(f"exit code {code}:\n{words}", where="squeue")
-    rows = (line.split("|") for line in answer.splitlines() if line.count("|") == 4)
-    return {row[0].strip(): status_of(row[1].strip(), row[3].strip(), row[2].strip()) for row in rows}
+    rows = (line.split("|") for line in answer.splitlines() if line.count("|") == 5)
+    return {
+        row[0].strip(): status_of(row[1].strip(), row[3].strip(), row[2].strip(), int(row[4].strip() or 0))
+        for row in rows
+    }
 
 
 def _sacct(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatus]:

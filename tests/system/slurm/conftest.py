@@ -49,7 +49,7 @@ class Waiting:
     def end(self, timeout: float = 60) -> tuple[int, dict[str, Any], list[str]]:
         """Its exit code, its answer, and the states that it has told."""
         printed, told = self.process.communicate(timeout=timeout)
-        states = [line.split()[1] for line in told.splitlines() if line[2:3] == line[5:6] == ":"]
+        states = [line[9:] for line in told.splitlines() if line[2:3] == line[5:6] == ":"]
         assert printed, told
         return self.process.returncode, json.loads(printed), states
 
