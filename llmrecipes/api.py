@@ -231,7 +231,8 @@ def train_recipe(
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train_recipe was called from a thread", rule="only the main thread receives signals")
-    from llmrecipes.workflow.train import Paths, TrainOptions, new_run_id
+    from llmrecipes.train.spec import RunOptions
+    from llmrecipes.workflow.run import Paths, TrainOptions, new_run_id
     from llmrecipes.workflow.train import train as start
 
     loaded = _recipe(recipe)
@@ -245,8 +246,8 @@ def train_recipe(
         run_id=name,
         max_restarts=max_restarts,
         accept_changes=accept_changes,
-        sample=False,
         separate_process=True,
+        run=RunOptions(sample=False),
     )
     with warnings.catch_warnings():
         ignore_library_warnings()

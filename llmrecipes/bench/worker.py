@@ -15,9 +15,9 @@ def run(spec: BenchSpec) -> ExitCode:
     """Join the ranks a launcher started, and measure; the first rank writes the answer.
 
     Raises:
-        UserError: what the user can mend.
+        UserError: a problem the user can fix.
     """
-    # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
+    # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.bench import collectives, training
     from llmrecipes.engine.registry import backend
     from llmrecipes.hardware.cluster import detect

@@ -1,28 +1,33 @@
-"""`llmrecipes submit`: parsing and printing only."""
+"""`llmrecipes submit` and `cancel`: parsing and printing only."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+import time as clock
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmrecipes.cli import completion
 from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
+from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
-    from llmrecipes.launch.kubernetes.options import Options as KubernetesOptions
+    from llmrecipes.launch.base import JobHandle, JobResult, JobStatus, Launcher
     from llmrecipes.workflow.preview import Preview
-    from llmrecipes.workflow.submit import Applied
+    from llmrecipes.workflow.submit import Submitted
 
-TARGETS = ("slurm", "k8s")
+LONGEST_REASON = 200
 
 
 def submit(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    to: Annotated[str, typer.Option("--to", metavar="WHERE", help="Scheduler: slurm or k8s.")] = "slurm",
+    to: Annotated[str, typer.Option("--to", metavar="WHERE", help="slurm, k8s or local (this machine).")] = "slurm",
     nodes: Annotated[
         int, typer.Option("--nodes", metavar="N", min=1, help="Nodes; more of them add data-parallel ranks only.")
     ] = 1,
@@ -49,8 +54,9 @@ def submit(
         typer.Option("--python", metavar="PATH", help="Python of the ranks; default: this one, or the image's."),
     ] = None,
     warning: Annotated[
-        int, typer.Option("--warning", metavar="S", min=1, max=65535, help="Save S seconds before the time limit.")
-    ] = 180,
+        int | None,
+        typer.Option("--warning", metavar="S", min=1, max=65535, help="Save S seconds before the time limit; 180."),
+    ] = None,
     max_restarts: Annotated[
         int | None,
         typer.Option("--max-restarts", metavar="N", min=0, help="Restarts after failures; then it ends with 93."),
@@ -93,85 +99,132 @@ def submit(
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume although its learning rate or data order changes.")
     ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the job, and end with its exit code; Ctrl-C leaves it running.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
     ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
-) -> None:
-    """Submit a recipe to a cluster's scheduler, after checking its plan for those nodes."""
-    from llmrecipes.launch.slurm import Options, as_text
-    from llmrecipes.workflow.preview import of_kubernetes, of_slurm
-    from llmrecipes.workflow.submit import plan_for, submit_kubernetes, submit_slurm
-    from llmrecipes.workflow.train import Paths
+) -> int:
+    """Submit a recipe to a scheduler, once its plan fits the nodes."""
+    from llmrecipes.console import setup_logging
+    from llmrecipes.launch.registry import launcher
+    from llmrecipes.workflow.preview import preview
+    from llmrecipes.workflow.run import Paths
+    from llmrecipes.workflow.submit import plan_for, plan_here
+    from llmrecipes.workflow.submit import submit as hand_over
 
-    if to not in TARGETS:
-        raise UserError(f"{to!r}", where="--to", rule=f"one of {', '.join(TARGETS)}")
-    for_slurm: dict[str, Any] = {
-        "partition": partition, "account": account, "qos": qos, "time": time, "runtime": runtime, "python": python,
-        "sbatch": sbatch,
+    setup_logging()
+    place = launcher(to)
+    given: dict[str, Any] = {
+        "partition": partition, "account": account, "qos": qos, "time": time, "image": image, "runtime": runtime,
+        "python": python, "warning": warning, "max-restarts": max_restarts, "sbatch": sbatch, "flavor": flavor,
+        "namespace": namespace, "claim": claim, "queue": queue, "topology": topology, "secret": secret,
+        "tracking-uri": tracking_uri, "service-account": service_account, "pull-secret": pull_secret,
+        "host-network": host_network,
     }  # fmt: skip
-    for_kubernetes: dict[str, Any] = {
-        "flavor": flavor, "namespace": namespace, "claim": claim, "queue": queue, "topology": topology,
-        "secret": secret, "tracking-uri": tracking_uri, "service-account": service_account,
-        "pull-secret": pull_secret, "host-network": host_network,
-    }  # fmt: skip
-    _require_own(to, for_kubernetes if to == "slurm" else for_slurm)
-    planned = plan_for(recipe, overrides or [], cluster, nodes, ranks_per_node)
-    if to == "k8s":
-        wanted = _kubernetes(image, max_restarts, for_kubernetes)
-        applied = submit_kubernetes(planned, wanted, run_id, dry_run, accept_changes=accept_changes)
-        _print_applied(applied, of_kubernetes(applied, wanted.queue, wanted.secrets), dry_run, as_json)
-        return
-    options = Options(
-        partition=partition,
-        account=account,
-        qos=qos,
-        time=time,
-        runtime=runtime,
-        image=image,
-        python=python or (None if image else sys.executable),
-        warning=warning,
-        max_restarts=max_restarts,
-        accept_changes=accept_changes,
-        more=tuple(sbatch or ()),
-    )
-    done = submit_slurm(planned, Paths(runs_dir, data_dir), options, run_id, dry_run)
-    preview = of_slurm(done)
-    if as_json:
-        print(json.dumps({**done.as_dict(), "summary": preview.as_dict()}, indent=2))
-        return
-    if dry_run:
-        print(as_text(done.command))
+    _require_own(to, place, given)
+    if dry_run and wait:
+        raise UserError("given with --dry-run", where="--wait", rule="a dry run submits nothing", fix="leave it out")
+    if cluster is None and not place.needs_cluster:
+        planned = plan_here(recipe, overrides or [], nodes, ranks_per_node)
     else:
-        print(
-            f"job {done.job_id}: {planned.plan.layout.world_size} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}"
-        )
-        print(f"run  {done.run_dir}")
-        print(f"log  {done.run_dir}/logs/slurm-{done.job_id}.out")
-    _print_preview(preview, dry_run)
+        planned = plan_for(recipe, overrides or [], cluster, nodes, ranks_per_node)
+    done = hand_over(
+        planned, place, {name: value for name, value in given.items() if name in place.takes},
+        Paths(runs_dir, data_dir), run_id=run_id, accept_changes=accept_changes, dry_run=dry_run,
+    )  # fmt: skip
+    if as_json:
+        result = None if done.job is None or not wait else _wait(done.job, _tell)
+        state = None if done.job is None else result.state if result else done.job.state
+        values = {**done.as_dict(state), "summary": preview(done).as_dict()}
+        print(json.dumps(values if result is None else {**values, "result": result.as_dict()}, indent=2))
+        return 0 if result is None else result.exit_code
+    if done.job is None:
+        print(done.rendering.shown, end="")
+    else:
+        _print_job(done, done.job)
+    _print_preview(preview(done), dry_run)
+    if done.job is None or not wait:
+        return 0
+    result = _wait(done.job, _tell)
+    print(_summary(result))
+    return result.exit_code
 
 
-def _require_own(to: str, others: dict[str, Any]) -> None:
-    """UserError where an option of another scheduler is given: it would be without effect."""
-    given = [f"--{name}" for name, value in others.items() if value is not None]
-    if given:
-        raise UserError(f"given with --to {to}", where=given[0], rule="it belongs to another scheduler",
+def cancel(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_JOB",
+            help="Run directory, recipe/run-id, run id, or job id.",
+            autocompletion=completion.runs,
+        ),
+    ],
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Cancel the job of a run; its checkpoints are kept."""
+    from llmrecipes.workflow.jobs import find_job
+
+    job = find_job(name, runs_dir)
+    before = job.state
+    job.cancel()
+    if as_json:
+        values = {"job_id": job.ref.job_id, "launcher": job.ref.launcher, "run_dir": str(job.ref.run_dir)}
+        print(json.dumps({**values, "state": before, "cancelled": not before.ended}))
+    elif before.ended:
+        print(f"job {job.ref.job_id} has already ended: {before}")
+    else:
+        print(f"job {job.ref.job_id} is being cancelled; it was {before}")
+
+
+def _require_own(to: str, place: Launcher, given: dict[str, Any]) -> None:
+    """UserError where an option of another launcher is given: it would have no effect."""
+    foreign = [f"--{name}" for name, value in given.items() if value is not None and name not in place.takes]
+    if foreign:
+        raise UserError(f"given with --to {to}", where=foreign[0], rule="it belongs to another scheduler",
                         fix="leave it out")  # fmt: skip
 
 
-def _kubernetes(image: str | None, max_restarts: int | None, given: dict[str, Any]) -> KubernetesOptions:
-    from llmrecipes.launch.kubernetes.options import Options, parse_secrets
-
-    if image is None:
-        raise UserError(
-            "no image is named", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST; make image builds one"
+def _wait(job: JobHandle, changed: Callable[[JobStatus], None]) -> JobResult:
+    """The result of a job; Ctrl-C ends the waiting only."""
+    try:
+        job.wait(changed=changed)
+    except KeyboardInterrupt:
+        print(
+            f"job {job.ref.job_id} is left as it is; to cancel it: {command_line('cancel', job.ref.run_dir)}",
+            file=sys.stderr,
         )
-    values = {name.replace("-", "_"): value for name, value in given.items() if value is not None and name != "secret"}
-    if max_restarts is not None:
-        values["max_restarts"] = max_restarts
-    return Options(image=image, secrets=parse_secrets(given["secret"] or ()), **values)
+        raise
+    return job.result()
+
+
+def _tell(status: JobStatus) -> None:
+    """On stderr, so that the output is the result."""
+    reason = f" ({status.reason[:LONGEST_REASON]})" if status.reason else ""
+    print(f"{clock.strftime('%H:%M:%S')} {status.state}{reason}", file=sys.stderr, flush=True)
+
+
+def _summary(result: JobResult) -> str:
+    numbers = {"loss": result.loss, "valid loss": result.valid_loss}
+    told = "".join(f", {name} {value:.4f}" for name, value in numbers.items() if value is not None)
+    steps = "" if result.step is None else f" at step {result.step}/{result.total}"
+    return f"{result.state}{steps}, exit code {result.exit_code}{told}"
+
+
+def _print_job(done: Submitted, job: JobHandle) -> None:
+    planned, logs = done.planned, job.logs()
+    print(
+        f"job {job.ref.job_id}: {planned.plan.layout.world_size} ranks on {planned.nodes} "
+        f"{'node' if planned.nodes == 1 else 'nodes'}"
+    )
+    print(f"run  {done.submission.run_dir}" if not logs.command else f"run  {done.submission.run_id}")
+    for log in (*map(str, logs.files), *([shlex.join(logs.command)] if logs.command else [])):
+        print(f"log  {log}")
 
 
 def _print_preview(preview: Preview, dry_run: bool) -> None:
@@ -180,21 +233,3 @@ def _print_preview(preview: Preview, dry_run: bool) -> None:
     lines = preview.lines() if dry_run else (f"warning: {text}" for text in preview.warnings)
     for line in lines:
         print(line, file=sys.stderr)
-
-
-def _print_applied(applied: Applied, preview: Preview, dry_run: bool, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({**applied.as_dict(), "summary": preview.as_dict()}, indent=2))
-        return
-    if dry_run:
-        print(applied.as_yaml(), end="")
-    else:
-        print(applied.answer)
-        ranks, nodes, where = (
-            applied.planned.plan.layout.world_size,
-            applied.planned.nodes,
-            f"--namespace {applied.namespace}",
-        )
-        print(f"run  {applied.run_id}: {ranks} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}")
-        print(f"log  kubectl logs {where} --selector app.kubernetes.io/instance={applied.name} --follow --prefix")
-    _print_preview(preview, dry_run)

@@ -80,22 +80,25 @@ def train(
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.ranks import node
     from llmrecipes.recipe.load import load
-    from llmrecipes.workflow.train import Paths, TrainOptions
+    from llmrecipes.train.spec import RunOptions
+    from llmrecipes.workflow.run import Paths, TrainOptions
     from llmrecipes.workflow.train import train as start
 
     setup_logging()
     options = TrainOptions(
         nproc=nproc,
         run_id=run_id,
-        overfit_batch=overfit_batch,
-        anomaly=anomaly,
-        profile_steps=profile_steps,
-        sample=sample,
         cluster=cluster,
         node=node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None,
         max_restarts=max_restarts,
         accept_changes=accept_changes,
-        from_scratch=from_scratch,
+        run=RunOptions(
+            overfit_batch=overfit_batch,
+            anomaly=anomaly,
+            profile_steps=profile_steps,
+            from_scratch=from_scratch,
+            sample=sample,
+        ),
     )
     return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), options, _say)
 
@@ -147,8 +150,8 @@ def smoke(
     """
     from llmrecipes.console import setup_logging
     from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.run import Paths
     from llmrecipes.workflow.smoke import smoke as rehearse
-    from llmrecipes.workflow.train import Paths
 
     setup_logging()
     result = rehearse(
@@ -179,7 +182,7 @@ def verify(
     """
     from llmrecipes.console import console, setup_logging
     from llmrecipes.recipe.load import load
-    from llmrecipes.workflow.train import Paths
+    from llmrecipes.workflow.run import Paths
     from llmrecipes.workflow.verify import VerifyOptions
     from llmrecipes.workflow.verify import verify as compare
 
@@ -213,8 +216,8 @@ def upcycle(
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number, setup_logging
+    from llmrecipes.workflow.run import checked_run_id, new_run_id
     from llmrecipes.workflow.runs import find_run
-    from llmrecipes.workflow.train import checked_run_id, new_run_id
     from llmrecipes.workflow.upcycle import upcycle as make
 
     setup_logging()

@@ -24,7 +24,7 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     """Print the summary. Called on the first rank.
 
     Raises:
-        UserError: an overfitting run did not learn its batch.
+        UserError: a run with `overfit_batch` did not overfit its batch.
     """
     if spec.overfit_batch:
         console().print(overfit_verdict(loop.losses, loop.plan.recipe.model.hidden_dropout), markup=False)
@@ -42,7 +42,7 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
 
 
 def sample_prompt(recipe: Recipe) -> str:
-    """What the sample continues: text of the kind that the first source has."""
+    """Prompt of the sample, chosen by the type of the first source."""
     return PROMPTS.get(recipe.data.sources[0].type, "The ")
 
 
@@ -60,7 +60,7 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
         dropout: `model.hidden_dropout`, which keeps the loss from falling to zero.
 
     Raises:
-        UserError: it was not; with the likeliest cause.
+        UserError: it was not; with the most likely cause.
     """
     final = statistics.fmean(losses[-5:])
     if final < OVERFIT_LOSS:

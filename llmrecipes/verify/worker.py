@@ -20,9 +20,9 @@ def run(spec: VerifySpec) -> ExitCode:
     """Join the ranks a launcher started, or be a world of one, and `train`.
 
     Raises:
-        UserError: what the user can mend.
+        UserError: a problem the user can fix.
     """
-    # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
+    # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.engine.registry import backend
 
     engines = backend(spec.recipe)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.plan.check import gib
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.submit import Applied, Planned, Submitted
+from llmrecipes.workflow.submit import Submitted
 
 GATED = ("meta-llama/", "mistralai/", "google/gemma", "bigcode/starcoder", "bigcode/the-stack", "CohereLabs/")
 """Names on the Hugging Face Hub that begin so need an account which has accepted their licence. The Hub is not asked,
 because a login node may have no network."""
 TOKEN = "HF_TOKEN"  # noqa: S105
-NO_LIMIT = "none"
 
 
 @dataclass(frozen=True)
@@ -77,20 +75,6 @@ class Preview:
         yield from (f"{'warning':>10}  {text}" for text in self.warnings)
 
 
-def of_slurm(submitted: Submitted) -> Preview:
-    """Of a job for Slurm. Jobs inherit the environment of sbatch, and with it a token."""
-    given = dict(word[2:].split("=", 1) for word in submitted.command if word.startswith("--") and "=" in word)
-    return _preview(
-        submitted.planned, {"partition": given.get("partition")}, given.get("time"), bool(os.environ.get(TOKEN))
-    )
-
-
-def of_kubernetes(applied: Applied, queue: str | None, secrets: Collection[str]) -> Preview:
-    """Of objects for Kubernetes. A pod has the variables that `--secret` gives it, and no others."""
-    place = {"namespace": applied.namespace} | ({} if queue is None else {"queue": queue})
-    return _preview(applied.planned, place, NO_LIMIT, TOKEN in secrets)
-
-
 def gated_names(recipe: Recipe) -> tuple[Gated, ...]:
     """What of a recipe's data is likely to be gated on the Hugging Face Hub."""
     tokenizer = recipe.data.tokenizer
@@ -107,21 +91,23 @@ def gated_names(recipe: Recipe) -> tuple[Gated, ...]:
     )
 
 
-def _preview(planned: Planned, place: Mapping[str, str | None], time_limit: str | None, has_token: bool) -> Preview:
-    plan, profile = planned.plan, planned.profile
+def preview(submitted: Submitted) -> Preview:
+    """Of a job that was submitted, or would be."""
+    planned, rendering = submitted.planned, submitted.rendering
+    plan = planned.plan
     return Preview(
         nodes=planned.nodes,
-        gpus=planned.nodes * profile.gpus_per_node,
-        gpu=profile.gpu.name if profile.gpu else None,
+        gpus=len(planned.site.gpus),
+        gpu=planned.site.gpus[0].name if planned.site.gpus else None,
         ranks=plan.layout.world_size,
         memory_bytes=plan.memory.total,
         memory_capacity_bytes=plan.memory_capacity_bytes,
         memory_headroom=round(plan.memory_headroom, 4),
-        place=dict(place),
-        time_limit=time_limit,
+        place=dict(rendering.place),
+        time_limit=rendering.time_limit,
         checkpoint_bytes=plan.checkpoint_bytes,
         checkpoints_bytes=(planned.recipe.checkpoint.most_recent_k + 1) * plan.checkpoint_bytes,
         gated=gated_names(planned.recipe),
-        has_token=has_token,
+        has_token=rendering.has_token,
         warnings=plan.warnings,
     )

@@ -22,14 +22,15 @@ from pydantic import BaseModel, ConfigDict
 
 from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.launch.environment import environment, missing
 from llmrecipes.launch.ranks import from_slurm
 from llmrecipes.recipe.load import load
-from llmrecipes.train.spec import RunSpec
+from llmrecipes.train.spec import RunOptions, RunSpec
 from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
-from llmrecipes.workflow.train import Paths, TrainOptions, finished, new_spec
+from llmrecipes.workflow.run import Paths, TrainOptions, finished, new_spec, plan_run, prepare_data
 
 JOB, OUTCOME = "job.json", "outcome"
 MAX_RESTARTS = 100
@@ -56,21 +57,17 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
         The file, or None where the run has finished.
 
     Raises:
-        UserError: the run cannot go on, with `ExitCode.STOP` where it is restarted for nothing.
+        UserError: the run cannot be resumed, with `ExitCode.STOP` where restarts make no progress.
     """
-    from llmrecipes.data.prepare import prepare
-    from llmrecipes.hardware.cluster import detect
-    from llmrecipes.plan.check import check
-    from llmrecipes.plan.derive import derive
-
     recipe = load(arguments.recipe, arguments.overrides).recipe
     ranks = arguments.nodes * arguments.ranks_per_node
     profile = None if arguments.cluster is None else load_profile(arguments.cluster)
     cluster = detect().times(arguments.nodes) if profile is None else machine(profile, arguments.nodes)
-    plan = derive(recipe, ranks, cluster)
-    check(plan, cluster)
+    plan = plan_run(recipe, cluster, ranks)
     paths = Paths(arguments.runs_dir, arguments.data_dir)
-    options = TrainOptions(run_id=arguments.run_id, sample=False, accept_changes=arguments.accept_changes)
+    options = TrainOptions(
+        run_id=arguments.run_id, accept_changes=arguments.accept_changes, run=RunOptions(sample=False)
+    )
     spec = new_spec(recipe, paths, options)
     if finished(spec.run_dir, recipe.train.train_iters):
         return None
@@ -78,7 +75,7 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     logs = spec.run_dir / "logs"
     job_id = there.get("SLURM_JOB_ID", "")
     require_progress(logs / STARTS, job_id, restart, newest_step(spec.run_dir), arguments.max_restarts)
-    prepare(recipe, paths.data_dir, progress=lambda line: print(line, file=sys.stderr))
+    prepare_data(recipe, paths.data_dir, lambda line: print(line, file=sys.stderr))
     tags = {
         "slurm.job_id": job_id,
         "slurm.restart_count": str(restart),

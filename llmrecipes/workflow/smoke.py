@@ -6,20 +6,19 @@ import contextlib
 import io
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
-from llmrecipes.plan.check import check
-from llmrecipes.plan.derive import default_world_size, derive
+from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.scaled import Scaled, scaled
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.spec import RunSpec
-from llmrecipes.workflow.train import Paths, start
+from llmrecipes.train.spec import RunOptions, RunSpec
+from llmrecipes.workflow.run import Log, Paths, plan_run, prepare_data, spec_in
+from llmrecipes.workflow.train import start
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class SmokeResult:
         )
 
 
-def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Callable[[str], None]) -> SmokeResult:
+def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeResult:
     """Rehearse a recipe here.
 
     Args:
@@ -83,12 +82,8 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Callable[[str], 
     """
     cluster = detect()
     small = proxy(recipe, cluster.device)
-    ranks = default_world_size(small, cluster) if nproc is None else nproc
-    plan = derive(small, ranks, cluster)
-    check(plan, cluster)
-    from llmrecipes.data.prepare import prepare
-
-    prepare(small, paths.data_dir, progress=log)
+    plan = plan_run(small, cluster, nproc)
+    prepare_data(small, paths.data_dir, log)
     folder = paths.runs_dir / small.name
     half = small.train.train_iters // 2
     whole = _spec(small, folder / "uninterrupted", paths)
@@ -100,7 +95,7 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Callable[[str], 
     )
     for what, spec, expected in starts:
         log(f"smoke {recipe.name}: {what}")
-        _run(spec, ranks, cluster, expected)
+        _run(spec, plan, cluster, expected)
     one, other = (_metrics(spec.run_dir) for spec in (whole, cut))
     different = (a["step"] for a, b in zip(one, other, strict=True) if _numbers(a) != _numbers(b))
     return SmokeResult(
@@ -119,13 +114,13 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Callable[[str], 
 def _spec(recipe: Recipe, run_dir: Path, paths: Paths) -> RunSpec:
     shutil.rmtree(run_dir, ignore_errors=True)
     (run_dir / "logs").mkdir(parents=True)
-    return RunSpec(recipe=recipe, run_dir=run_dir, runs_dir=paths.runs_dir, data_dir=paths.data_dir, sample=False)
+    return spec_in(recipe, run_dir, paths, RunOptions(sample=False))
 
 
-def _run(spec: RunSpec, ranks: int, cluster: Cluster, expected: ExitCode) -> None:
+def _run(spec: RunSpec, plan: Plan, cluster: Cluster, expected: ExitCode) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = start(spec, ranks, cluster)
+        code = start(spec, plan, cluster)
     if code != expected:
         raise UserError(
             f"the rehearsal ended with exit code {code}", where=str(spec.run_dir), fix="see the messages above"

@@ -1,68 +1,72 @@
-"""`llmrecipes submit`: plan for the cluster, check, render, and only then submit."""
+"""`llmrecipes submit`: plan for the place, check, render, and only then submit."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile, names
 from llmrecipes.hardware.machine import machine
-from llmrecipes.hardware.profile import Profile
-from llmrecipes.launch import slurm
-from llmrecipes.launch.kubernetes import objects
-from llmrecipes.launch.kubernetes.options import Options as KubernetesOptions
-from llmrecipes.launch.kubernetes.options import object_name
-from llmrecipes.launch.kubernetes.pod import Run
-from llmrecipes.launch.submit import require_program, submit
-from llmrecipes.plan.check import check
-from llmrecipes.plan.derive import Plan, derive
-from llmrecipes.recipe.load import load, recipe_hash, to_yaml
-from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.train import Paths, TrainOptions, checked_run_id, new_run_id, new_spec, remove_empty_run_dir
+from llmrecipes.launch import record
+from llmrecipes.launch.base import (
+    Given,
+    JobHandle,
+    JobState,
+    Launcher,
+    Planned,
+    PlannedForCluster,
+    Rendering,
+    Submission,
+)
+from llmrecipes.recipe.load import load
+from llmrecipes.workflow.run import (
+    Paths,
+    TrainOptions,
+    checked_run_id,
+    new_run_id,
+    new_spec,
+    plan_run,
+    remove_empty_run_dir,
+)
 
-SLURM_SCRIPT = Path(__file__).parents[2] / "slurm" / "train.sbatch"
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A recipe on a number of nodes of a site, checked; `asked` and `cluster` are as the user wrote them."""
-
-    asked: tuple[str, ...]
-    cluster: str
-    recipe: Recipe
-    profile: Profile
-    plan: Plan
-    nodes: int
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that was submitted, or would be: `job_id` is None after a dry run."""
+    """A job that was submitted, or would be: `job` is None after a dry run."""
 
-    command: tuple[str, ...]
-    planned: Planned
-    run_id: str
-    run_dir: Path
-    job_id: str | None
+    submission: Submission
+    rendering: Rendering
+    job: JobHandle | None
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def planned(self) -> Planned:
+        return self.submission.planned
+
+    def as_dict(self, state: JobState | None) -> dict[str, Any]:
         """Plain data for JSON."""
+        planned = self.planned
         return {
-            "job_id": self.job_id,
-            "run_id": self.run_id,
-            "run_dir": str(self.run_dir),
-            "cluster": self.planned.profile.name,
-            "nodes": self.planned.nodes,
-            "ranks": self.planned.plan.layout.world_size,
-            "command": list(self.command),
+            "job_id": None if self.job is None else self.job.ref.job_id,
+            "launcher": None if self.job is None else self.job.ref.launcher,
+            "state": state,
+            "run_id": self.submission.run_id,
+            "run_dir": str(self.submission.run_dir),
+            "cluster": None if planned.profile is None else planned.profile.name,
+            "nodes": planned.nodes,
+            "ranks": planned.plan.layout.world_size,
+            "submitted": self.job is not None,
+            **self.rendering.details,
         }
 
 
 def plan_for(
     recipe: str, overrides: list[str], cluster: str | None, nodes: int, ranks_per_node: int | None = None
-) -> Planned:
+) -> PlannedForCluster:
     """Plan a recipe for some nodes of a site.
 
     Args:
@@ -88,90 +92,65 @@ def plan_for(
             f"{ranks_per_node} ranks on {profile.gpus_per_node} GPUs", where="--ranks-per-node", rule="one rank per GPU"
         )
     site = machine(profile, nodes)
-    plan = derive(loaded, nodes * (ranks_per_node or profile.ranks_per_node), site)
-    check(plan, site)
-    return Planned((recipe, *overrides), cluster, loaded, profile, plan, nodes)
+    plan = plan_run(loaded, site, nodes * (ranks_per_node or profile.ranks_per_node))
+    return PlannedForCluster((recipe, *overrides), cluster, profile, site, plan, nodes)
 
 
-def submit_slurm(
-    planned: Planned, paths: Paths, options: slurm.Options, run_id: str | None, dry_run: bool
+def plan_here(recipe: str, overrides: list[str], nodes: int, ranks: int | None = None) -> Planned:
+    """Plan a recipe for this machine; `nodes` is 1, which the launcher checks.
+
+    Raises:
+        UserError: the recipe is wrong, or the run does not fit.
+    """
+    loaded, site = load(recipe, overrides).recipe, detect()
+    return Planned((recipe, *overrides), None, None, site, plan_run(loaded, site, ranks), nodes)
+
+
+def submit(
+    planned: Planned,
+    launcher: Launcher,
+    given: Given,
+    paths: Paths,
+    *,
+    run_id: str | None = None,
+    accept_changes: bool = False,
+    dry_run: bool = False,
 ) -> Submitted:
-    """Render the sbatch command, and run it unless this is a dry run.
+    """Render a planned run, and submit it unless this is a dry run.
+
+    Args:
+        planned: from `plan_for` or `plan_here`.
+        launcher: from `launch.registry`.
+        given: its options.
+        paths: where runs and data are kept.
+        run_id: None: a new one.
+        accept_changes: see `TrainOptions`.
+        dry_run: only render.
 
     Raises:
-        UserError: a value that Slurm cannot take, no sbatch on this machine, or Slurm rejects the job.
+        UserError: a value that the scheduler cannot take, none of its programs on this machine, or it rejects the job.
     """
     run_id = new_run_id() if run_id is None else checked_run_id(run_id)
-    runs_dir, data_dir = paths.runs_dir.resolve(), paths.data_dir.resolve()
-    run_dir = runs_dir / planned.recipe.name / run_id
-    request = slurm.Request(planned.asked, planned.cluster, planned.nodes, run_id, runs_dir, data_dir, run_dir)
-    words = slurm.command(request, planned.plan, planned.profile, options, SLURM_SCRIPT)
-    job_id = None
-    if not dry_run:
-        require_program(words[0], "--dry-run prints the command; make train runs the recipe on this machine")
-        start = TrainOptions(run_id=run_id, accept_changes=options.accept_changes)
+    paths = Paths(paths.runs_dir.resolve(), paths.data_dir.resolve())
+    submission = Submission(planned, run_id, paths.runs_dir, paths.data_dir, accept_changes)
+    rendering = launcher.render(submission, given)
+    if dry_run:
+        return Submitted(submission, rendering, None)
+    launcher.require()
+    spec = None
+    if launcher.shares_disk:
         # Also creates the directory of the log.
-        spec = new_spec(planned.recipe, Paths(runs_dir, data_dir), start)
-        try:
-            job_id = submit(words).partition(";")[0]
-        except UserError:
+        spec = new_spec(planned.recipe, paths, TrainOptions(run_id=run_id, accept_changes=accept_changes))
+    try:
+        job = launcher.submit(submission, rendering)
+    except UserError:
+        if spec is not None:
             remove_empty_run_dir(spec)
-            raise
-    return Submitted(words, planned, run_id, run_dir, job_id)
-
-
-@dataclass(frozen=True)
-class Applied:
-    """Objects that were applied, or would be: `answer` is the output of kubectl, None after a dry run."""
-
-    objects: tuple[dict[str, Any], ...]
-    planned: Planned
-    run_id: str
-    name: str
-    namespace: str
-    answer: str | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "name": self.name,
-            "namespace": self.namespace,
-            "run_id": self.run_id,
-            "cluster": self.planned.profile.name,
-            "nodes": self.planned.nodes,
-            "ranks": self.planned.plan.layout.world_size,
-            "submitted": self.answer is not None,
-            "objects": list(self.objects),
-        }
-
-    def as_yaml(self) -> str:
-        """The objects as YAML for kubectl."""
-        return objects.to_yaml(list(self.objects))
-
-
-def submit_kubernetes(
-    planned: Planned, options: KubernetesOptions, run_id: str | None, dry_run: bool, *, accept_changes: bool = False
-) -> Applied:
-    """Render the objects, and apply them unless this is a dry run.
-
-    Raises:
-        UserError: a value that Kubernetes cannot take, no kubectl on this machine, or the cluster rejects the objects.
-    """
-    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
-    name = object_name(planned.recipe.name, run_id)
-    run = Run(
-        name=name,
-        run_id=run_id,
-        nodes=planned.nodes,
-        plan=planned.plan,
-        profile=planned.profile,
-        recipe_yaml=to_yaml(planned.recipe),
-        recipe_hash=recipe_hash(planned.recipe),
-        accept_changes=accept_changes,
-    )
-    rendered = tuple(objects.render(run, options))
-    answer = None
-    if not dry_run:
-        require_program("kubectl", "--dry-run prints the objects; make train runs the recipe on this machine")
-        answer = submit(("kubectl", "apply", "--filename", "-"), objects.to_yaml(list(rendered)))
-    return Applied(rendered, planned, run_id, name, options.namespace, answer)
+        raise
+    try:
+        record.write(job.ref)
+    except OSError as error:  # the job is there all the same
+        logger.warning(
+            "%s: %s; llmrecipes cancel needs the id of the job", submission.run_dir / record.FILE, error.strerror
+        )
+    return Submitted(submission, rendering, job)

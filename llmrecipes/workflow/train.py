@@ -1,68 +1,27 @@
-"""`llmrecipes train`: check, prepare, start the ranks."""
+"""`llmrecipes train`: a run on this machine, or its part of one on several."""
 
 from __future__ import annotations
 
 import os
-import secrets
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.faults.signals import StoppedEarly
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.local import Grace, run_ranks
 from llmrecipes.launch.ranks import Node
-from llmrecipes.plan.check import check
-from llmrecipes.plan.derive import default_world_size, derive
+from llmrecipes.plan.derive import Plan, default_world_size
 from llmrecipes.recipe.fixes import multiples
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.status import read
 from llmrecipes.tracking.wandb.sink import require_library
-from llmrecipes.train.history import require_complete
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.overfit import one_batch_recipe
-from llmrecipes.workflow.recorded import require_same_recipe
 from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
-
-RUN_ID = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-"
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Where things are kept."""
-
-    runs_dir: Path
-    data_dir: Path
+from llmrecipes.workflow.run import Log, Paths, TrainOptions, finished, new_spec, plan_run, prepare_data
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """What the command line asks for beside the recipe."""
-
-    nproc: int | None = None
-    run_id: str | None = None
-    overfit_batch: bool = False
-    anomaly: bool = False
-    profile_steps: int = 0
-    sample: bool = True
-    cluster: str | None = None
-    node: Node | None = None
-    """Which of several machines this is; None: the only one."""
-    max_restarts: int = 0
-    """How often ranks that end with a fault are started again."""
-    accept_changes: bool = False
-    """Resume although another number of steps changes the learning rate or the order of the data."""
-    separate_process: bool = False
-    """Start a process even for a single rank."""
-    from_scratch: bool = False
-    """Move what the run has recorded out of the way, and start at step 0."""
-
-
-def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Callable[[str], None]) -> int:
-    """Run a recipe on this machine, or its part of one on several machines, or go on with a run.
+def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
+    """Train a recipe, or resume its run.
 
     Args:
         recipe: the resolved recipe.
@@ -76,20 +35,8 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Callable[[st
     Raises:
         UserError: nothing was started.
     """
-    if options.node is not None and options.run_id is None:
-        raise UserError(
-            "missing for several nodes", where="--run-id", rule="all nodes work in one directory",
-            fix="--run-id my-run-1",
-        )  # fmt: skip
-    if options.node is not None and options.max_restarts:
-        raise UserError(
-            f"{options.max_restarts} on several nodes", where="--max-restarts",
-            rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
-        )  # fmt: skip
-    if options.from_scratch and options.run_id is None:
-        raise UserError("given without --run-id", where="--from-scratch", rule="a run without an id is a new one",
-                        fix="leave it out")  # fmt: skip
-    if options.overfit_batch:
+    _require_consistent(options)
+    if options.run.overfit_batch:
         recipe = one_batch_recipe(recipe)
     nodes = 1 if options.node is None else options.node.nodes
     cluster = detect().times(nodes)
@@ -97,26 +44,20 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Callable[[st
     _require_even_nodes(ranks, nodes)
     if options.cluster is not None:
         _set_environment_of(options.cluster, recipe, ranks, cluster, nodes)
-    check(derive(recipe, ranks, cluster), cluster)
+    plan = plan_run(recipe, cluster, ranks)
     require_library(recipe)
     spec = new_spec(recipe, paths, options)
-    if options.node is not None and not options.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
+    if options.node is not None and not options.run.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
         log(f"{spec.run_dir} has done all its steps")  # and the other nodes, which would be waited for, are gone
         return int(ExitCode.DONE)
-    from llmrecipes.data.prepare import prepare
-
-    try:
-        prepare(recipe, paths.data_dir, progress=log)
-    except (UserError, StoppedEarly):
-        remove_empty_run_dir(spec)
-        raise
-    if options.max_restarts == 0:
-        return start(spec, ranks, cluster, options.node, apart=options.separate_process)
-    return _start_again(spec, ranks, cluster, options.max_restarts, log)
+    prepare_data(recipe, paths.data_dir, log, spec)
+    if options.max_restarts:
+        return start_with_restarts(spec, plan, cluster, options.max_restarts, log)
+    return start(spec, plan, cluster, options.node, separate_process=options.separate_process)
 
 
-def _start_again(spec: RunSpec, ranks: int, cluster: Cluster, max_restarts: int, log: Callable[[str], None]) -> int:
-    """Start ranks, and after a fault start all of them again; they go on from the newest checkpoint.
+def start_with_restarts(spec: RunSpec, plan: Plan, cluster: Cluster, max_restarts: int, log: Log) -> int:
+    """Start the ranks, and after a fault restart all of them from the newest checkpoint.
 
     Raises:
         UserError: three restarts in a row found the same checkpoint, with `ExitCode.STOP`.
@@ -124,8 +65,8 @@ def _start_again(spec: RunSpec, ranks: int, cluster: Cluster, max_restarts: int,
     job, record = f"process {os.getpid()}", spec.run_dir / "logs" / STARTS
     require_progress(record, job, 0, newest_step(spec.run_dir), max_restarts)
     for restart in range(max_restarts + 1):
-        again = {"restart": restart, "from_scratch": spec.from_scratch and restart == 0}
-        code = start(spec.model_copy(update=again), ranks, cluster, apart=True)
+        update = {"restart": restart, "from_scratch": spec.from_scratch and restart == 0}
+        code = start(spec.model_copy(update=update), plan, cluster, separate_process=True)
         if code in tuple(ExitCode) or restart == max_restarts:
             return code
         step = newest_step(spec.run_dir)
@@ -134,53 +75,22 @@ def _start_again(spec: RunSpec, ranks: int, cluster: Cluster, max_restarts: int,
     raise AssertionError("the last restart returns")
 
 
-def new_spec(recipe: Recipe, paths: Paths, options: TrainOptions) -> RunSpec:
-    """What the ranks are told, once the run's directory is known to be there, to be writable, and to be this recipe's.
-
-    Raises:
-        UserError: it is not.
-    """
-    run_id = new_run_id() if options.run_id is None else checked_run_id(options.run_id)
-    run_dir = paths.runs_dir / recipe.name / run_id
-    if not options.from_scratch:
-        require_complete(run_dir)
-        require_same_recipe(recipe, run_dir, paths.data_dir, accept=options.accept_changes)
-    _require_writable(run_dir)
-    return RunSpec(
-        recipe=recipe,
-        run_dir=run_dir,
-        runs_dir=paths.runs_dir,
-        data_dir=paths.data_dir,
-        overfit_batch=options.overfit_batch,
-        anomaly=options.anomaly,
-        profile_steps=options.profile_steps,
-        sample=options.sample,
-        from_scratch=options.from_scratch,
-    )
-
-
-def remove_empty_run_dir(spec: RunSpec) -> None:
-    """Remove the folders that `new_spec` made, up to the first with something in it: what never began is no run."""
-    for folder in (spec.run_dir / "logs", spec.run_dir, spec.run_dir.parent, spec.runs_dir):
-        try:
-            folder.rmdir()
-        except OSError:
-            return
-
-
-def start(spec: RunSpec, ranks: int, cluster: Cluster, node: Node | None = None, *, apart: bool = False) -> int:
+def start(
+    spec: RunSpec, plan: Plan, cluster: Cluster, node: Node | None = None, *, separate_process: bool = False
+) -> int:
     """Run all ranks of this machine to their end; returns the exit code.
 
     Args:
         spec: what they are told.
-        ranks: of all nodes together.
+        plan: of all nodes together.
         cluster: all nodes together.
         node: which of several this is.
-        apart: start a process even for a single rank.
+        separate_process: start a process even for a single rank, which could take this one with it.
     """
+    ranks = plan.layout.world_size
     # What the user has set wins, and may be more or less than an even share.
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, int(cluster.cpu_cores) // ranks))
-    if ranks == 1 and node is None and not apart:
+    if ranks == 1 and node is None and not separate_process:
         # The variable only counts before torch is loaded, which data preparation may have done.
         import torch
 
@@ -209,32 +119,20 @@ def start(spec: RunSpec, ranks: int, cluster: Cluster, node: Node | None = None,
     )
 
 
-def finished(run_dir: Path, train_iters: int) -> bool:
-    """Whether a run has done all its steps, so that a part of it which is started again has nothing to do."""
-    status = read(run_dir)
-    step = status.get("step")
-    return status.get("state") == "finished" and isinstance(step, int) and step >= train_iters
-
-
-def new_run_id() -> str:
-    """UTC time and six random characters, so that ids sort by age and do not meet."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
-
-
-def checked_run_id(run_id: str) -> str:
-    """A run id that is safe as the name of a directory.
-
-    Raises:
-        UserError: it is not.
-    """
-    if not 0 < len(run_id) <= 64 or run_id[0] in "._-" or set(run_id) - set(RUN_ID):
+def _require_consistent(options: TrainOptions) -> None:
+    if options.node is not None and options.run_id is None:
         raise UserError(
-            f"run id {run_id!r}",
-            where="--run-id",
-            rule="at most 64 letters, digits, dots, dashes and underscores; a letter or digit first",
+            "missing for several nodes", where="--run-id", rule="all nodes work in one directory",
             fix="--run-id my-run-1",
-        )
-    return run_id
+        )  # fmt: skip
+    if options.node is not None and options.max_restarts:
+        raise UserError(
+            f"{options.max_restarts} on several nodes", where="--max-restarts",
+            rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
+        )  # fmt: skip
+    if options.run.from_scratch and options.run_id is None:
+        raise UserError("given without --run-id", where="--from-scratch", rule="a run without an id is a new one",
+                        fix="leave it out")  # fmt: skip
 
 
 def _require_even_nodes(ranks: int, nodes: int) -> None:
@@ -267,21 +165,5 @@ def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, no
             fix="without --cluster the run is planned for this machine; to plan only: "
             + command_line("show", recipe.name, options={"cluster": name}),
         )
-    plan = derive(recipe, ranks, site)
-    check(plan, site)
+    plan = plan_run(recipe, site, ranks)
     os.environ.update(missing(environment(profile, plan, ranks // nodes), os.environ))
-
-
-def _require_writable(run_dir: Path) -> None:
-    try:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        if not os.access(run_dir, os.W_OK):
-            raise PermissionError(13, "Permission denied", str(run_dir))
-    except OSError as error:
-        raise UserError(
-            f"the run directory cannot be written: {error.strerror}",
-            where=str(error.filename or run_dir),
-            rule="a run keeps its recipe, metrics and checkpoints in its directory",
-            fix="--runs-dir DIR, or LLMRECIPES_RUNS",
-            code=ExitCode.BAD_INPUT,
-        ) from error

@@ -13,7 +13,6 @@ from pathlib import Path
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.local import run_ranks
-from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.scaled import Degree, Scaled, scaled
@@ -21,7 +20,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.verify.result import PARAMETERS, REPLICAS, FirstDifference, FirstTensor, Result, first_differing_step
 from llmrecipes.verify.spec import Record, VerifySpec
 from llmrecipes.verify.subject import reference, subject
-from llmrecipes.workflow.train import Paths, new_run_id
+from llmrecipes.workflow.run import Log, Paths, new_run_id, plan_run, prepare_data
 
 MOST_RANKS = 8
 
@@ -62,7 +61,7 @@ def verify(
     recipe: Recipe,
     paths: Paths,
     options: VerifyOptions,
-    log: Callable[[str], None],
+    log: Log,
     train_layout: Callable[[VerifySpec, int, Cluster], None] = start_ranks,
 ) -> Verification:
     """Train a recipe's small version in one process and in its layout, and compare.
@@ -81,13 +80,10 @@ def verify(
         raise UserError(f"{options.tolerance:g}", where="--tolerance", rule="a relative difference above 0", fix="1e-5")
     cluster = detect()
     small = subject(recipe, options.iters, cluster.device)
-    plan = _plan(small, options.nproc, cluster)
+    plan = plan_run(small, cluster, _ranks(small, options.nproc, cluster))
     one = reference(small, plan.layout.data_parallel_size)
-    for each in (plan, derive(one, 1, cluster)):
-        check(each, cluster)
-    from llmrecipes.data.prepare import prepare
-
-    prepare(small, paths.data_dir, progress=log)
+    plan_run(one, cluster, 1)
+    prepare_data(small, paths.data_dir, log)
     folder = paths.runs_dir / f"{recipe.name}-verify" / new_run_id()
     (folder / "logs").mkdir(parents=True)
     common = {"data_dir": paths.data_dir, "iters": options.iters, "tolerance": options.tolerance}
@@ -108,17 +104,21 @@ def verify(
     return Verification(result, folder)
 
 
-def _plan(small: Recipe, nproc: int | None, cluster: Cluster) -> Plan:
-    """The plan on `nproc` ranks, else on two replicas of the smallest layout where batch and machine have them."""
+def _ranks(small: Recipe, nproc: int | None, cluster: Cluster) -> int:
+    """`nproc` ranks, else those of two replicas of the smallest layout where batch and machine have them."""
+    if nproc is not None:
+        return nproc
     least = smallest_world(small.parallelism)
     twice = 2 * least
-    if nproc is None and twice <= (len(cluster.gpus) or MOST_RANKS):
-        try:
-            return derive(small, twice, cluster)
-        except UserError:  # the batch does not divide over two replicas
-            if least == 1:
-                raise  # and one replica on one rank is the reference itself
-    return derive(small, least if nproc is None else nproc, cluster)
+    if twice > (len(cluster.gpus) or MOST_RANKS):
+        return least
+    try:
+        derive(small, twice, cluster)
+    except UserError:  # the batch does not divide over two replicas
+        if least == 1:
+            raise  # and one replica on one rank is the reference itself
+        return least
+    return twice
 
 
 def _scaled(recipe: Recipe, small: Recipe, plan: Plan) -> Scaled:

@@ -18,7 +18,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.verify.report import verdict
 from llmrecipes.verify.result import Result
 from llmrecipes.verify.scale import relative
-from llmrecipes.workflow.train import Paths
+from llmrecipes.workflow.run import Paths
 from llmrecipes.workflow.verify import VerifyOptions, verify
 from tests.dist.faulty import DRIFT, DRIFTING, FAULTS, train_with
 from tests.dist.worlds import GlooWorld

@@ -14,6 +14,7 @@ sbatch \
     --run-id run-1 \
     --runs-dir /shared/runs \
     --data-dir /shared/data \
+    --exit-file /shared/runs/gpt-7b/run-1/logs/exit \
     --mount /usr/local/fastrak:/usr/local/fastrak \
     --mount /dev/aperture_devices:/dev/aperture_devices \
     gpt-7b \

@@ -15,6 +15,7 @@ sbatch \
     --run-id run-1 \
     --runs-dir /shared/runs \
     --data-dir /shared/data \
+    --exit-file /shared/runs/gpt-7b/run-1/logs/exit \
     --max-restarts 5 \
     gpt-7b \
     train.train_iters=10

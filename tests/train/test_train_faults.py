@@ -24,6 +24,7 @@ from llmrecipes.cli import app as cli
 from llmrecipes.console import setup_logging
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.hardware.cluster import detect
+from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.train import start
@@ -325,7 +326,7 @@ def run_spec(recipe: Recipe, folder: Path, data_dir: Path, **changes: Any) -> in
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     spec = RunSpec(recipe=recipe, run_dir=run_dir, runs_dir=folder / "runs", data_dir=data_dir, sample=False, **changes)
     setup_logging()  # to the standard error of this test, not to that of an earlier one
-    return start(spec, 1, detect())
+    return start(spec, derive(recipe, 1, detect()), detect())
 
 
 def test_a_run_that_breaks_leaves_no_process_that_reads(

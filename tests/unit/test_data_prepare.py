@@ -204,7 +204,7 @@ def test_open_says_when_nothing_is_prepared(tmp_path: Path) -> None:
     used = recipe(Source(type="stdlib"))
     with refused(tmp_path / fingerprint(used)) as caught:
         open_prepared(used, tmp_path)
-    assert caught.value.fix == f"llmrecipes prepare {used.name}"
+    assert caught.value.fix == f"llmrecipes prepare {used.name} --data-dir {tmp_path}"
 
 
 def test_a_truncated_bin_is_named_with_both_sizes(copied: tuple[Recipe, Path, Path]) -> None:

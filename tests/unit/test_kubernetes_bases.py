@@ -20,12 +20,14 @@ import yaml
 from llmrecipes import __version__
 from llmrecipes.cli.app import app, run
 from llmrecipes.errors import ExitCode
+from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.options import RUNTIME, Options
 from llmrecipes.launch.ranks import Rank
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow import train as workflow
-from llmrecipes.workflow.submit import plan_for, submit_kubernetes
+from llmrecipes.workflow.run import Paths, TrainOptions
+from llmrecipes.workflow.submit import plan_for
 from tests.kubernetes_schemas import require_valid
 
 Thing = dict[str, Any]
@@ -72,7 +74,7 @@ def workload(things: list[Thing]) -> Thing:
 def rendered(flavor: str) -> Thing:
     """The same run as `llmrecipes submit` renders it."""
     options = Options(image=IMAGE, flavor=flavor, namespace="llmrecipes")
-    return submit_kubernetes(plan_for("gpt-tiny", [], "laptop", 2), options, "run-1", dry_run=True).objects[-1]
+    return objects_of(plan_for("gpt-tiny", [], "laptop", 2), options, "run-1")[-1]
 
 
 def job_of(thing: Thing) -> Thing:
@@ -136,15 +138,15 @@ class Started:
     """What `llmrecipes train` was asked for."""
 
     recipe: Recipe
-    paths: workflow.Paths
-    options: workflow.TrainOptions
+    paths: Paths
+    options: TrainOptions
 
 
 def started(words: list[str], variables: dict[str, str], patch: pytest.MonkeyPatch) -> Started:
     """What this program makes of a pod's command line and environment, up to where training would start."""
     found: list[Started] = []
 
-    def start(recipe: Recipe, paths: workflow.Paths, options: workflow.TrainOptions, _say: Any) -> int:
+    def start(recipe: Recipe, paths: Paths, options: TrainOptions, _say: Any) -> int:
         found.append(Started(recipe, paths, options))
         return 0
 

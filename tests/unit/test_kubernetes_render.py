@@ -15,11 +15,13 @@ import pytest
 import yaml
 
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.launch.base import PlannedForCluster
+from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import jobset_rules, render, to_yaml
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options, Secret, object_name, parse_secrets
-from llmrecipes.launch.kubernetes.pod import Run
+from llmrecipes.launch.kubernetes.pod import Object, Run
 from llmrecipes.recipe.load import load
-from llmrecipes.workflow.submit import Applied, Planned, plan_for, submit_kubernetes
+from llmrecipes.workflow.submit import plan_for
 from tests.kubernetes_schemas import require_valid
 from tests.refusals import refused
 
@@ -39,23 +41,25 @@ HOSTILE = [
 
 
 @cache
-def planned_for(recipe: str, cluster: str, nodes: int) -> Planned:
+def planned_for(recipe: str, cluster: str, nodes: int) -> PlannedForCluster:
     return plan_for(recipe, [], cluster, nodes)
 
 
-def rendered(flavor: str, recipe: str = "gpt-1b", cluster: str = "h100-ib", nodes: int = 2, **options: Any) -> Applied:
+def rendered(
+    flavor: str, recipe: str = "gpt-1b", cluster: str = "h100-ib", nodes: int = 2, **options: Any
+) -> list[Object]:
     planned = planned_for(recipe, cluster, nodes)
     wanted = Options(**{"image": IMAGE, "flavor": flavor, "namespace": "llmrecipes", **options})
-    return submit_kubernetes(planned, wanted, "run-1", dry_run=True)
+    return objects_of(planned, wanted, "run-1")
 
 
-def of_kind(applied: Applied, kind: str) -> dict[str, Any]:
-    return next(thing for thing in applied.objects if thing["kind"] == kind)
+def of_kind(applied: list[Object], kind: str) -> dict[str, Any]:
+    return next(thing for thing in applied if thing["kind"] == kind)
 
 
-def pod_of(applied: Applied) -> dict[str, Any]:
+def pod_of(applied: list[Object]) -> dict[str, Any]:
     """The pod template, or for a TrainJob what it has of one."""
-    workload = applied.objects[-1]
+    workload = applied[-1]
     if workload["kind"] == "Job":
         return workload["spec"]["template"]
     if workload["kind"] == "JobSet":
@@ -64,8 +68,8 @@ def pod_of(applied: Applied) -> dict[str, Any]:
     return patch["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
 
 
-def container_of(applied: Applied) -> dict[str, Any]:
-    workload = applied.objects[-1]
+def container_of(applied: list[Object]) -> dict[str, Any]:
+    workload = applied[-1]
     return workload["spec"]["trainer"] if workload["kind"] == "TrainJob" else pod_of(applied)["spec"]["containers"][0]
 
 
@@ -87,13 +91,13 @@ def test_every_object_is_valid(flavor: str, cluster: str) -> None:
         "tracking_uri": "http://mlflow:5000",
     }
     for options in ({}, everything):
-        for thing in rendered(flavor, recipe, cluster, **options).objects:
+        for thing in rendered(flavor, recipe, cluster, **options):
             require_valid(thing)
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_the_check_is_strict(flavor: str) -> None:
-    for thing in rendered(flavor).objects[1:]:
+    for thing in rendered(flavor)[1:]:
         thing["spec"]["misspelt"] = 1
         with pytest.raises(Exception, match="misspelt"):
             require_valid(thing)
@@ -102,9 +106,8 @@ def test_the_check_is_strict(flavor: str) -> None:
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_yaml_gives_the_objects_back(flavor: str) -> None:
     applied = rendered(flavor)
-    assert list(yaml.safe_load_all(applied.as_yaml())) == list(applied.objects)
-    assert "&id" not in applied.as_yaml()
-    assert json.loads(json.dumps(applied.as_dict()))["submitted"] is False
+    assert list(yaml.safe_load_all(to_yaml(applied))) == applied
+    assert "&id" not in to_yaml(applied)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_yaml_gives_the_objects_back(flavor: str) -> None:
 def test_golden(golden: Callable[[str, Any], None], name: str, flavor: str, cluster: str, nodes: int) -> None:
     recipe = "gpt-tiny" if cluster == "laptop" else "gpt-1b"
     applied = rendered(flavor, recipe, cluster, nodes, secrets={"HF_TOKEN": Secret("huggingface", "HF_TOKEN")})
-    golden(f"k8s-{name}.yaml", applied.as_yaml())
+    golden(f"k8s-{name}.yaml", to_yaml(applied))
 
 
 def test_devices_and_memory_follow_the_profile() -> None:
@@ -135,29 +138,27 @@ def test_devices_and_memory_follow_the_profile() -> None:
 
 def test_half_a_node_takes_half_of_it() -> None:
     planned = plan_for("gpt-1b", [], "h100-ib", 2, ranks_per_node=4)
-    limits = container_of(submit_kubernetes(planned, Options(image=IMAGE), "r", dry_run=True))["resources"]["limits"]
+    limits = container_of(objects_of(planned, Options(image=IMAGE), "r"))["resources"]["limits"]
     assert limits == {"memory": "900Gi", "nvidia.com/gpu": "4", "rdma/ib": "4"}
 
 
 def test_without_gpus_nothing_of_them_is_left() -> None:
     applied = rendered("job", "gpt-tiny", "laptop")
-    assert "nvidia" not in applied.as_yaml()
-    assert "NCCL" not in applied.as_yaml()
+    assert "nvidia" not in to_yaml(applied)
+    assert "NCCL" not in to_yaml(applied)
     assert container_of(applied)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_one_node_needs_no_rendezvous() -> None:
     applied = rendered("job", "gpt-tiny", "laptop", nodes=1)
-    assert "Service" not in [thing["kind"] for thing in applied.objects]
-    assert "MASTER_ADDR" not in applied.as_yaml()
+    assert "Service" not in [thing["kind"] for thing in applied]
+    assert "MASTER_ADDR" not in to_yaml(applied)
     assert not {"--nnodes", "--accept-changes"} & set(container_of(applied)["args"])
 
 
 def test_accepted_changes_reach_the_pods() -> None:
     options = Options(image=IMAGE)
-    applied = submit_kubernetes(
-        planned_for("gpt-tiny", "laptop", 1), options, "run-1", dry_run=True, accept_changes=True
-    )
+    applied = objects_of(planned_for("gpt-tiny", "laptop", 1), options, "run-1", accept_changes=True)
     assert "--accept-changes" in container_of(applied)["args"]
 
 
@@ -165,13 +166,13 @@ def test_the_first_pod_is_found_by_its_name() -> None:
     for flavor, host in (("job", "{0}-0.{0}"), ("jobset", "{0}-node-0-0.{0}")):
         applied = rendered(flavor)
         variables = {entry["name"]: entry.get("value") for entry in container_of(applied)["env"]}
-        assert variables["MASTER_ADDR"] == host.format(applied.name)
+        assert variables["MASTER_ADDR"] == host.format(applied[-1]["metadata"]["name"])
     applied = rendered("job")
     service = of_kind(applied, "Service")
-    assert service["metadata"]["name"] == pod_of(applied)["spec"]["subdomain"] == applied.name
+    assert service["metadata"]["name"] == pod_of(applied)["spec"]["subdomain"] == applied[-1]["metadata"]["name"]
     assert service["spec"]["publishNotReadyAddresses"] is True
     assert service["spec"]["selector"].items() <= pod_of(applied)["metadata"]["labels"].items()
-    assert "MASTER_ADDR" not in rendered("trainjob").as_yaml()
+    assert "MASTER_ADDR" not in to_yaml(rendered("trainjob"))
 
 
 def test_a_pod_has_no_rights_and_no_root() -> None:
@@ -180,11 +181,11 @@ def test_a_pod_has_no_rights_and_no_root() -> None:
     assert spec["securityContext"]["runAsNonRoot"] is True
     security = spec["containers"][0]["securityContext"]
     assert (security["allowPrivilegeEscalation"], security["readOnlyRootFilesystem"]) == (False, True)
-    assert "privileged" not in rendered("job").as_yaml()
+    assert "privileged" not in to_yaml(rendered("job"))
 
 
 def test_a_saved_run_goes_on_and_a_hopeless_one_does_not() -> None:
-    rules = rendered("job").objects[-1]["spec"]["podFailurePolicy"]["rules"]
+    rules = rendered("job")[-1]["spec"]["podFailurePolicy"]["rules"]
     codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
     assert codes == {"FailJob": [2, 93], "Ignore": [75]}
     assert rules[-1]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
@@ -219,18 +220,18 @@ def test_a_jobset_reads_why_its_job_failed(message: str, action: str | None) -> 
 
 def test_a_queue_starts_it() -> None:
     for flavor in FLAVORS:
-        workload = rendered(flavor, queue="research").objects[-1]
+        workload = rendered(flavor, queue="research")[-1]
         assert workload["spec"]["suspend"] is True
         assert workload["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
-        assert "suspend" not in rendered(flavor).objects[-1]["spec"]
+        assert "suspend" not in rendered(flavor)[-1]["spec"]
 
 
 def test_the_recipe_travels_whole(tmp_path: Path) -> None:
     text = "line one\n---\nkind: Pod  \n\t\"quotes\" 'and' $(subst) {{ helm }} é"
     planned = plan_for("gpt-tiny", [f"description={json.dumps(text)}"], "laptop", 2)
-    applied = submit_kubernetes(planned, Options(image=IMAGE), "r", dry_run=True)
+    applied = objects_of(planned, Options(image=IMAGE), "r")
     path = tmp_path / "recipe.yaml"
-    path.write_text(next(iter(yaml.safe_load_all(applied.as_yaml())))["data"]["recipe.yaml"], "utf-8")
+    path.write_text(next(iter(yaml.safe_load_all(to_yaml(applied))))["data"]["recipe.yaml"], "utf-8")
     assert load(str(path)).recipe == planned.recipe
     assert planned.recipe.description == text
 
@@ -282,7 +283,7 @@ def test_hostile_names_are_refused(option: str, text: str) -> None:
     values: dict[str, Any] = {"image": IMAGE, "queue": "q", option: text}
     planned = planned_for("gpt-tiny", "laptop", 2)
     with refused(f"--{option.replace('_', '-')}"):
-        submit_kubernetes(planned, Options(**values), "r", dry_run=True)
+        objects_of(planned, Options(**values), "r")
 
 
 @pytest.mark.parametrize(
@@ -311,7 +312,7 @@ def test_secrets_are_named_and_never_written(monkeypatch: pytest.MonkeyPatch) ->
         applied = rendered(
             flavor, secrets=parse_secrets(["HF_TOKEN=huggingface", "MLFLOW_TRACKING_PASSWORD=mlflow:pw"])
         )
-        assert planted not in applied.as_yaml() + json.dumps(applied.as_dict())
+        assert planted not in to_yaml(applied)
         refs = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in container_of(applied)["env"] if "valueFrom" in e}
         assert refs["HF_TOKEN"] == {"name": "huggingface", "key": "HF_TOKEN"}
         assert refs["MLFLOW_TRACKING_PASSWORD"] == {"name": "mlflow", "key": "pw"}

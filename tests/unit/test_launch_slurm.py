@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.launch.slurm import Options, Request, as_text, command
-from llmrecipes.launch.submit import submit
+from llmrecipes.launch.programs import tell
+from llmrecipes.launch.slurm.command import Options, Request, as_text, command
 from llmrecipes.workflow.submit import plan_for
 from tests.helpers import ROOT
 from tests.refusals import refused, require_message
@@ -204,7 +204,7 @@ def test_the_number_of_the_job_is_told_and_a_refusal_in_slurms_words(
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     program(programs, "sbatch", 'echo "4711;cluster"')
     assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--run-id", "mine"]) == 0
-    assert capsys.readouterr().out.startswith("job 4711: 8 ranks on 1 node\n")
+    assert capsys.readouterr().out.startswith("job 4711;cluster: 8 ranks on 1 node\n")
     assert (tmp_path / "runs/gpt-7b/mine/logs").is_dir()
     words = "sbatch: error: invalid partition specified: nope"
     program(programs, "sbatch", f'echo "{words}" >&2; exit 1')
@@ -215,7 +215,7 @@ def test_the_number_of_the_job_is_told_and_a_refusal_in_slurms_words(
     assert [path.name for path in (tmp_path / "runs/gpt-7b").iterdir()] == ["mine"]  # of the job that was taken
     program(programs, "sbatch", "exit 7")
     with refused("sbatch", rule="7"):
-        submit(["sbatch"])
+        tell(["sbatch"])
 
 
 def batch(tmp_path: Path, script: str, *arguments: str, **variables: str) -> tuple[int, list[list[str]], str]:

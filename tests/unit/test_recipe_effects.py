@@ -165,7 +165,8 @@ def grace(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> floa
     monkeypatch.setattr(workflow, "run_ranks", recorder)
     (folder / "r" / "logs").mkdir(parents=True, exist_ok=True)
     with pytest.raises(Recorded) as found:
-        workflow.start(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder), 2, ROOMY)
+        spec = RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder)
+        workflow.start(spec, derive(recipe, 1, ROOMY), ROOMY, separate_process=True)
     return float(found.value.args[1]["grace"].seconds)
 
 

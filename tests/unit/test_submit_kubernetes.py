@@ -43,6 +43,7 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "answer").write_text("job.batch/gpt-tiny-r1 created\n")
     (folder / "code").write_text("0")
     monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.chdir(tmp_path)
     return folder
 
 
@@ -80,7 +81,7 @@ def test_kubectl_is_given_the_same(kubectl: Path, capsys: pytest.CaptureFixture[
     assert (kubectl / "given").read_text() == shown
     assert (kubectl / "arguments").read_text() == "apply\n--filename\n-\n"
     printed = capsys.readouterr().out
-    assert "job.batch/gpt-tiny-r1 created" in printed
+    assert printed.startswith("job default/job/gpt-tiny-r1-")
     assert "kubectl logs" in printed
 
 

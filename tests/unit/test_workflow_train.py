@@ -13,10 +13,11 @@ import torch
 
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.workflow import run
 from llmrecipes.workflow import train as workflow
 from llmrecipes.workflow.overfit import one_batch_recipe
+from llmrecipes.workflow.run import checked_run_id, new_run_id
 from llmrecipes.workflow.runs import find_run
-from llmrecipes.workflow.train import checked_run_id, new_run_id
 from tests.helpers import checkpoint_values, lines, tiny, tiny_on, train_lines, write_recipe
 from tests.refusals import refused, require_message
 
@@ -168,7 +169,7 @@ def test_a_run_whose_recipe_is_gone_is_still_protected_by_its_checkpoint(
     assert code == 2
     require_message(printed, copy, rule=("model.hidden_size:", "64", "128"))
     # Checkpoints of older versions do not know their recipe, only their tensors.
-    monkeypatch.setattr(workflow, "require_same_recipe", lambda *_, **__: None)
+    monkeypatch.setattr(run, "require_same_recipe", lambda *_, **__: None)
     code, printed = command("train", str(trained / "tiny.yaml"), "model.hidden_size=128", "--run-id", "first")
     assert code == 2
     require_message(printed, "step-00000012", rule="recipe.yaml")

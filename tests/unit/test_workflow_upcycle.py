@@ -19,7 +19,9 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.train import Paths, TrainOptions, train
+from llmrecipes.train.spec import RunOptions
+from llmrecipes.workflow.run import Paths, TrainOptions
+from llmrecipes.workflow.train import train
 from llmrecipes.workflow.upcycle import upcycle
 from tests.refusals import require_message
 from tests.unit.balance_worker import ROOMY, make_engine, micro_batches
@@ -47,7 +49,7 @@ def dense_run(paths: Paths, corpus: Path) -> Path:
     values["model"] |= GATED
     values["data"] = {"sources": [{"type": "text", "path": str(corpus)}], "num_workers": 0}
     recipe = Recipe.model_validate(values)
-    assert train(recipe, paths, TrainOptions(run_id="first", sample=False), print) == 0
+    assert train(recipe, paths, TrainOptions(run_id="first", run=RunOptions(sample=False)), print) == 0
     return paths.runs_dir / "dense" / "first"
 
 

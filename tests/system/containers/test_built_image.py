@@ -16,9 +16,10 @@ import yaml
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
+from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import to_yaml
 from llmrecipes.launch.kubernetes.options import Options
-from llmrecipes.workflow.submit import plan_for, submit_kubernetes
+from llmrecipes.workflow.submit import plan_for
 from tests.system.containers.lab import Podman, base_image, expand, podman, require_packages
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
@@ -105,13 +106,14 @@ def test_a_rehearsal_runs_without_rights(tool: Podman, image: str) -> None:
 
 def test_pods_of_the_rendered_job_train_together_and_go_on(tool: Podman, image: str, tmp_path: Path) -> None:
     options = Options(image=f"registry.example.com/llmrecipes@sha256:{'0' * 64}")
-    applied = submit_kubernetes(plan_for("gpt-tiny", SMALL, "laptop", 2), options, "pods", dry_run=True)
+    applied = objects_of(plan_for("gpt-tiny", SMALL, "laptop", 2), options, "pods")
+    name = applied[-1]["metadata"]["name"]
     network, addresses = tool.network()
-    pods = expand(list(yaml.safe_load_all(applied.as_yaml())), image, addresses, tmp_path)
+    pods = expand(list(yaml.safe_load_all(to_yaml(applied))), image, addresses, tmp_path)
     path = tmp_path / "pods.yaml"
     path.write_text(to_yaml(pods))
     tool("kube", "play", f"--network={network}", f"--ip={addresses}.10", f"--ip={addresses}.11", str(path))
-    names = [f"{applied.name}-{index}-node" for index in range(2)]
+    names = [f"{name}-{index}-node" for index in range(2)]
 
     def logs() -> str:
         return "\n".join(tool("logs", name) for name in names)
@@ -126,7 +128,7 @@ def test_pods_of_the_rendered_job_train_together_and_go_on(tool: Podman, image: 
     assert tool("wait", *names).split() == ["75", "75"], logs()
     # The policy of the Job ignores 75: both are started again, and the run goes on.
     for index in range(2):
-        tool("pod", "start", f"{applied.name}-{index}")
+        tool("pod", "start", f"{name}-{index}")
     assert tool("wait", *names).split() == ["0", "0"], logs()
     assert f"step {STEPS}/{STEPS}" in tool("logs", names[0])
     read = "cat runs/gpt-tiny/pods/plan.json; echo; cat runs/gpt-tiny/pods/metrics.jsonl"
@@ -136,6 +138,6 @@ def test_pods_of_the_rendered_job_train_together_and_go_on(tool: Podman, image: 
     steps = [entry["step"] for entry in map(json.loads, metrics.split("\n")[1:-1]) if "grad_norm" in entry]
     assert steps == list(range(1, STEPS + 1))
     # One that is started again after the end has nothing to wait for.
-    tool("pod", "start", f"{applied.name}-1")
+    tool("pod", "start", f"{name}-1")
     assert tool("wait", names[1]).split() == ["0"]
     assert "has done all its steps" in tool("logs", names[1])

@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from llmrecipes.launch.record import Record, read
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOT, tiny_on, train_lines, write_recipe
 from tests.system.slurm.lab import PROGRAMS, Lab, cluster, missing
@@ -36,6 +39,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @dataclass
+class Waiting:
+    """A `submit --wait` that runs."""
+
+    job: str
+    run_dir: Path
+    process: subprocess.Popen[str]
+
+    def end(self, timeout: float = 60) -> tuple[int, dict[str, Any], list[str]]:
+        """Its exit code, its answer, and the states that it has told."""
+        printed, told = self.process.communicate(timeout=timeout)
+        states = [line.split()[1] for line in told.splitlines() if line[2:3] == line[5:6] == ":"]
+        assert printed, told
+        return self.process.returncode, json.loads(printed), states
+
+
+@dataclass
 class Site:
     """A cluster, and a folder on its shared disk from which jobs are submitted."""
 
@@ -48,11 +67,11 @@ class Site:
         """What users of this checkout have in their environment."""
         return {**self.lab.variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-    def llmrecipes(self, *arguments: str, code: int = 0) -> str:
+    def llmrecipes(self, *arguments: str, code: int = 0, **variables: str) -> str:
         """Run the program; returns what it printed."""
         done = subprocess.run(
-            [sys.executable, "-m", "llmrecipes.cli", *arguments], env=self.variables, cwd=self.folder,
-            capture_output=True, text=True, timeout=120, check=False,
+            [sys.executable, "-m", "llmrecipes.cli", *arguments], env={**self.variables, **variables},
+            cwd=self.folder, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -65,6 +84,30 @@ class Site:
         )  # fmt: skip
         answer = json.loads(printed)
         return answer["job_id"], Path(answer["run_dir"])
+
+    @contextmanager
+    def waiting(self, recipe: Recipe, run_id: str, *arguments: str, nodes: int = 2) -> Iterator[Waiting]:
+        """Submit a recipe with --wait; the block has the job, and the result after it has ended."""
+        words = [
+            "submit", write_recipe(recipe, self.folder), "--cluster", str(self.folder / "lab.yaml"), "--nodes",
+            str(nodes), "--run-id", run_id, "--data-dir", str(self.data_dir), "--wait", "--json", *arguments,
+        ]  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-m", "llmrecipes.cli", *words], env=self.variables, cwd=self.folder, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        run_dir = self.folder / "runs" / recipe.name / run_id
+        try:
+
+            def look() -> Record | None:
+                assert process.poll() is None, process.communicate()
+                return read(run_dir)
+
+            record = self.lab.until(look, f"{run_id} was not submitted", 60)
+            yield Waiting(record.ref.job_id, run_dir, process)
+        finally:
+            process.kill()
+            process.wait()
 
     def sbatch(self, *arguments: str, code: int = 0) -> str:
         """Run sbatch by hand; returns what it printed."""

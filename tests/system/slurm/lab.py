@@ -63,6 +63,7 @@ class Lab:
         cpus: processor cores each node claims.
         network: the second and third number of its addresses, which no other cluster on this machine has.
         port: of slurmctld; the next two are those of slurmdbd and MariaDB.
+        stack: ends what was started.
     """
 
     root: Path
@@ -70,6 +71,7 @@ class Lab:
     cpus: int
     network: str
     port: int
+    stack: ExitStack
     slurmds: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -113,6 +115,16 @@ class Lab:
         parts += [f"== {path}\n{_tail(path)}" for path in sorted((self.root / "log").iterdir())]
         return "\n".join(parts)
 
+    def forget_jobs(self) -> None:
+        """Start slurmctld without its state, so that it knows no job, as it does MinJobAge after a job's end."""
+        self.run("scontrol", "shutdown", "slurmctld")
+        pid = self.root / "run/slurmctld.pid"
+        self.until(lambda: None if pid.exists() and pid.read_text() else True, "slurmctld has not ended", 20)
+        _daemon(self, self.stack, "slurmctld", "slurmctld", "-D", "-c")
+        self.until(
+            lambda: True if self.run("scontrol", "ping", check=False).returncode == 0 else None, "no slurmctld", 20
+        )
+
     def kill_node(self, name: str) -> None:
         """Pull the plug: every process of a node ends at once, and its network with them."""
         for pid in _pids_of(self, name):
@@ -152,8 +164,9 @@ def cluster(nodes: int, cpus: int, *, spank: str = "", accounting: bool = False,
     """
     root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # a short path: sockets have at most 108 characters
     root.chmod(0o755)
-    lab = Lab(root, [f"n{number}" for number in range(1, nodes + 1)], cpus, _free_network(), _free_ports())
     with ExitStack() as stack:
+        names = [f"n{number}" for number in range(1, nodes + 1)]
+        lab = Lab(root, names, cpus, _free_network(), _free_ports(), stack)
         stack.callback(shutil.rmtree, root, ignore_errors=True)
         for name in ("etc", "log", "state", "spool", "munge", "run"):
             (root / name).mkdir()

@@ -109,7 +109,7 @@ def test_in_a_container(site: Site, recipe: Recipe, pyxis: Path | None) -> None:
     assert "PYTHONPATH" not in site.log(run_dir, job)
 
 
-def test_accounting(new_site: Callable[[Lab], Site], recipe: Recipe) -> None:
+def test_accounting(new_site: Callable[[Lab], Site], recipe: Recipe, tmp_path: Path) -> None:
     if lacks := missing({**PROGRAMS, **DATABASE}):
         pytest.skip(f"accounting: {lacks}")
     with cluster(1, 2, accounting=True) as lab:
@@ -128,3 +128,12 @@ def test_accounting(new_site: Callable[[Lab], Site], recipe: Recipe) -> None:
             "nobody", code=2,
         )  # fmt: skip
         assert "Invalid account" in said
+        # slurmctld forgets a job minutes after its end; then accounting knows it, and without accounting the run does.
+        lab.forget_jobs()
+        assert "has already ended: completed" in site.llmrecipes("cancel", job)
+        (run_dir / "status.json").unlink()
+        conf = tmp_path / "slurm.conf"
+        text = (lab.root / "etc/slurm.conf").read_text("utf-8")
+        conf.write_text(text.replace("accounting_storage/slurmdbd", "accounting_storage/none"), "utf-8")
+        for name in ("accounted", str(run_dir)):
+            assert "has already ended: completed" in site.llmrecipes("cancel", name, SLURM_CONF=str(conf))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sqlite3
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import curve, largest_difference, lines
+from tests.refusals import require_message
 from tests.system.slurm.conftest import Site
 
 
@@ -41,13 +43,19 @@ def test_two_nodes(site: Site, recipe: Recipe, ranks: str, reference: dict[str, 
 
 
 def test_requeued_three_times(site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]) -> None:
-    """One run, one MLflow run, which knows how often it was restarted."""
-    job, run_dir = site.submit(recipe, "requeued", "tracking.mlflow=true")
-    for number, step in enumerate((10, 35, 60), 1):
-        site.wait_for_step(job, run_dir, step)
-        site.lab.run("scontrol", "requeue", job)
-        site.wait_for_restart(job, number)
-    fields = site.finish(job, run_dir)
+    """One run, one MLflow run, which knows how often it was restarted; and one job for who waits for it."""
+    with site.waiting(recipe, "requeued", "tracking.mlflow=true") as waiting:
+        job, run_dir = waiting.job, waiting.run_dir
+        for number, step in enumerate((10, 35, 60), 1):
+            site.wait_for_step(job, run_dir, step)
+            site.lab.run("scontrol", "requeue", job)
+            site.wait_for_restart(job, number)
+        fields = site.finish(job, run_dir)
+        code, answer, states = waiting.end()
+    assert (code, answer["state"]) == (0, "completed")
+    assert (answer["result"]["step"], answer["result"]["exit_code"]) == (100, 0)
+    assert answer["result"]["loss"] == pytest.approx(curve(run_dir)[-2][1])
+    assert states[-1] == "completed" and states.count("running") >= 2  # pending again in between
     assert fields["Restarts"] == "3"
     assert curve(run_dir) == reference["1"]
     resumed = restarts(run_dir)
@@ -139,16 +147,21 @@ def test_time_limit_whose_warning_comes_before_the_ranks_are_started(
 def test_cancelled_jobs_stay_so(site: Site, recipe: Recipe) -> None:
     job, run_dir = site.submit(recipe, "cancelled")
     site.wait_for_step(job, run_dir, 5)
-    site.lab.run("scancel", job)
+    assert json.loads(site.llmrecipes("cancel", "cancelled", "--json"))["cancelled"] is True
     fields = site.finish(job, run_dir, "CANCELLED")
     assert fields["Restarts"] == "0"
+    assert "has already ended: cancelled" in site.llmrecipes("cancel", job)  # by the number of the job
+    require_message(site.llmrecipes("cancel", "4711", code=2), "runs", rule="4711")
 
 
 def test_restarts_without_progress_end(site: Site, recipe: Recipe) -> None:
     """A Python that ends ranks before their first step."""
     broken = python_that(site, '*"slurm rank"*) echo broken >&2; exit 1')
-    job, run_dir = site.submit(recipe, "stuck", "--python", broken)
-    fields = site.finish(job, run_dir, "FAILED")
+    with site.waiting(recipe, "stuck", "--python", broken) as waiting:
+        job, run_dir = waiting.job, waiting.run_dir
+        fields = site.finish(job, run_dir, "FAILED")
+        code, answer, states = waiting.end()
+    assert (code, answer["result"]["exit_code"], states[-1]) == (93, 93, "failed")
     assert fields["ExitCode"] == "93:0"
     assert fields["Restarts"] == "3"
     assert "3 restarts without progress" in site.log(run_dir, job)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Profile
+from llmrecipes.launch.record import EXIT_FILE
 from llmrecipes.plan.derive import Plan
 
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@=+,-]*")
@@ -101,6 +102,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         "run-id": request.run_id,
         "runs-dir": str(request.runs_dir),
         "data-dir": str(request.data_dir),
+        "exit-file": str(request.run_dir / EXIT_FILE),
         "max-restarts": None if options.max_restarts is None else str(options.max_restarts),
         "accept-changes": "yes" if options.accept_changes else None,
     }

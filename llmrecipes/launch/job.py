@@ -1,0 +1,136 @@
+"""A submitted job, the same for every launcher; and many of them asked for at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from llmrecipes.errors import UserError
+from llmrecipes.launch import record
+from llmrecipes.launch.base import EXIT_CODES, JobHandle, JobRef, JobResult, JobState, JobStatus, Launcher, Logs
+from llmrecipes.launch.programs import SchedulerUnavailable
+from llmrecipes.launch.registry import launcher
+from llmrecipes.tracking import status
+from llmrecipes.tracking.runs import summary
+
+logger = logging.getLogger(__name__)
+
+FIRST_POLL_SECONDS = 0.5
+PATIENCE_SECONDS = 3600.0
+"""How long a scheduler may be away while a job is waited for: a restart of its daemons ends no job."""
+RECORDED = {"finished": JobState.COMPLETED, "saved": JobState.SAVED, "failed": JobState.FAILED}
+
+
+class Job:
+    """A `JobHandle` for any launcher."""
+
+    def __init__(self, launcher: Launcher, ref: JobRef) -> None:
+        self._launcher = launcher
+        self.ref = ref
+
+    @property
+    def status(self) -> JobStatus:
+        """What is known of the job now."""
+        return _statuses(self._launcher, [self.ref])[self.ref]
+
+    @property
+    def state(self) -> JobState:
+        return self.status.state
+
+    def wait(
+        self, timeout: float | None = None, changed: Callable[[JobStatus], None] = lambda _status: None
+    ) -> JobState:
+        """See `JobHandle.wait`. A scheduler that does not answer is asked again for an hour."""
+        started = answered = time.monotonic()
+        before, pause = None, min(FIRST_POLL_SECONDS, self._launcher.poll_seconds)
+        while True:
+            try:
+                now = self.status
+                answered = time.monotonic()
+            except SchedulerUnavailable as error:
+                if before is None or time.monotonic() - answered > PATIENCE_SECONDS:
+                    raise
+                logger.warning("%s; the job is still waited for", error)
+                now = before
+            if before is None or (now.state, now.reason) != (before.state, before.reason):
+                changed(now)
+                pause = min(FIRST_POLL_SECONDS, self._launcher.poll_seconds)
+            before = now
+            left = None if timeout is None else started + timeout - time.monotonic()
+            if now.state.ended or (left is not None and left <= 0):
+                return now.state
+            time.sleep(pause if left is None else min(pause, left))
+            pause = min(2 * pause, self._launcher.poll_seconds)
+
+    def cancel(self) -> None:
+        """See `JobHandle.cancel`."""
+        if self.state.ended:
+            return
+        self._launcher.cancel(self.ref)
+        known = record.read(self.ref.run_dir)
+        if known is not None and known.ref.job_id == self.ref.job_id:
+            record.write(self.ref, cancelled=True)
+
+    def logs(self) -> Logs:
+        return self._launcher.logs(self.ref)
+
+    def result(self) -> JobResult:
+        """See `JobHandle.result`. The numbers are those of the run's own record, where this machine sees it."""
+        now = self.status
+        code = EXIT_CODES.get(now.state, 1) if now.exit_code is None else now.exit_code
+        run = summary(self.ref.run_dir)
+        return JobResult(now.state, code, now.reason, run.step, run.total, run.loss, run.valid_loss)
+
+
+def handle(ref: JobRef) -> JobHandle:
+    """The job that a reference names."""
+    return Job(launcher(ref.launcher), ref)
+
+
+def statuses(refs: Iterable[JobRef]) -> dict[JobRef, JobStatus]:
+    """The status of many jobs, with one question to each scheduler.
+
+    Raises:
+        UserError: a scheduler does not answer.
+    """
+    groups: dict[str, list[JobRef]] = defaultdict(list)
+    for ref in refs:
+        groups[ref.launcher].append(ref)
+    return {ref: found for name, group in groups.items() for ref, found in _statuses(launcher(name), group).items()}
+
+
+def _statuses(launcher: Launcher, refs: list[JobRef]) -> dict[JobRef, JobStatus]:
+    known = launcher.statuses(refs)
+    return {ref: _as_cancelled(ref, known[ref]) if ref in known else _recorded(ref) for ref in refs}
+
+
+def _as_cancelled(ref: JobRef, found: JobStatus) -> JobStatus:
+    """A job that saved because it was cancelled is cancelled."""
+    if found.state in (JobState.SAVED, JobState.FAILED) and _was_cancelled(ref):
+        return replace(found, state=JobState.CANCELLED)
+    return found
+
+
+def _recorded(ref: JobRef) -> JobStatus:
+    """What the run tells of a job that its scheduler has forgotten, which ended some time ago."""
+    values = status.read(ref.run_dir)
+    try:
+        path = ref.run_dir / status.FILE
+        newer = path.stat().st_mtime >= (ref.run_dir / record.FILE).stat().st_mtime or _was_cancelled(ref)
+    except OSError:
+        newer = False
+    state = RECORDED.get(str(values.get("state")), JobState.UNKNOWN) if newer else JobState.UNKNOWN
+    if state != JobState.COMPLETED and _was_cancelled(ref):
+        state = JobState.CANCELLED
+    return JobStatus(state, reason="" if state == JobState.COMPLETED else "the scheduler no longer knows this job")
+
+
+def _was_cancelled(ref: JobRef) -> bool:
+    try:
+        known = record.read(ref.run_dir)
+    except UserError:
+        return False
+    return known is not None and known.cancelled and known.ref.job_id == ref.job_id

@@ -1,0 +1,172 @@
+"""Kubernetes: objects by kubectl apply, asked for by kubectl get."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch.base import (
+    Given,
+    JobHandle,
+    JobRef,
+    JobState,
+    JobStatus,
+    Logs,
+    PlannedForCluster,
+    Rendering,
+    Submission,
+)
+from llmrecipes.launch.job import Job
+from llmrecipes.launch.kubernetes import objects
+from llmrecipes.launch.kubernetes.options import FLAVORS, Options, object_name, parse_secrets
+from llmrecipes.launch.kubernetes.pod import Object, Run
+from llmrecipes.launch.programs import ask, require_program, tell
+from llmrecipes.recipe.load import recipe_hash, to_yaml
+
+DRY_RUN = "--dry-run prints the objects"
+INSTANCE = "app.kubernetes.io/instance"
+NAMES_AT_ONCE = 100
+"""Names in one selector, which is part of an address."""
+FAILED_WITH = re.compile(r"failed with exit code (\d+)")
+SUCCEEDED, FAILED, SUSPENDED = {"Complete", "Completed"}, {"Failed"}, {"Suspended"}
+"""Types of conditions of Jobs, JobSets and TrainJobs."""
+
+
+class Kubernetes:
+    """`--to k8s`. A job's id is NAMESPACE/KIND/NAME."""
+
+    takes: ClassVar = frozenset(
+        {
+            "image", "flavor", "namespace", "claim", "queue", "topology", "secret", "tracking-uri", "service-account",
+            "pull-secret", "host-network", "max-restarts",
+        }
+    )  # fmt: skip
+    needs_cluster: ClassVar = True
+    shares_disk: ClassVar = False
+    poll_seconds: ClassVar = 10.0
+
+    def render(self, submission: Submission, given: Given) -> Rendering:
+        """The objects, as YAML."""
+        options = _options(given)
+        rendered = objects_of(submission.planned_for_cluster, options, submission.run_id, submission.accept_changes)
+        workload = rendered[-1]["metadata"]
+        return Rendering(
+            ("kubectl", "apply", "--filename", "-"),
+            text=(text := objects.to_yaml(rendered)),
+            shown=text,
+            details={
+                "name": workload["name"], "namespace": options.namespace, "flavor": options.flavor, "objects": rendered,
+            },
+            place={"namespace": options.namespace, **({} if options.queue is None else {"queue": options.queue})},
+            time_limit="none",
+            has_token="HF_TOKEN" in options.secrets,  # pods have what --secret gives them, and nothing else
+        )  # fmt: skip
+
+    def require(self) -> None:
+        """kubectl is here."""
+        require_program("kubectl", f"{DRY_RUN}; make train runs the recipe on this machine")
+
+    def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
+        """kubectl apply."""
+        tell(rendering.command, rendering.text, DRY_RUN)
+        place = (rendering.details[key] for key in ("namespace", "flavor", "name"))
+        return Job(self, JobRef("k8s", "/".join(place), submission.run_dir))
+
+    def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
+        """One kubectl get for each namespace and kind; the API server is asked for the runs' own labels only."""
+        groups: dict[tuple[str, str], dict[str, JobRef]] = defaultdict(dict)
+        for ref in refs:
+            namespace, kind, name = ref.job_id.split("/")
+            groups[namespace, kind][name] = ref
+        found = {}
+        for (namespace, kind), named in groups.items():
+            for thing in _get(namespace, kind, list(named)):
+                name = thing["metadata"]["name"]
+                if name in named:
+                    found[named[name]] = status_of(thing)
+        return found
+
+    def cancel(self, ref: JobRef) -> None:
+        """Delete the workload: its pods get SIGTERM and their grace to save. The other objects stay for a resume."""
+        namespace, kind, name = ref.job_id.split("/")
+        tell(("kubectl", "delete", kind, name, "--namespace", namespace, "--ignore-not-found", "--wait=false"))
+
+    def logs(self, ref: JobRef) -> Logs:
+        """The command that follows all pods."""
+        namespace, _, name = ref.job_id.split("/")
+        selector = f"{INSTANCE}={name}"
+        return Logs(
+            command=("kubectl", "logs", "--namespace", namespace, "--selector", selector, "--follow", "--prefix")
+        )
+
+    def names_job(self, text: str) -> bool:
+        """NAMESPACE/KIND/NAME."""
+        parts = text.split("/")
+        return len(parts) == 3 and parts[1] in FLAVORS and all(parts)
+
+
+def objects_of(planned: PlannedForCluster, options: Options, run_id: str, accept_changes: bool = False) -> list[Object]:
+    """The objects of a run, the workload last.
+
+    Raises:
+        UserError: a value that Kubernetes would refuse.
+    """
+    return objects.render(
+        Run(
+            name=object_name(planned.recipe.name, run_id),
+            run_id=run_id,
+            nodes=planned.nodes,
+            plan=planned.plan,
+            profile=planned.profile,
+            recipe_yaml=to_yaml(planned.recipe),
+            recipe_hash=recipe_hash(planned.recipe),
+            accept_changes=accept_changes,
+        ),
+        options,
+    )
+
+
+def status_of(workload: Object) -> JobStatus:
+    """What the status of a Job, a JobSet or a TrainJob means; their conditions differ in a few words only."""
+    status: Object = workload.get("status") or {}
+    held = {each["type"]: each for each in status.get("conditions") or () if each.get("status") == "True"}
+    if SUCCEEDED & held.keys():
+        return JobStatus(JobState.COMPLETED, int(ExitCode.DONE))
+    if failed := FAILED & held.keys():
+        condition = held[failed.pop()]
+        message = str(condition.get("message", ""))
+        told = FAILED_WITH.search(message)
+        reason = f"{condition.get('reason', '')}: {message}".strip(": ")
+        return JobStatus(JobState.FAILED, int(told[1]) if told else None, reason)
+    if SUSPENDED & held.keys():
+        return JobStatus(JobState.PENDING, reason="suspended")
+    return JobStatus(JobState.RUNNING if any(_ready(status)) else JobState.PENDING)
+
+
+def _ready(status: Object) -> Iterator[int]:
+    """Pods, or whole groups of them, that run: of a Job, of a JobSet, of a TrainJob."""
+    yield int(status.get("ready") or 0)
+    for group in (*(status.get("replicatedJobsStatus") or ()), *(status.get("jobsStatus") or ())):
+        yield int(group.get("ready") or 0)
+
+
+def _get(namespace: str, kind: str, names: list[str]) -> Iterator[dict[str, Any]]:
+    for first in range(0, len(names), NAMES_AT_ONCE):
+        selector = f"{INSTANCE} in ({','.join(names[first : first + NAMES_AT_ONCE])})"
+        answer = ask(("kubectl", "get", kind, "--namespace", namespace, "--selector", selector, "--output", "json"))
+        yield from json.loads(answer)["items"]
+
+
+def _options(given: Given) -> Options:
+    image = given.get("image")
+    if image is None:
+        raise UserError(
+            "no image is named", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST; make image builds one"
+        )
+    names = {"secret", "image"}
+    values = {name.replace("-", "_"): value for name, value in given.items() if value is not None and name not in names}
+    return Options(image=image, secrets=parse_secrets(given.get("secret") or ()), **values)

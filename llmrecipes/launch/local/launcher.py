@@ -1,0 +1,130 @@
+"""This machine: a run in a process of its own, which goes on when the one that submitted it ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import ClassVar
+
+import psutil
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch import record
+from llmrecipes.launch.base import Given, JobHandle, JobRef, JobState, JobStatus, Logs, Rendering, Submission
+from llmrecipes.launch.job import Job
+
+MODULE = "llmrecipes.workflow.local"
+KILLED = 128 + signal.SIGKILL
+
+
+class Local:
+    """`--to local`. A job's id is HOST:PID:TOKEN; the token tells its process from a later one of the same number."""
+
+    takes: ClassVar = frozenset({"max-restarts"})
+    needs_cluster: ClassVar = False
+    shares_disk: ClassVar = True
+    poll_seconds: ClassVar = 0.5
+    _started: ClassVar[list[subprocess.Popen[bytes]]] = []
+    """Processes of ours, kept to be reaped."""
+
+    def render(self, submission: Submission, given: Given) -> Rendering:
+        """The command of the process."""
+        planned = submission.planned
+        if planned.nodes != 1:
+            raise UserError(f"{planned.nodes} with --to local", where="--nodes", rule="this machine is one node",
+                            fix="--to slurm or --to k8s")  # fmt: skip
+        values = {
+            "exit-file": submission.run_dir / record.EXIT_FILE,
+            "cluster": planned.cluster,
+            "nproc": planned.plan.layout.world_size,
+            "run-id": submission.run_id,
+            "runs-dir": submission.runs_dir,
+            "data-dir": submission.data_dir,
+            "max-restarts": given.get("max-restarts"),
+        }
+        words = [sys.executable, "-m", MODULE]
+        words += [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
+        words += ["--accept-changes"] if submission.accept_changes else []
+        command = (*words, "--", *planned.asked)
+        return Rendering(
+            command,
+            shown=shlex.join(command) + "\n",
+            details={"command": list(command)},
+            place={"host": socket.gethostname()},
+            time_limit="none",
+            has_token=bool(os.environ.get("HF_TOKEN")),
+        )
+
+    def require(self) -> None:
+        """Nothing: the ranks run here."""
+
+    def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
+        """Start the process, in a session of its own so that a Ctrl-C here does not reach it."""
+        token = secrets.token_hex(4)
+        python, *words = rendering.command
+        log = submission.run_dir / "logs" / f"local-{token}.out"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [python, *words[:2], "--token", token, *words[2:]],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+        self._started.append(process)
+        return Job(self, JobRef("local", f"{socket.gethostname()}:{process.pid}:{token}", submission.run_dir))
+
+    def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
+        """From the processes of this machine, and the exit codes they leave."""
+        self._started[:] = [process for process in self._started if process.poll() is None]
+        return {ref: found for ref in refs if (found := _status(ref)) is not None}
+
+    def cancel(self, ref: JobRef) -> None:
+        """SIGTERM: the ranks save and end."""
+        if (process := _process(ref)) is not None:
+            process.send_signal(signal.SIGTERM)
+
+    def logs(self, ref: JobRef) -> Logs:
+        """The output of the process and of its first rank, and what the other ranks print."""
+        folder = ref.run_dir / "logs"
+        return Logs((folder / f"local-{_parts(ref)[2]}.out", *sorted(folder.glob("rank-*.log"))))
+
+    def names_job(self, text: str) -> bool:
+        """HOST:PID:TOKEN."""
+        parts = text.split(":")
+        return len(parts) == 3 and parts[1].isdecimal()
+
+
+def _status(ref: JobRef) -> JobStatus | None:
+    host, _, token = _parts(ref)
+    running = host == socket.gethostname() and _process(ref) is not None
+    code = record.exit_code(ref.run_dir, token)  # looked for after the process: it is written before that ends
+    if code is None:
+        if host != socket.gethostname():
+            return None
+        if running:
+            return JobStatus(JobState.RUNNING)
+        if not (ref.run_dir / "logs" / f"local-{token}.out").exists():
+            return None
+        return JobStatus(JobState.FAILED, KILLED, "its process was killed")
+    states = {int(ExitCode.DONE): JobState.COMPLETED, int(ExitCode.REQUEUE): JobState.SAVED}
+    return JobStatus(states.get(code, JobState.FAILED), code)
+
+
+def _process(ref: JobRef) -> psutil.Process | None:
+    host, pid, token = _parts(ref)
+    if host != socket.gethostname():
+        return None
+    try:
+        process = psutil.Process(int(pid))
+        return process if token in process.cmdline() else None
+    except psutil.Error:
+        return None
+
+
+def _parts(ref: JobRef) -> tuple[str, str, str]:
+    host, pid, token = ref.job_id.split(":")
+    return host, pid, token

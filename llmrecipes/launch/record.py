@@ -1,0 +1,73 @@
+"""Which job a run was handed to: a small file in the run's directory, so that any later process finds the job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.io import write_atomic
+from llmrecipes.launch.base import JobRef
+
+FILE = Path("logs") / "submission.json"
+"""Of the newest submission; a run that is submitted again gets another job."""
+EXIT_FILE = Path("logs") / "exit"
+"""`JOB CODE`, which a job writes when it ends: schedulers forget jobs, Slurm within minutes."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The newest submission of a run; `cancelled`: by `llmrecipes cancel`, which a scheduler may forget."""
+
+    ref: JobRef
+    cancelled: bool = False
+
+
+def write(ref: JobRef, *, cancelled: bool = False) -> None:
+    """Note the job of a run.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = ref.run_dir / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = {"launcher": ref.launcher, "job_id": ref.job_id, "cancelled": cancelled}
+    write_atomic(path, json.dumps(values) + "\n")
+
+
+def read(run_dir: Path) -> Record | None:
+    """The newest submission of a run; None where there is none.
+
+    Raises:
+        UserError: the record is damaged.
+    """
+    path = run_dir / FILE
+    try:
+        values: Any = json.loads(path.read_bytes())
+        ref = JobRef(str(values["launcher"]), str(values["job_id"]), run_dir)
+        return Record(ref, bool(values["cancelled"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            "the record of the submitted job is damaged",
+            where=str(path),
+            fix="give the job's id instead of the run",
+        ) from error
+
+
+def submitted(runs_dir: Path) -> Iterator[Path]:
+    """Directories of all runs that were submitted from here."""
+    yield from (path.parents[1] for path in sorted(runs_dir.glob(f"*/*/{FILE}")))
+
+
+def exit_code(run_dir: Path, job_id: str) -> int | None:
+    """The exit code that a job has left in its run's directory; None where there is none of this job."""
+    try:
+        job, _, code = (run_dir / EXIT_FILE).read_text("utf-8").strip().partition(" ")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(code) if job == job_id and code.isdecimal() else None

@@ -1,0 +1,28 @@
+"""The launchers there are. A new one is its folder and one line here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import cast
+
+from llmrecipes.errors import UserError
+from llmrecipes.launch.base import Launcher
+
+LAUNCHERS = {
+    "local": "llmrecipes.launch.local.launcher:Local",
+    "slurm": "llmrecipes.launch.slurm.launcher:Slurm",
+    "k8s": "llmrecipes.launch.kubernetes.launcher:Kubernetes",
+}
+"""Name for `--to`, and the class, loaded when it is asked for."""
+
+
+def launcher(name: str) -> Launcher:
+    """A launcher by its name.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if name not in LAUNCHERS:
+        raise UserError(f"{name!r}", where="--to", rule=f"one of {', '.join(LAUNCHERS)}")
+    module, _, kind = LAUNCHERS[name].partition(":")
+    return cast(Launcher, getattr(import_module(module), kind)())

@@ -1,0 +1,164 @@
+"""Slurm: jobs by sbatch, asked for by squeue, and by sacct where a cluster has accounting."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from llmrecipes.launch import record
+from llmrecipes.launch.base import Given, JobHandle, JobRef, JobState, JobStatus, Logs, Rendering, Submission
+from llmrecipes.launch.job import Job
+from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
+from llmrecipes.launch.slurm.command import WARNING_SECONDS, Options, Request, as_text, command
+
+DRY_RUN = "--dry-run prints the command"
+SCRIPT = Path(__file__).parents[3] / "slurm" / "train.sbatch"
+RUNNING = {"RUNNING", "COMPLETING", "STOPPED", "SUSPENDED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+ENDED = {"COMPLETED": JobState.COMPLETED, "CANCELLED": JobState.CANCELLED}
+"""Other words (FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY ...) are failures, with the word as the reason."""
+SQUEUE = ("squeue", "--noheader", "--states=all", "--Format=JobID:|,State:|,Reason:60|,exit_code:|")
+SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State,ExitCode")
+SAVED_CODE = 75
+
+
+class Slurm:
+    """`--to slurm`."""
+
+    takes: ClassVar = frozenset(
+        {"partition", "account", "qos", "time", "runtime", "image", "python", "warning", "max-restarts", "sbatch"}
+    )
+    needs_cluster: ClassVar = True
+    shares_disk: ClassVar = True
+    poll_seconds: ClassVar = 15.0
+
+    def render(self, submission: Submission, given: Given) -> Rendering:
+        """sbatch's command line."""
+        planned, options = submission.planned_for_cluster, _options(submission, given)
+        request = Request(
+            planned.asked, planned.cluster, planned.nodes, submission.run_id, submission.runs_dir,
+            submission.data_dir, submission.run_dir,
+        )  # fmt: skip
+        words = command(request, planned.plan, planned.profile, options, SCRIPT)
+        given_last = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        return Rendering(
+            words,
+            shown=as_text(words) + "\n",
+            details={"command": list(words)},
+            place={"partition": given_last.get("partition")},
+            time_limit=given_last.get("time"),
+            has_token=bool(os.environ.get("HF_TOKEN")),  # jobs inherit the environment of sbatch
+        )
+
+    def require(self) -> None:
+        """sbatch is here."""
+        require_program("sbatch", f"{DRY_RUN}; make train runs the recipe on this machine")
+
+    def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
+        """Run sbatch, whose `--parsable` answer is the id: `JOB`, or `JOB;CLUSTER` where there are several clusters."""
+        return Job(self, JobRef("slurm", tell(rendering.command, rendering.text, DRY_RUN), submission.run_dir))
+
+    def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
+        """One squeue for all of a cluster; then sacct and the exit files, for those that slurmctld has forgotten."""
+        clusters: dict[str, dict[str, JobRef]] = defaultdict(dict)
+        for ref in refs:
+            number, _, cluster = ref.job_id.partition(";")
+            clusters[cluster][number] = ref
+        found = {}
+        for cluster, numbered in clusters.items():
+            where = (f"--clusters={cluster}",) if cluster else ()
+            known = _squeue(numbered, where)
+            if forgotten := numbered.keys() - known.keys():
+                known |= _sacct(forgotten, where)
+            for number, ref in numbered.items():
+                code = None if number in known else record.exit_code(ref.run_dir, number)
+                if number in known or code is not None:
+                    found[ref] = known[number] if code is None else ended_with(code)
+        return found
+
+    def cancel(self, ref: JobRef) -> None:
+        """scancel, which leaves the ranks Slurm's `KillWait` to save."""
+        number, _, cluster = ref.job_id.partition(";")
+        tell(("scancel", *((f"--clusters={cluster}",) if cluster else ()), number))
+
+    def logs(self, ref: JobRef) -> Logs:
+        """The file that all starts of the job append to."""
+        return Logs(files=(ref.run_dir / "logs" / f"slurm-{ref.job_id.partition(';')[0]}.out",))
+
+    def names_job(self, text: str) -> bool:
+        """A number, or NUMBER;CLUSTER."""
+        number = text.partition(";")[0]
+        return number.isascii() and number.isdecimal()
+
+
+def ended_with(code: int) -> JobStatus:
+    """The status of a job whose batch script has ended with a code, and which is not in the queue any more."""
+    states = {0: JobState.COMPLETED, SAVED_CODE: JobState.SAVED}
+    return JobStatus(states.get(code, JobState.FAILED), code)
+
+
+def status_of(word: str, exit_code: str, reason: str = "") -> JobStatus:
+    """What Slurm's words mean.
+
+    Args:
+        word: a state such as `TIMEOUT`, or `CANCELLED by 0`.
+        exit_code: of the batch script, as `CODE:SIGNAL` (sacct), or both in one number as wait(2) has them (squeue).
+        reason: why the job waits, or why it failed.
+    """
+    state, told = word.partition(" ")[0].rstrip("+"), "" if reason in ("None", "") else reason
+    if state in PENDING:
+        return JobStatus(JobState.PENDING, reason=told)
+    if state in RUNNING:
+        return JobStatus(JobState.RUNNING)
+    code, colon, number = exit_code.partition(":")
+    if not colon and code.isdecimal():
+        code, number = str(int(code) >> 8), str(int(code) & 0x7F)
+    # A job that a signal ended, or Slurm itself, has no exit code of its own.
+    by_signal = 128 + int(number) if number.isdecimal() and int(number) else 0
+    ended = (int(code) if code.isdecimal() else 0) or by_signal
+    if state == "FAILED" and ended:
+        return ended_with(ended)
+    found = ENDED.get(state, JobState.FAILED)
+    return JobStatus(found, ended or (0 if found == JobState.COMPLETED else None), "" if state in ENDED else state)
+
+
+def _squeue(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatus]:
+    require_program("squeue", "run it on a login node")
+    code, answer, words = run((*SQUEUE, *where, f"--jobs={','.join(job_ids)}"))
+    if code and "Invalid job id" in words:  # said where there is one id, and it is unknown
+        return {}
+    if code:
+        raise SchedulerUnavailable(f"exit code {code}:\n{words}", where="squeue")
+    rows = (line.split("|") for line in answer.splitlines() if line.count("|") == 4)
+    return {row[0].strip(): status_of(row[1].strip(), row[3].strip(), row[2].strip()) for row in rows}
+
+
+def _sacct(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatus]:
+    """The last record of each job; none where the cluster keeps no accounting."""
+    try:
+        answer = ask((*SACCT, *where, f"--jobs={','.join(job_ids)}"))
+    except SchedulerUnavailable:
+        return {}
+    rows = (line.split("|") for line in answer.splitlines() if line.count("|") == 2)
+    return {row[0]: status_of(row[1], row[2]) for row in rows}
+
+
+def _options(submission: Submission, given: Given) -> Options:
+    image = given.get("image")
+    return Options(
+        partition=given.get("partition"),
+        account=given.get("account"),
+        qos=given.get("qos"),
+        time=given.get("time"),
+        runtime=given.get("runtime"),
+        image=image,
+        python=given.get("python") or (None if image else sys.executable),
+        warning=given.get("warning") or WARNING_SECONDS,
+        max_restarts=given.get("max-restarts"),
+        accept_changes=submission.accept_changes,
+        more=tuple(given.get("sbatch") or ()),
+    )

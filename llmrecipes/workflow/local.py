@@ -1,0 +1,66 @@
+"""What a job of `--to local` runs: a training, which leaves its exit code in the run's directory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmrecipes.console import setup_logging
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.signals import StoppedEarly, early_signals
+from llmrecipes.io import write_atomic
+from llmrecipes.recipe.load import load
+from llmrecipes.train.spec import RunOptions
+from llmrecipes.workflow.run import Paths, TrainOptions
+from llmrecipes.workflow.train import train
+
+
+@early_signals()
+def run(given: argparse.Namespace) -> int:
+    """Train; returns the exit code."""
+    setup_logging()
+    recipe = load(given.recipe, given.overrides).recipe
+    options = TrainOptions(
+        nproc=given.nproc,
+        run_id=given.run_id,
+        cluster=given.cluster,
+        max_restarts=given.max_restarts,
+        accept_changes=given.accept_changes,
+        run=RunOptions(sample=False),
+    )
+    return train(recipe, Paths(given.runs_dir, given.data_dir), options, lambda line: print(line, flush=True))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one job; what users can fix becomes one message."""
+    parser = argparse.ArgumentParser(prog="python -m llmrecipes.workflow.local", allow_abbrev=False)
+    parser.add_argument("--token", required=True)
+    parser.add_argument("--exit-file", type=Path, required=True)
+    parser.add_argument("--cluster")
+    parser.add_argument("--nproc", type=int, required=True)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--runs-dir", type=Path, required=True)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--max-restarts", type=int, default=0)
+    parser.add_argument("--accept-changes", action="store_true")
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args(arguments)
+    code = 1
+    try:
+        code = run(given)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = int(error.code)
+    except StoppedEarly as stopped:
+        print(stopped, file=sys.stderr)
+        code = int(ExitCode.REQUEUE)
+    finally:
+        write_atomic(given.exit_file, f"{given.token} {code}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""The one way to a run: recipe → plan → check → directory → data → what its ranks are told."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.signals import StoppedEarly
+from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.launch.ranks import Node
+from llmrecipes.plan.check import check
+from llmrecipes.plan.derive import Plan, default_world_size, derive
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.status import read
+from llmrecipes.train.history import require_complete
+from llmrecipes.train.spec import RunOptions, RunSpec
+from llmrecipes.workflow.recorded import require_same_recipe
+
+Log = Callable[[str], None]
+RUN_ID = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-"
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where things are kept."""
+
+    runs_dir: Path
+    data_dir: Path
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What the command line asks for beside the recipe; `run` is what the ranks are told of it."""
+
+    nproc: int | None = None
+    run_id: str | None = None
+    cluster: str | None = None
+    node: Node | None = None
+    """Which of several machines this is; None: the only one."""
+    max_restarts: int = 0
+    """How often ranks that end with a fault are started again."""
+    separate_process: bool = False
+    """Start a process even for a single rank."""
+    accept_changes: bool = False
+    """Resume although another number of steps changes the learning rate or the order of the data."""
+    run: RunOptions = field(default_factory=RunOptions)
+
+
+def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> Plan:
+    """Plan a recipe, and refuse what cannot work.
+
+    Args:
+        recipe: the resolved recipe.
+        cluster: all nodes of the run together.
+        ranks: of all nodes; None: `default_world_size`.
+
+    Raises:
+        UserError: the layout or the batch does not fit the ranks, or the run does not fit the machine.
+    """
+    plan = derive(recipe, default_world_size(recipe, cluster) if ranks is None else ranks, cluster)
+    check(plan, cluster)
+    return plan
+
+
+def prepare_data(recipe: Recipe, data_dir: Path, log: Log, spec: RunSpec | None = None) -> None:
+    """Make a recipe's data where it is missing.
+
+    Args:
+        recipe: what is trained.
+        data_dir: where prepared data is kept.
+        log: receives one line for each thing that takes time.
+        spec: a run that is no run if this fails; its directory is removed then, unless something is in it.
+
+    Raises:
+        UserError: a source is missing or damaged.
+    """
+    from llmrecipes.data.prepare import prepare
+
+    try:
+        prepare(recipe, data_dir, progress=log)
+    except (UserError, StoppedEarly):
+        if spec is not None:
+            remove_empty_run_dir(spec)
+        raise
+
+
+def new_spec(recipe: Recipe, paths: Paths, options: TrainOptions) -> RunSpec:
+    """What the ranks are told, once the run's directory is known to be there, to be writable, and to be this recipe's.
+
+    Raises:
+        UserError: it is not.
+    """
+    run_id = new_run_id() if options.run_id is None else checked_run_id(options.run_id)
+    run_dir = paths.runs_dir / recipe.name / run_id
+    if not options.run.from_scratch:
+        require_complete(run_dir)
+        require_same_recipe(recipe, run_dir, paths.data_dir, accept=options.accept_changes)
+    _require_writable(run_dir)
+    return spec_in(recipe, run_dir, paths, options.run)
+
+
+def spec_in(recipe: Recipe, run_dir: Path, paths: Paths, options: RunOptions) -> RunSpec:
+    """What the ranks of a run are told, whose directory is known to be right."""
+    return RunSpec(
+        recipe=recipe, run_dir=run_dir, runs_dir=paths.runs_dir, data_dir=paths.data_dir, **options.model_dump()
+    )
+
+
+def remove_empty_run_dir(spec: RunSpec) -> None:
+    """Remove the folders that `new_spec` made, up to the first with something in it: what never began is no run."""
+    for folder in (spec.run_dir / "logs", spec.run_dir, spec.run_dir.parent, spec.runs_dir):
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+
+
+def finished(run_dir: Path, train_iters: int) -> bool:
+    """Whether a run has done all its steps, so that a part of it which is started again has nothing to do."""
+    status = read(run_dir)
+    step = status.get("step")
+    return status.get("state") == "finished" and isinstance(step, int) and step >= train_iters
+
+
+def new_run_id() -> str:
+    """UTC time and six random characters, so that ids sort by age and do not meet."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+
+
+def checked_run_id(run_id: str) -> str:
+    """A run id that is safe as the name of a directory.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not 0 < len(run_id) <= 64 or run_id[0] in "._-" or set(run_id) - set(RUN_ID):
+        raise UserError(
+            f"run id {run_id!r}",
+            where="--run-id",
+            rule="at most 64 letters, digits, dots, dashes and underscores; a letter or digit first",
+            fix="--run-id my-run-1",
+        )
+    return run_id
+
+
+def _require_writable(run_dir: Path) -> None:
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        if not os.access(run_dir, os.W_OK):
+            raise PermissionError(13, "Permission denied", str(run_dir))
+    except OSError as error:
+        raise UserError(
+            f"the run directory cannot be written: {error.strerror}",
+            where=str(error.filename or run_dir),
+            rule="a run keeps its recipe, metrics and checkpoints in its directory",
+            fix="--runs-dir DIR, or LLMRECIPES_RUNS",
+            code=ExitCode.BAD_INPUT,
+        ) from error
