@@ -55,7 +55,7 @@ def test_show_prints_the_resolved_recipe_and_the_plan(capsys: pytest.CaptureFixt
     code, out, _ = run(capsys, "show", "gpt-tiny", "optimizer.lr=1e-3", "--nproc", "1")
     assert code == 0
     assert "\n  lr: 0.001\n" in out
-    assert "4,273,664" in out
+    assert "2,458,752" in out
     assert "\nfits " in out
     shown = json.loads(run(capsys, "show", "gpt-tiny", "optimizer.lr=1e-3", "--nproc", "1", "--json")[1])
     assert shown["hash"] == load("gpt-tiny", ["optimizer.lr=1e-3"]).hash
@@ -79,9 +79,9 @@ def test_show_plan_leaves_the_recipe_out_and_the_time_open(capsys: pytest.Captur
     assert "num_layers:" not in out
     rows = {line.split("  ")[0]: line for line in out.splitlines()}
     assert "unknown" in rows["time of a step"] and "llmrecipes bench step gpt-tiny" in rows["time of a step"]
-    assert "65 MiB" in rows["checkpoint"]
+    assert "38 MiB" in rows["checkpoint"]
     measured = run(capsys, "show", "gpt-tiny", "--nproc", "1", "--plan", "--step-seconds", "2")[1]
-    assert "16m40s" in measured and "unknown" not in measured
+    assert "26m40s" in measured and "unknown" not in measured
     assert json.loads(run(capsys, "show", "gpt-tiny", "--nproc", "1", "--json")[1])["step_seconds"] is None
 
 
