@@ -116,7 +116,7 @@ def test_a_finished_run_does_not_fail_over_its_yardsticks(
     def unreadable(*_args: object) -> None:
         raise UserError("is missing", where="00-train.bin")
 
-    monkeypatch.setattr(closing, "counting", unreadable)
+    monkeypatch.setattr(summary, "counting", unreadable)
     lines = summary.learnt(made[1], _loop(made, "cpu"), loss=2.0)
     assert sum(line.startswith((" ", ">")) for line in lines) == 4
     assert "00-train.bin" in lines[-1]
