@@ -1,1 +1,1 @@
-"""What trains: the protocol in `base`, and a folder for each implementation."""
+"""Training engines: the protocol in `base`, and a package for each implementation."""

@@ -1,6 +1,6 @@
-"""What training asks of an engine. The loop owns the order of things, an engine owns their arithmetic.
+"""The protocol of an engine. The loop owns the order of operations, an engine owns the arithmetic.
 
-An engine is a folder beside this file with a `Backend`, and one line in `recipe/engines.py`.
+An engine is a package next to this module with a `Backend`, and one line in `recipe/engines.py`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Platform(Protocol):
         """Device of this process's tensors."""
 
     def install(self) -> None:
-        """Make the engine's library usable here; call it once, before anything is built."""
+        """Prepare the engine's library for this device; call it once, before anything is built."""
 
     def peak_memory(self) -> int:
-        """Largest memory this process has held, in bytes: resident on a CPU, allocated on a GPU."""
+        """Peak memory of this process in bytes: resident on a CPU, allocated on a GPU."""
 
     def synchronize(self) -> None:
         """Wait for the device's queued work."""
@@ -52,7 +52,7 @@ class Platform(Protocol):
 
 @dataclass(frozen=True)
 class World:
-    """This process among all."""
+    """This process in the world of all ranks."""
 
     rank: int
     size: int
@@ -60,7 +60,7 @@ class World:
     data_parallel_size: int
 
     holds_whole_model: bool
-    """Whether one rank has all parameters, so that it can run the model alone."""
+    """Whether each rank has all parameters, so that it can run the model alone."""
 
     @property
     def is_first(self) -> bool:
@@ -70,7 +70,7 @@ class World:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -80,25 +80,25 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step came to."""
+    """Result of one optimizer step."""
 
     loss: float
-    """Mean loss per token of the global batch, with label smoothing where the recipe has it."""
+    """Mean loss per token of the global batch, with label smoothing if the recipe has it."""
     grad_norm: float | None
-    """Global gradient norm before clipping; None where there was no update."""
+    """Global gradient norm before clipping; None if there was no update."""
     lr: float
     """Learning rate of this step."""
     loss_scale: float | None
     """fp16 loss scale of this step."""
     skipped: bool
-    """Gradients overflowed in fp16: weights and schedule stayed as they were."""
+    """Gradients overflowed in fp16: weights and schedule are unchanged."""
     stop: bool
-    """Some rank was asked to stop before this step's gradients were reduced."""
+    """Some rank was told to stop before this step's gradients were reduced."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What the routers of experts did in one step, over all ranks."""
+    """Expert routing of one step, over all ranks."""
 
     layers: tuple[LayerBalance, ...]
     aux_loss: float | None
@@ -106,13 +106,13 @@ class Balance:
 
 
 class BalanceCounter(Protocol):
-    """Watches routers between `start` and `collect`; else it costs nothing."""
+    """Counts routed tokens between `start` and `collect`; no cost otherwise."""
 
     def start(self) -> None:
-        """Count from here on."""
+        """Start counting."""
 
     def collect(self) -> Balance:
-        """Stop counting, and add up the counts of all ranks, each of which has to call this."""
+        """Stop counting, and sum the counts over ranks; a collective of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class Implementation:
     """How an engine built its layers."""
 
     name: str
-    """`transformer_engine` or `local`, as `model.transformer_impl` has it."""
+    """`transformer_engine` or `local`, as in `model.transformer_impl`."""
     reason: str
-    """Why that one."""
+    """Why it was chosen."""
 
 
 class Shard(NamedTuple):
@@ -140,7 +140,7 @@ class Engine(Protocol):
     """Model, gradients, optimizer and schedule of one rank."""
 
     name: str
-    """As recipes name it."""
+    """Name in recipes."""
     recipe: Recipe
     plan: Plan
     platform: Platform
@@ -165,8 +165,8 @@ class Engine(Protocol):
 
         Args:
             batches: micro-batches of this data-parallel rank.
-            stop: asked once, when the batches are used. The answer travels with the loss, so that agreeing costs
-                nothing.
+            stop: called once, when the batches are used up. The answer is reduced with the loss, so that agreeing
+                costs nothing.
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
@@ -175,44 +175,44 @@ class Engine(Protocol):
         Args:
             batches: micro-batches of this data-parallel rank, of the validation split.
             global_batches: how many global batches to read.
-            stop: asked once a global batch.
+            stop: called once per global batch.
 
         Returns:
-            The loss, or None on all ranks where one of them was asked to stop: the mean of a part is no result.
+            The loss, or None on all ranks if one of them was told to stop: a partial mean is not a result.
         """
 
     def params_synced(self) -> AbstractContextManager[None]:
-        """A block in which every rank has whole parameters; all ranks have to enter it."""
+        """A block in which every rank has up-to-date parameters; all ranks have to enter it."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters of this rank, then their gradients as `<name>.grad`, named as in the whole model."""
+        """Parameters of this rank, then their gradients as `<name>.grad`, named as in the full model."""
 
     def weights(self) -> list[Shard]:
-        """Copies of this rank's parameters, and of buffers that training changes, in the order of the model."""
+        """Copies of this rank's parameters, and of buffers that training changes, in model order."""
 
     def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
-        """Call `see(weights, reduced gradients)` in every step from now on, before the update; all ranks watch."""
+        """Call `see(weights, reduced gradients)` in every step from now on, before the update; on all ranks."""
 
     def checkpoint_format(self) -> CheckpointFormat:
         """A new format for one saver."""
 
     def state(self, progress: Progress) -> StateDict:
-        """What a checkpoint holds; tensors are referenced, not copied."""
+        """The state for a checkpoint; tensors are referenced, not copied."""
 
     def load_state(self, entry: Entry) -> Progress:
-        """Restore weights, optimizer, schedule and random states; all ranks take part.
+        """Restore weights, optimizer, schedule and random states; a collective of all ranks.
 
         Returns:
-            How far the run was.
+            Progress of the run.
 
         Raises:
-            UserError: the checkpoint is of another architecture, or not plain data.
+            UserError: the checkpoint has a different architecture, or is not plain data.
         """
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
-        """Token ids that continue a prompt; on a rank that holds the whole model."""
+        """Token ids that continue a prompt; on a rank that holds the full model."""
 
     def close(self) -> None:
         """Release the model and its memory."""
@@ -228,29 +228,29 @@ class TextModel(Protocol):
 
 
 class Backend(Protocol):
-    """Makes everything of one kind of engine."""
+    """Factory of one kind of engine."""
 
     def platform(self, local_rank: int = 0) -> Platform:
-        """The GPU of this rank where torch sees one, else the CPU; installed.
+        """The GPU of this rank if torch sees one, else the CPU; installed.
 
         Args:
             local_rank: rank on this node; the index of the GPU.
         """
 
     def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
-        """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or be a world of one."""
+        """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one."""
 
     def build(self, plan: Plan, platform: Platform) -> Engine:
-        """An engine with fresh weights, which depend on the seed alone."""
+        """An engine with initial weights, which depend only on the seed."""
 
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """The weights of a checkpoint in one process."""
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
-        """An engine of a mixture of experts whose experts are copies of a dense checkpoint's MLP; in one process."""
+        """An MoE engine whose experts are copies of a dense checkpoint's MLP; in one process."""
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         """Learning rate of a step, counted from 1, if no step was skipped."""
 
     def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
-        """Process groups of the layout, one of each kind, with more than one rank."""
+        """Process groups of the layout with more than one rank, one of each kind."""

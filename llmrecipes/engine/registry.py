@@ -10,7 +10,7 @@ from llmrecipes.recipe.schema import Recipe
 
 
 def backend(recipe: Recipe) -> Backend:
-    """What makes the engine that a recipe asks for."""
+    """The backend of the engine that a recipe selects."""
     module, _, name = ENGINES[engine_name(recipe)].partition(":")
     found: Backend = getattr(import_module(module), name)()
     return found

@@ -1,1 +1,1 @@
-"""The engine on megatron-core; nothing outside of this folder knows its classes."""
+"""The engine based on megatron-core; its classes are not used outside of this package."""

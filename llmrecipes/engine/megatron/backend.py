@@ -1,4 +1,4 @@
-"""Makes engines on megatron-core."""
+"""Factory of megatron-core engines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MegatronBackend:
         built = build(moe, platform)
         copy_into_experts(given.module, built.module)
         del given
-        # The optimizer copies its master weights here, so the experts must be in place.
+        # The optimizer copies its master weights here, so the experts' weights must be set before.
         return MegatronEngine(moe, built, platform)
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:

@@ -41,7 +41,7 @@ class MegatronEngine:
     Args:
         plan: of the recipe, on this world.
         built: the initialised model.
-        platform: where batches go.
+        platform: device of the batches.
     """
 
     name = "megatron"
@@ -81,7 +81,7 @@ class MegatronEngine:
         scale = float(self.optimizer.get_loss_scale()) if self.recipe.train.precision == "fp16" else None
         lr = self.learning_rate
         if scale is None and not math.isfinite(loss):
-            # The update would spread it to every weight, and nobody could tell any more in which one it began.
+            # The update would spread it to every weight and hide where it started.
             return StepResult(loss, None, lr, scale, False, stopping)
         updated, grad_norm, _ = self.optimizer.step()
         if updated:
@@ -104,10 +104,10 @@ class MegatronEngine:
 
     @contextmanager
     def params_synced(self) -> Iterator[None]:
-        """A block in which every rank has whole parameters; all ranks have to enter it.
+        """A block in which every rank has up-to-date parameters; all ranks have to enter it.
 
-        With `overlap_param_gather` the last update travels during the next forward pass, so without this a save would
-        have the parameters of before, and a forward pass of one rank alone would wait for the others for ever.
+        With `overlap_param_gather` updated parameters are gathered during the next forward pass, so without this a save
+        would have the old parameters, and a forward pass on a single rank would hang.
         """
         overlapped = self.chunks if self.recipe.parallelism.overlap_param_gather else []
         for chunk in overlapped:
@@ -130,8 +130,8 @@ class MegatronEngine:
     def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
         """See `Engine`.
 
-        Weights are taken here, and not before the step: with `overlap_param_gather` they are complete only once the
-        forward pass has used them.
+        Weights are copied here and not before the step: with `overlap_param_gather` they are complete only after the
+        forward pass.
         """
         finalize = self._config.finalize_model_grads_func
 
@@ -163,16 +163,16 @@ class MegatronEngine:
         )
 
     def close(self) -> None:
-        """Let go of the model, its memory and its process groups.
+        """Release the model, its memory and its process groups.
 
-        megatron-core's gradient hooks hold the model, and the model's configuration the optimizer, from inside
-        autograd, where Python's collector does not look.
+        megatron-core's gradient hooks reference the model, and the model's configuration the optimizer, from inside
+        autograd, which Python's garbage collector cannot see.
         """
         config = self.chunks[0].config
         config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
         for chunk in self.chunks:
             vars(chunk).clear()
-        # A table of the process, whose width is that of this model.
+        # Process-wide state whose size depends on this model.
         MTPLossLoggingHelper.tracker.clear()
 
     @property
@@ -193,8 +193,8 @@ class MegatronEngine:
             decoder_seq_length=self.recipe.model.seq_length,
             forward_only=forward_only,
         )
-        # Summed loss, tokens, and whether to stop. Only the last stage has losses; the tensor-parallel ranks of it have
-        # the same ones, which cancels out.
+        # Summed loss, tokens, and whether to stop. Only the last stage has losses; its tensor-parallel ranks have the
+        # same ones, which cancels out.
         totals = torch.zeros(3, dtype=torch.float64, device=self.platform.device)
         for output in outputs:
             totals[:2] += output["loss"]
@@ -207,7 +207,7 @@ class MegatronEngine:
     def _for_chunks(self, batches: Iterator[Batch]) -> Any:
         if len(self.chunks) == 1:
             return batches
-        # Each virtual stage goes through all micro-batches in its own time.
+        # Each virtual stage iterates over all micro-batches independently.
         of_this_step = list(islice(batches, self.plan.num_microbatches))
         return [iter(of_this_step) for _ in self.chunks]
 
@@ -254,7 +254,7 @@ def _data_parallel(recipe: Recipe, built: BuiltModel, number: int) -> Distribute
         overlap_param_gather=parallelism.overlap_param_gather,
         use_distributed_optimizer=parallelism.use_distributed_optimizer,
     )
-    # The first chunk's gradients are the last to come; only they need buckets to overlap with the rest.
+    # The first chunk's gradients are computed last; the other chunks need no buckets to overlap.
     return DistributedDataParallel(built.config, config, built.modules[number], disable_bucketing=number > 0)
 
 
@@ -268,7 +268,7 @@ def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
         adam_beta1=optimizer.adam_beta1,
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
-        # megatron-core computes the norm only when it clips; an infinite bound gives the norm and never clips.
+        # megatron-core computes the norm only if it clips; an infinite bound yields the norm and never clips.
         clip_grad=optimizer.clip_grad or math.inf,
         bf16=train.precision == "bf16",
         fp16=train.precision == "fp16",
@@ -283,8 +283,8 @@ def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
 
 
 def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    # Otherwise the moments appear at the first update: too late to be saved before it (every step can overflow in
-    # fp16), and too late to run out of memory.
+    # Otherwise the moments are allocated at the first update: too late for a save before it (every step can overflow in
+    # fp16), and too late to detect that memory does not suffice.
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.optimizer is not None:  # a stage may have no parameters of a kind
             part.init_state_fn(part.optimizer, part.config)

@@ -26,13 +26,13 @@ def generate(
     """Token ids that continue a prompt, until `max_new_tokens`, the end of the document, or the last position.
 
     Args:
-        model: on its device; it is put into evaluation mode and back.
+        model: on its device; switched to evaluation mode and back.
         prompt: token ids, at least one.
         max_new_tokens: most tokens to yield.
         sampling: how to draw.
-        vocab_size: real size of the vocabulary; rows of the padded embedding beyond it are never drawn.
-        eod: end-of-document id, which is not yielded; None to go on after it.
-        use_cache: keep keys and values of earlier tokens; without, every token reads the whole text again.
+        vocab_size: real size of the vocabulary; padding rows of the embedding are never drawn.
+        eod: end-of-document id, which is not yielded; None to continue after it.
+        use_cache: cache keys and values of earlier tokens; otherwise every token recomputes the full text.
 
     Raises:
         UserError: the prompt is empty or fills all positions.

@@ -15,8 +15,8 @@ def scheduler(recipe: Recipe, optimizer: Any) -> OptimizerParamScheduler:
     """The scheduler of a recipe.
 
     Args:
-        recipe: gives the curve.
-        optimizer: whose parameter groups it sets.
+        recipe: defines the curve.
+        optimizer: its parameter groups are updated.
     """
     schedule = recipe.scheduler
     return OptimizerParamScheduler(
@@ -31,7 +31,7 @@ def scheduler(recipe: Recipe, optimizer: Any) -> OptimizerParamScheduler:
         end_wd=recipe.optimizer.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # A resumed run follows the recipe of now; the checkpoint only says how far it is.
+        # A resumed run follows the current recipe; the checkpoint only provides the step.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
         wsd_decay_steps=schedule.lr_wsd_decay_iters,

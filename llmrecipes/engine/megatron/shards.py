@@ -1,6 +1,6 @@
 """Weights and gradients of a rank as parts of the model's global tensors.
 
-Which part a rank holds is known from megatron-core's sharded state dict, by which checkpoints are resharded too.
+megatron-core's sharded state dict, which is also used to reshard checkpoints, tells which part a rank holds.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from llmrecipes.engine.megatron.model.init import global_name
 
 
 def weights(modules: Sequence[RecipeGPTModel]) -> list[Shard]:
-    """Copies of this rank's parameters, and of buffers that training changes, in the order of the model."""
+    """Copies of this rank's parameters, and of buffers that training changes, in model order."""
     return [shard for module in modules for value in _stored(module) for shard in _shards(value)]
 
 
 def gradients(modules: Sequence[RecipeGPTModel], chunks: Sequence[DistributedDataParallel]) -> list[Shard]:
-    """Copies of the reduced gradients of this rank's parameters, in the order of the model.
+    """Copies of the reduced gradients of this rank's parameters, in model order.
 
-    All ranks of a data-parallel group have to call it. With the distributed optimizer each has only reduced its own
-    part of every bucket; here the parts are gathered, into places that the optimizer does not read.
+    A collective of the data-parallel group. With the distributed optimizer each rank has only its own part of every
+    bucket reduced; here the parts are gathered, into memory that the optimizer does not read.
     """
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:

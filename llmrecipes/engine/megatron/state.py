@@ -1,6 +1,6 @@
-"""What a checkpoint holds, as a megatron-core sharded state dict.
+"""The state in a checkpoint, as a megatron-core sharded state dict.
 
-Weights and optimizer state are laid out by global name, shape and offset, so that another layout can read them. Random
+Weights and optimizer state are stored by global name, shape and offset, so that any layout can read them. Random
 states are byte tensors and progress is plain numbers: nothing in a checkpoint needs unpickling.
 """
 
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 def sharded_state(
     engine: MegatronEngine, progress: Progress, *, loading: bool = False, random: bool = True
 ) -> dict[str, Any]:
-    """The state to save, or the frame that a checkpoint is loaded into.
+    """The state to save, or the state dict that a checkpoint is loaded into.
 
     Args:
         engine: the engine; its tensors are referenced, not copied.
-        progress: how far the run is; without meaning when loading.
+        progress: of the run; ignored when loading.
         loading: whether the result is for loading.
-        random: whether random states belong to it; another layout has no use for them.
+        random: whether to include random states, which only the same layout can use.
     """
     model = model_state(engine.modules)
     optimizer = sharded_optimizer_state(engine.optimizer, model, _metadata(), loading=loading)
@@ -55,25 +55,25 @@ def sharded_state(
 
 
 def model_state(modules: Sequence[RecipeGPTModel]) -> dict[str, Any]:
-    """Sharded state dict of the weights alone, by chunk; the names inside are global."""
+    """Sharded state dict of the weights only, by chunk; the names inside are global."""
     if len(modules) == 1:
         return {"model": modules[0].sharded_state()}
     return {f"model{number}": module.sharded_state() for number, module in enumerate(modules)}
 
 
 def load_model(modules: Sequence[RecipeGPTModel], loaded: dict[str, Any]) -> None:
-    """Put loaded weights into the chunks."""
+    """Copy loaded weights into the chunks."""
     for number, module in enumerate(modules):
         module.load_state_dict(loaded["model" if len(modules) == 1 else f"model{number}"])
 
 
 def load_state(engine: MegatronEngine, entry: Entry) -> Progress:
-    """Put a checkpoint into the engine and the random generators; all ranks take part.
+    """Load a checkpoint into the engine and the random generators; a collective of all ranks.
 
-    Without random states, which only the layout that saved them can use, dropout continues from a seed for this step.
+    Without random states, which only the layout that saved them can use, dropout is reseeded for this step.
 
     Returns:
-        How far the run is.
+        Progress of the run.
     """
     now = random_layout(engine)
     then = {key: entry.manifest.layout.get(key, 1) for key in now}
@@ -109,15 +109,15 @@ def _degrees(layout: dict[str, int]) -> str:
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """Byte tensors of every generator that training draws from."""
+    """States of all generators that training uses, as byte tensors."""
     states = {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
-    states["device"] = torch.cuda.get_rng_state()  # the platform's stand-in answers this on a CPU
+    states["device"] = torch.cuda.get_rng_state()  # patched by the platform on a CPU
     states["cpu"] = torch.get_rng_state()
     return states
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Set what `random_states` gave."""
+    """Set what `random_states` returned."""
     tracker = {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
     get_cuda_rng_tracker().set_states(tracker)
     torch.cuda.set_rng_state(states["device"])

@@ -21,7 +21,7 @@ RANK_ORDER = "tp-cp-ep-dp-pp"
 
 @contextmanager
 def join(platform: Platform, seed: int, parallelism: Parallelism) -> Iterator[World]:
-    """Join the ranks a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`), or be a world of one.
+    """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one.
 
     Args:
         platform: already installed.
@@ -42,10 +42,10 @@ def join(platform: Platform, seed: int, parallelism: Parallelism) -> Iterator[Wo
 
 @contextmanager
 def model_parallel(seed: int, parallelism: Parallelism) -> Iterator[World]:
-    """Lay model-parallel groups over the process group, and take them away at the end.
+    """Create model-parallel groups over the process group, and destroy them at the end.
 
     Args:
-        seed: seeds dropout: the same on every data-parallel rank, different over tensor-parallel ranks and stages.
+        seed: for dropout: the same on every data-parallel rank, different on tensor-parallel ranks and stages.
         parallelism: degrees of the layout.
     """
     parallel_state.initialize_model_parallel(
@@ -72,17 +72,17 @@ def model_parallel(seed: int, parallelism: Parallelism) -> Iterator[World]:
 
 
 def _take_away_groups() -> None:
-    """End the model-parallel groups; megatron-core only forgets them, and each gloo group's threads would live on."""
+    """Destroy the model-parallel groups; megatron-core only drops them, which leaks each gloo group's threads."""
     groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
     parallel_state.destroy_model_parallel()
     for group in groups:
-        # One group can serve several purposes, and is in the list once for each.
+        # A group can serve several purposes, and is then listed several times.
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
 
 
 def seed_random_states(seed: int) -> None:
-    """Start the random states of dropout from a seed."""
+    """Seed the random states of dropout."""
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
 
 

@@ -1,4 +1,4 @@
-"""megatron-core sharded state dicts as files of torch.distributed.checkpoint."""
+"""megatron-core sharded state dicts in torch.distributed.checkpoint files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ShardedFormat:
         return taken
 
     def prepare(self, taken: StateDict, directory: Path, rank: int) -> dict[str, Any]:
-        """See `CheckpointFormat`; the result is in torch.distributed.checkpoint's terms."""
+        """See `CheckpointFormat`; the result is torch.distributed.checkpoint's plan and data."""
         if rank == 0:
             directory.mkdir(parents=True)
         strategy = _Translation()
@@ -114,10 +114,10 @@ class _Translation(TorchDistSaveShardedStrategy):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer, which keeps a disk's failure for later instead of raising it.
+    """torch's writer, which stores a disk error for later instead of raising it.
 
-    torch's zip code answers a failed write with a RuntimeError about positions; the OSError is only in its context,
-    which is lost on the way to the other ranks, and torch logs the whole traceback.
+    torch's zip code raises a RuntimeError about positions for a failed write; the OSError is only in its context, which
+    is lost on the way to the other ranks, and torch logs the full traceback.
     """
 
     failure: OSError | None = None
@@ -147,10 +147,10 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def require_plain(state: dict[str, Any]) -> None:
-    """Check before the first save that it could be loaded again.
+    """Check before the first save that it can be loaded again.
 
     Raises:
-        TypeError: names the entry that is not plain data.
+        TypeError: with the entry that is not plain data.
     """
     for key, value in _saved(state):
         buffer = io.BytesIO()

@@ -27,7 +27,7 @@ from llmrecipes.checkpoint.manifest import FileRecord
 INDEX_NAME = "index.json"
 
 DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
-"""Element types by the names that the index gives them."""
+"""Element types by name in the index."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Span = tuple[str, int, int]
@@ -59,7 +59,7 @@ class ObjectRecord(_Strict):
 
 
 class Document(_Strict):
-    """`index.json`. A chunk takes some forty bytes: 405B parameters in 40,000 chunks make 1.6 MB."""
+    """`index.json`. A chunk takes about 40 bytes: 1.6 MB for 405B parameters in 40,000 chunks."""
 
     format: Literal[1] = 1
     files: list[str]
@@ -84,7 +84,7 @@ class Index:
     """A validated index.
 
     Args:
-        metadata: names, types, shapes and chunks, in torch's terms; it says nothing about storage.
+        metadata: names, types, shapes and chunks, as torch's classes; without storage information.
         places: by name and offset.
     """
 
@@ -93,7 +93,7 @@ class Index:
 
 
 def encode(metadata: Metadata) -> bytes:
-    """The index of what torch.distributed.checkpoint has just written.
+    """The index of the files that torch.distributed.checkpoint has just written.
 
     Raises:
         ValueError: a part was transformed (compressed, encrypted), which the index cannot express.
@@ -117,7 +117,7 @@ def document(
     objects: Iterable[str],
     places: Mapping[tuple[str, tuple[int, ...] | None], Span],
 ) -> Document:
-    """Put names, shapes and places together.
+    """Build an index from names, shapes and places.
 
     Args:
         tensors: element type, global shape and chunks by name.
@@ -125,8 +125,8 @@ def document(
         places: by name and offset; an object's offset is None.
 
     Raises:
-        KeyError: something has no place.
-        ValidationError: something is of the wrong type.
+        KeyError: an entry has no place.
+        ValidationError: an entry has the wrong type.
     """
     numbers: dict[str, int] = {}
 
@@ -165,11 +165,11 @@ def build(document: Document, files: Mapping[str, FileRecord]) -> Index:
     """Check an index against the files of its checkpoint, in one pass over it.
 
     Args:
-        document: the index, from anywhere.
-        files: the manifest's; everything else does not belong to the checkpoint.
+        document: the index, untrusted.
+        files: the manifest's; other files do not belong to the checkpoint.
 
     Raises:
-        ValueError: names the first tensor or object that cannot be as it says, and why.
+        ValueError: with the first inconsistent tensor or object, and why.
     """
     for file in document.files:
         if file not in files:
@@ -204,7 +204,7 @@ def _tensor(
         places[key] = Place(*span, dtype, tuple(size))
         chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
         elements += prod(size)
-    # A gap would be filled with whatever is in memory.
+    # A gap would contain uninitialised memory.
     _require(elements == prod(record.shape), name, f"has the shape {record.shape}, its chunks {elements} elements")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(record.shape), chunks)
 

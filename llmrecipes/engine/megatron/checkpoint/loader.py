@@ -1,7 +1,7 @@
-"""Loading a checkpoint into the layout of now.
+"""Loading a checkpoint into the current layout.
 
 The steps are those of megatron-core's `dist_checkpointing.load`, which reads torch's pickled `.metadata` and unpickles
-byte items; here the index is JSON and all else is read as plain data.
+byte items; here the index is JSON and everything else is read as plain data.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ logger = logging.getLogger(__name__)
 _SHOWN = 8
 _PICKLED_INDEX = ".metadata"
 _COMMON_FILE = "common.pt"
-"""Where megatron-core 0.16 keeps what is not sharded."""
+"""File in which megatron-core 0.16 stores everything that is not sharded."""
 _COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
-"""Where megatron-core 0.19 does."""
+"""The same in megatron-core 0.19."""
 
 
 def load(entry: Entry, state: dict[str, Any]) -> dict[str, Any]:
-    """Read a checkpoint; every rank has to call this.
+    """Read a checkpoint; a collective of all ranks.
 
     Args:
-        entry: a checkpoint, as `CheckpointStore.latest_valid` found it on rank 0.
-        state: sharded state dict of the model and optimizer of now, in any parallel layout.
+        entry: a checkpoint, as found by `CheckpointStore.latest_valid` on rank 0.
+        state: sharded state dict of the current model and optimizer, in any parallel layout.
 
     Returns:
-        The loaded state dict: the structure of `state`, and what was saved beside it.
+        The loaded state dict: the structure of `state`, and other saved values.
 
     Raises:
-        UserError: the checkpoint is of another architecture (with the tensors that differ), or is not plain data.
+        UserError: the checkpoint has a different architecture (with the tensors that differ), or is not plain data.
     """
     index = read_index(entry)
     if differences := tensor_differences(index.metadata, state):
@@ -91,7 +91,7 @@ def read_index(entry: Entry) -> Index:
     """Read and check the index of a checkpoint.
 
     Raises:
-        UserError: it is missing, not plain data, or does not fit the files.
+        UserError: it is missing, not plain data, or inconsistent with the files.
     """
     name = _PICKLED_INDEX if entry.manifest.format == 1 else INDEX_NAME
     path = entry.path / name
@@ -112,11 +112,11 @@ def read_index(entry: Entry) -> Index:
 
 
 def tensor_differences(metadata: Metadata, state: dict[str, Any]) -> list[str]:
-    """What a model needs and a checkpoint does not have, one line a tensor, sorted.
+    """Tensors that a model needs but a checkpoint does not have, one line per tensor, sorted.
 
     Args:
         metadata: the checkpoint's index.
-        state: sharded state dict of the model; left as it is.
+        state: sharded state dict of the model; not modified.
     """
     stored = metadata.state_dict_metadata
     found = set()
@@ -138,12 +138,12 @@ def _unpickled(stream: io.BufferedReader, path: Path) -> Document:
         return read_pickled(stream)
     except (OSError, MemoryError):
         raise
-    except Exception as problem:  # bytes that make no sense raise any kind in pickle
+    except Exception as problem:  # malformed bytes raise any kind of exception in pickle
         raise unsafe(path, str(problem) if isinstance(problem, pickle.UnpicklingError) else repr(problem)) from problem
 
 
 def _read_common(entry: Entry, index: Index) -> dict[str, Any]:
-    """What is not sharded: the same on every rank."""
+    """Values that are not sharded: the same on every rank."""
     place = index.places.get(MetadataIndex(_COMMON_OBJECT))
     name = _COMMON_FILE if place is None else place.file
     path = entry.path / name
@@ -160,7 +160,7 @@ def _read_common(entry: Entry, index: Index) -> dict[str, Any]:
 
 
 def _read_sharded(entry: Entry, index: Index, sharded: dict[str, Any]) -> Any:
-    """Tensors and objects of this rank; ranks do not talk to each other here."""
+    """Tensors and objects of this rank; without communication."""
     values = [value for value in nested_values(sharded) if isinstance(value, ShardedTensor)]
     planner = MCoreLoadPlanner(
         shapes_validation_sharded_tensors=[value for value in values if not value.allow_shape_mismatch],
@@ -180,7 +180,7 @@ def _read_sharded(entry: Entry, index: Index, sharded: dict[str, Any]) -> Any:
 
 
 def _fill(entry: Entry, index: Index, plan: LoadPlan, planner: MCoreLoadPlanner, frame: dict[str, Any]) -> None:
-    """Read every stored part that a plan needs once, in the order of the files, into the frame."""
+    """Read every stored part that a plan needs once, in file order, into the state dict."""
     wanted: dict[MetadataIndex, list[ReadItem]] = {}
     for item in plan.items:
         wanted.setdefault(item.storage_index, []).append(item)

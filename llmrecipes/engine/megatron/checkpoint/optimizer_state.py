@@ -22,18 +22,18 @@ def sharded_optimizer_state(
 ) -> dict[str, Any]:
     """Master weights and moments of every parameter, the number of updates, and the loss scale.
 
-    Names and shapes are those of megatron-core's distributed optimizer in its `fully_reshardable` format. Where its
-    data-parallel group has more than one rank, megatron-core gathers them. Elsewhere each parameter's state is whole
-    already, and this refers to it in place: megatron-core would copy all of it five times and collect garbage, which
-    takes longer than everything else the training loop waits for.
+    Names and shapes are those of megatron-core's distributed optimizer in its `fully_reshardable` format. If its
+    data-parallel group has more than one rank, megatron-core gathers them. Otherwise each parameter's state is already
+    complete, and is referenced in place: megatron-core would copy all of it five times and run the garbage collector,
+    which takes longer than everything else that blocks the training loop.
 
-    With expert parallelism there are two optimizers, one of them for experts alone; without it, there is one.
+    With expert parallelism there are two optimizers, one of them only for experts; without it, there is one.
 
     Args:
         optimizer: megatron-core optimizer.
         model_state: the model's sharded state dict, whose tensors are the parameters themselves.
-        metadata: as megatron-core's `sharded_state_dict` takes it.
-        loading: whether the result is a frame to load into.
+        metadata: for megatron-core's `sharded_state_dict`.
+        loading: whether the result is for loading.
 
     Returns:
         A sharded state dict that shares memory with the optimizer: take a snapshot before the next step.
@@ -57,9 +57,9 @@ def sharded_optimizer_state(
 
 
 def load_optimizer_state(optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Put what was loaded into a frame of `sharded_optimizer_state` into the optimizer.
+    """Copy the state loaded for `sharded_optimizer_state` into the optimizer.
 
-    Parameter groups are those of now, because those of the layout that saved may be others; their learning rate and
+    Parameter groups are the current ones, because those of the layout that saved may differ; their learning rate and
     weight decay come from the schedule.
     """
     for number, part in enumerate(_parts(optimizer)):
@@ -124,7 +124,7 @@ def _placed_like(placement: Any, key: str, tensor: torch.Tensor) -> Any:
 
 
 def _updates(optimizer: Any) -> int:
-    """Updates so far: torch counts them for each parameter, TransformerEngine and Apex for each group."""
+    """Updates so far: torch counts them per parameter, TransformerEngine and Apex per group."""
     inner = [part.optimizer for part in _parts(optimizer)]
     of_parameters = (float(state["step"]) for each in inner for state in each.state.values() if "step" in state)
     of_groups = (group["step"] for each in inner for group in each.param_groups if "step" in group)

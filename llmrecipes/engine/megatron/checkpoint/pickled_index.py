@@ -1,7 +1,7 @@
 """The index of checkpoints that older versions wrote: torch.distributed.checkpoint's `.metadata`, a pickle.
 
-It is read once, into records that only hold values, and these are checked like any other index. No class of torch's is
-named or built on the way, and torch never reads the file.
+It is read once, into records that only hold values, which are checked like any other index. No torch class is imported
+or instantiated, and torch never reads the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Sealed(type):
 
 
 class _Record(metaclass=_Sealed):
-    """What is built in place of every object: its arguments and its state, and nothing that acts on them."""
+    """Replaces every object: holds its arguments and its state, without behaviour."""
 
     __slots__ = ("arguments", "state")
     arguments: tuple[Any, ...]
@@ -86,7 +86,7 @@ def read(stream: IO[bytes]) -> Document:
 
     Raises:
         pickle.UnpicklingError: it holds anything but the description of tensors and objects.
-        Exception: of any kind, where the bytes make no sense.
+        Exception: of any kind, for malformed bytes.
     """
     fields = _fields(_Reader(stream).load(), "Metadata")
     tensors, objects = {}, []

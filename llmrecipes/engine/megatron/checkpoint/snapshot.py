@@ -1,4 +1,4 @@
-"""A copy of a sharded state dict that training may no longer change."""
+"""A copy of a sharded state dict that is independent of training."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ StateDict = dict[str, Any]
 
 
 class Staging:
-    """Host buffers for the tensors this rank writes, kept from save to save.
+    """Host buffers for the tensors that this rank writes, reused by all saves.
 
-    Kept, because touching fresh memory costs more than the copy itself, and page-locked memory for copies from a GPU
-    is slower still to get. The price is this rank's share of the state in host memory.
+    Reused, because page faults of new memory cost more than the copy itself, and pinned memory for copies from a GPU
+    is even slower to allocate. The price is this rank's share of the state in host memory.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Staging:
         apply_factories(state)
         taken: StateDict = dict_list_map_outplace(self._take_one, state)
         if torch.cuda.is_available():
-            # Copies into page-locked memory are only queued; the next optimizer step must not overtake them.
+            # Copies into pinned memory are asynchronous; the next optimizer step must not overtake them.
             torch.cuda.current_stream().synchronize()
         return taken
 

@@ -1,7 +1,7 @@
 """Core attention on torch's scaled_dot_product_attention.
 
-It stands in for megatron-core's `DotProductAttention`, which builds the full matrix of scores and knows no context
-parallelism, wherever TransformerEngine is not used: torch picks a flash kernel on CPU and GPU.
+It replaces megatron-core's `DotProductAttention`, which materializes the score matrix and does not support context
+parallelism, if TransformerEngine is not used: torch selects a flash kernel on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SdpaCoreAttention(MegatronModule):
     """Causal attention of the heads of one tensor-parallel rank.
 
     With context parallelism a rank has the queries of two chunks of the sequence (`model.context`). Keys and values of
-    the whole sequence are gathered over the context-parallel group, and their gradients reduce-scattered.
+    the full sequence are gathered over the context-parallel group, and their gradients reduce-scattered.
 
     Args:
         config: megatron-core's configuration.
@@ -80,10 +80,10 @@ class SdpaCoreAttention(MegatronModule):
         """
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
             raise NotImplementedError("only causal attention over whole sequences is built")
-        # megatron-core turns the mask off for a token that reads earlier ones from a cache.
+        # megatron-core disables the mask for a token whose predecessors are in a cache.
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         dropout = self.dropout if self.training else 0.0
-        # Tensor-parallel ranks hold different heads, so they must not drop the same pattern.
+        # Tensor-parallel ranks hold different heads, so they must not use the same dropout mask.
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
             if self.context_group is None:
                 out = self._attend(query, key, value, dropout, is_causal=causal)
@@ -100,7 +100,7 @@ class SdpaCoreAttention(MegatronModule):
         parts = []
         for half, chunk in zip(query.split(length), (rank, 2 * size - 1 - rank), strict=True):
             seen = (chunk + 1) * length
-            # The chunk's queries are the last of the positions they see: the diagonal ends at the bottom right.
+            # The chunk's queries are the last of the visible positions: the diagonal ends at the bottom right.
             mask = causal_lower_right(length, seen) if chunk else None
             parts.append(self._attend(half, key[:seen], value[:seen], dropout, is_causal=mask is None, mask=mask))
         return torch.cat(parts)

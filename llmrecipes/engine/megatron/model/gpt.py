@@ -23,21 +23,21 @@ CHECKPOINT_FORMAT = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
-"""Optimizer state by parameter, not by buffer: the format that every layout can read."""
+"""Optimizer state per parameter, not per buffer: the format that any layout can read."""
 
 
 class RecipeGPTModel(GPTModel):
-    """megatron-core's GPT with label smoothing, and a loss that reads whole rows of logits once.
+    """megatron-core's GPT with label smoothing, and a loss with fewer passes over unsplit logits.
 
-    megatron-core's cross entropy is built for logits split over tensor-parallel ranks; on whole rows torch's needs
-    fewer passes over what is the largest tensor of a small model.
+    megatron-core's cross entropy is written for logits split over tensor-parallel ranks; on unsplit ones torch's needs
+    fewer passes over the logits, which are the largest tensor of a small model.
     """
 
     label_smoothing: float = 0.0
     _weights: Iterator[torch.Tensor] = iter(())
 
     def compile_layers(self) -> None:
-        """Compile layer by layer: all layers share one compiled graph, so compilation does not grow with depth."""
+        """Compile layer by layer: all layers share one compiled graph, so compile time does not grow with depth."""
         for layer in self.decoder.layers:
             layer.compile(dynamic=False)
         self._token_losses = torch.compile(self._token_losses, dynamic=False)  # type: ignore[method-assign]
@@ -49,7 +49,7 @@ class RecipeGPTModel(GPTModel):
         return found
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Loss of each token; megatron-core asks for those of tokens further on first, which have weights.
+        """Loss of each token; megatron-core first requests those of multi-token prediction, which have weights.
 
         Args and result as `_token_losses`.
         """
@@ -65,7 +65,7 @@ class RecipeGPTModel(GPTModel):
             logits: [s, b, padded vocabulary / tensor-parallel size].
 
         Returns:
-            [b, s] in fp32. Smoothed in training only, so that validation losses of all recipes compare.
+            [b, s] in fp32. Smoothed in training only, so that validation losses are comparable across recipes.
         """
         smoothing = self.label_smoothing if self.training else 0.0
         if self.config.tensor_model_parallel_size > 1:
@@ -85,10 +85,10 @@ class RecipeGPTModel(GPTModel):
 
 
 class _AboveMean(torch.autograd.Function):
-    """How far each label's logit is above the mean logit: what smoothing, times its probability, adds to the loss.
+    """Label logit minus mean logit: times the smoothing probability, this is what smoothing adds to the loss.
 
-    megatron-core's own smoothing takes the mean over the rows of one tensor-parallel rank, which is another loss. A
-    function of our own, because autograd would keep the logits, which megatron-core's cross entropy overwrites.
+    megatron-core's own smoothing takes the mean over the logits of one tensor-parallel rank, which is a different loss.
+    A custom autograd function, because autograd would save the logits, which megatron-core's cross entropy overwrites.
     """
 
     @staticmethod
@@ -107,7 +107,7 @@ class _AboveMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Of the logits: 1 at the label less 1/vocabulary everywhere, each times the gradient."""
+        """Gradient of the logits: 1 at the label minus 1/vocabulary everywhere, times the incoming gradient."""
         local, here = ctx.saved_tensors
         gradient = gradients[0].unsqueeze(-1)
         result = (-gradient / ctx.vocabulary).expand(ctx.shape).to(ctx.dtype).contiguous()
@@ -124,11 +124,11 @@ class BuiltModel:
     implementation: str
     """`transformer_engine` or `local`."""
     reason: str
-    """Why that one."""
+    """Why it was chosen."""
 
     @property
     def module(self) -> RecipeGPTModel:
-        """The only chunk of a rank that has the whole model."""
+        """The only chunk of a rank that has the full model."""
         (module,) = self.modules
         return module
 
@@ -138,7 +138,7 @@ def build(plan: Plan, platform: Platform) -> BuiltModel:
 
     Args:
         plan: of the recipe, on this world.
-        platform: where parameters live.
+        platform: device of the parameters.
     """
     recipe = plan.recipe
     implementation, reason = choose(recipe.model.transformer_impl)
@@ -151,7 +151,7 @@ def build(plan: Plan, platform: Platform) -> BuiltModel:
     for module in modules:
         module.to(device=platform.device)
         for parameter in module.parameters():
-            # The table of positions is made in fp32. Buffers stay as they are: expert biases need fp32.
+            # The position embedding is created in fp32. Buffers are not converted: expert biases need fp32.
             parameter.data = parameter.data.to(config.params_dtype)
         initialise(module.sharded_state(), recipe.model, recipe.train.seed)
     return BuiltModel(modules, config, implementation, reason)

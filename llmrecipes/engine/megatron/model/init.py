@@ -1,9 +1,9 @@
-"""Initial weights that depend on the seed and the parameter's global name, and on nothing else.
+"""Initial weights that depend only on the seed and the parameter's global name.
 
-megatron-core draws weights from random states that differ by rank and by construction order, so another layout starts
-from another model. Here every global tensor has a generator of its own, on the CPU, in fp32, and a rank takes its part
-of it: any layout, device or precision starts from the same numbers. Which part a rank holds is known from
-megatron-core's sharded state dict, the description by which checkpoints are resharded.
+megatron-core draws weights from random states that differ by rank and construction order, so a different layout starts
+from a different model. Here every global tensor has its own generator, on the CPU, in fp32, and a rank takes its part
+of it: any layout, device or precision starts from the same numbers. megatron-core's sharded state dict, which is also
+used to reshard checkpoints, tells which part a rank holds.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ EMBEDDINGS = ("word_embeddings.weight", "position_embeddings.weight")
 
 @torch.no_grad()
 def initialise(state: dict[str, Any], model: Model, seed: int) -> None:
-    """Fill every parameter of a sharded state dict in place; buffers stay as they are.
+    """Fill every parameter of a sharded state dict in place, but not buffers.
 
     Weight matrices follow `model.init_method`: normal(0, `init_method_std`), Xavier uniform (Glorot and Bengio, 2010)
-    or Kaiming normal (arXiv 1502.01852), each scaled by 1/sqrt(2 × num_layers) where it writes into the residual stream
+    or Kaiming normal (arXiv 1502.01852), scaled by 1/sqrt(2 × num_layers) if they write into the residual stream
     (GPT-2, Radford et al. 2019, section 2.3). Embeddings are normal, norms 1, biases 0.
 
     Args:
@@ -47,7 +47,7 @@ def initialise(state: dict[str, Any], model: Model, seed: int) -> None:
 
 
 def parameters(state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Shards of the parameters of a sharded state dict; those of a gated MLP come as its two halves."""
+    """Shards of the parameters of a sharded state dict; a gated MLP yields its two halves."""
     for value in nested_values(state):
         if not isinstance(value.data, torch.nn.Parameter):
             continue
@@ -55,7 +55,7 @@ def parameters(state: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def global_name(shard: ShardedTensor) -> str:
-    """Name of one global tensor: its key, and its place where layers and experts are stacked under one key."""
+    """Name of one global tensor: its key, and its index if layers and experts are stacked under one key."""
     place = ",".join(str(index) for index in shard.global_offset[: shard.prepend_axis_num])
     return f"{shard.key}[{place}]"
 
@@ -67,7 +67,7 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 def global_values(name: str, shape: torch.Size, model: Model, seed: int) -> torch.Tensor:
-    """Initial values of a whole global tensor in fp32.
+    """Initial values of a full global tensor in fp32.
 
     Args:
         name: see `global_name`.

@@ -1,4 +1,4 @@
-"""Multi-head latent attention whose shared key learns from the heads of all tensor-parallel ranks."""
+"""Multi-head latent attention whose shared key gets gradients from the heads of all tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class LatentAttention(MLASelfAttention):
     """megatron-core's, for layers without TransformerEngine.
 
     Every rank uses the rotated key that all heads share (arXiv 2405.04434, section 2.1) for its own heads.
-    megatron-core gathers it from the ranks' shares of the down-projection, and on the way back only cuts out each
-    rank's share of the gradient: what the heads of other ranks add is lost. Here it is summed.
+    megatron-core gathers it from the ranks' parts of the down-projection, and in the backward pass only slices each
+    rank's part of the gradient: contributions of other ranks' heads are lost. Here they are summed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -28,10 +28,10 @@ class LatentAttention(MLASelfAttention):
             self.linear_kv_down_proj.register_forward_hook(self._whole)
 
     def _whole(self, _module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[Any, Any]:
-        """The down-projection as from a layer that is not split: [s / TP under sequence parallelism, b, full width].
+        """The down-projection as of an unsplit layer: [s / TP under sequence parallelism, b, full width].
 
-        megatron-core takes that as it is, and under sequence parallelism gathers the shared key over the sequence,
-        whose gradient it does sum.
+        megatron-core accepts that, and under sequence parallelism gathers the shared key over the sequence, where it
+        does sum the gradient.
         """
         share, bias = output
         whole = gather_from_tensor_model_parallel_region(share)
@@ -44,7 +44,7 @@ class LatentAttention(MLASelfAttention):
 
 
 def _summed(gradient: torch.Tensor) -> torch.Tensor:
-    # megatron-core's copy_to_tensor_model_parallel_region gives a gradient that is not contiguous back as it was.
+    # megatron-core's copy_to_tensor_model_parallel_region returns a non-contiguous gradient unreduced.
     total = gradient.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
     return total

@@ -26,13 +26,13 @@ MINIMUM_CAPABILITY = (8, 0)  # TransformerEngine's fused attention needs Ampere
 
 
 def choose(requested: str) -> tuple[Implementation, str]:
-    """The implementation that `model.transformer_impl` comes to on this machine, and why.
+    """The implementation that `model.transformer_impl` selects on this machine, and why.
 
     Args:
         requested: `auto`, `local` or `transformer_engine`.
 
     Raises:
-        UserError: TransformerEngine is asked for by name and cannot run here.
+        UserError: TransformerEngine is requested by name but cannot run here.
     """
     if requested == "local":
         return "local", "requested by the recipe"
@@ -62,12 +62,12 @@ def _transformer_engine_obstacle() -> str | None:
 def block_spec(
     config: TransformerConfig, implementation: Implementation, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Specification of the layers that one model chunk of this pipeline stage has.
+    """Specification of the layers of one model chunk of this pipeline stage.
 
     Args:
-        config: megatron-core's configuration, which says where dense and expert layers are.
+        config: megatron-core's configuration, which defines dense and expert layers.
         implementation: see `choose`.
-        vp_stage: number of the chunk, with virtual pipeline stages.
+        vp_stage: index of the chunk, with virtual pipeline stages.
     """
     spec = get_gpt_decoder_block_spec(
         config,
@@ -101,13 +101,13 @@ def mtp_spec(
 
 
 def _use_ours(layer: ModuleSpec) -> None:
-    """Put our norms and core attention into megatron-core's local layer."""
+    """Replace norms and core attention of megatron-core's local layer by ours."""
     parts = layer.submodules
     parts.input_layernorm = TorchNorm
     parts.pre_mlp_layernorm = TorchNorm
     # A specification in megatron-core 0.16, a partial in 0.19.
     if MoELayer in (getattr(parts.mlp, "module", None), getattr(parts.mlp, "func", None)):
-        # TransformerEngine fuses this norm into a dense MLP alone; checkpoints of both implementations name it alike.
+        # TransformerEngine fuses this norm into dense MLPs only; its name in checkpoints is the same in both.
         parts.sharded_state_dict_keys_map = {
             name: other
             for name, other in parts.sharded_state_dict_keys_map.items()

@@ -1,4 +1,4 @@
-"""Weights of a dense model for a mixture of experts (sparse upcycling, arXiv 2212.05055)."""
+"""MoE weights from a dense model (sparse upcycling, arXiv 2212.05055)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ROUTER = ".router."
 
 @torch.no_grad()
 def copy_into_experts(dense: RecipeGPTModel, moe: RecipeGPTModel) -> None:
-    """Make every expert a copy of the dense MLP of its layer, and everything else but the routers the dense model's.
+    """Copy the dense MLP of each layer to its experts, and all other weights but the routers from the dense model.
 
     Args:
-        dense: a whole model of megatron-core's local layers, on one rank.
-        moe: the same with experts; its routers stay as they were initialised.
+        dense: a full model of megatron-core's local layers, on one rank.
+        moe: the same with experts; its routers keep their initial weights.
 
     Raises:
         ValueError: the models differ in more than their experts.

@@ -1,4 +1,4 @@
-"""Every device choice and every patch of megatron-core; nothing of it stands elsewhere."""
+"""All device selection and all patches of megatron-core."""
 
 from llmrecipes.engine.base import Platform
 from llmrecipes.engine.megatron.platform.select import select

@@ -1,8 +1,8 @@
-"""AdamW for megatron-core where neither TransformerEngine nor Apex brings a fused one.
+"""AdamW for megatron-core if neither TransformerEngine nor Apex provides a fused one.
 
-megatron-core then falls back to `torch.optim.AdamW`, which keeps a `step` tensor for every parameter; its distributed
-optimizer cannot load or reshard that. The fused optimizers it was written for keep one `step` for each parameter group,
-and so does this one. The arithmetic is torch's fused kernel, on CPU and GPU alike.
+megatron-core then falls back to `torch.optim.AdamW`, which keeps a `step` tensor per parameter; its distributed
+optimizer cannot load or reshard that. The fused optimizers it was written for keep one `step` per parameter group,
+and so does this one. The arithmetic is torch's fused kernel, on both CPU and GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
             for p in params:
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            # The kernel counts up each entry itself, so every parameter needs its own.
+            # The kernel increments each entry itself, so every parameter needs its own.
             steps = torch.full((len(params),), float(group["step"] - 1), device=params[0].device)
             adamw(
                 params,
@@ -77,12 +77,12 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 def install_adam() -> None:
-    """Give megatron-core `GroupStepAdamW` where it found no fused Adam; do nothing where it has one."""
+    """Patch `GroupStepAdamW` into megatron-core if it found no fused Adam."""
     if not resolve("megatron.core.optimizer").USING_PYTORCH_OPTIMIZER:
         return
     replace("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER", False)
     replace("megatron.core.optimizer", "Adam", GroupStepAdamW)
     replace("megatron.core.optimizer.distrib_optimizer", "Adam", GroupStepAdamW)
-    # It behaves as Apex' FusedAdam does, also in the checkpoint code.
+    # It behaves like Apex' FusedAdam, also in the checkpoint code.
     replace("megatron.core.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE", True)
     replace("megatron.core.optimizer.distrib_optimizer", "USING_APEX_OPTIMIZER", True)

@@ -1,14 +1,14 @@
-"""What lets unmodified megatron-core run on a CPU over gloo.
+"""Patches that let unmodified megatron-core run on a CPU over gloo.
 
-megatron-core asks for the CUDA device in four ways, and each gets its stand-in here:
+megatron-core accesses the CUDA device in four ways, each of which is replaced here:
 
 - `torch.cuda.<function>()`: the functions it calls are replaced on `torch.cuda`;
-- `device="cuda"` in a factory call: the few modules that do so see a `torch` whose factories turn it into the CPU
-  (a `TorchFunctionMode` would do it everywhere, at a cost for each operation and in the way of torch.compile);
+- `device="cuda"` in a factory call: the few modules that do so see a `torch` whose factories map it to the CPU
+  (a `TorchFunctionMode` would do it everywhere, but slows down each operation and interferes with torch.compile);
 - `tensor.cuda()` and `tensor.type() == "torch.cuda.FloatTensor"`: methods of `torch.Tensor`;
-- its random-state helpers, which reach into the CUDA generators.
+- its random-state helpers, which access the CUDA generators.
 
-All of it is process-wide and refuses to install where a GPU is present.
+The patches are process-wide and refuse to install if a GPU is present.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CpuPlatform:
 
 
 class CpuTorch(ModuleType):
-    """The module torch, with factories that take `device="cuda"` (or an index) for the CPU."""
+    """The module torch, with factories that map `device="cuda"` (or an index) to the CPU."""
 
     def __init__(self, real: ModuleType) -> None:
         super().__init__(real.__name__, real.__doc__)
@@ -89,7 +89,7 @@ class CpuTorch(ModuleType):
 
 
 class _Stream:
-    """CUDA streams and events on a device that finishes every call before it returns."""
+    """CUDA streams and events on a device where every call is synchronous."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
@@ -105,14 +105,14 @@ class _Stream:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors instead of giving it back to the kernel.
+    """Let glibc keep the memory of freed tensors instead of returning it to the kernel.
 
-    A step frees and allocates the same activations again and again; by default each large one is a new mapping whose
-    pages the kernel has to clear, which costs a third of a bf16 step (docs/notes.md). Huge pages make it cheaper still.
+    Every step frees and allocates the same activations; by default each large one is a new mapping whose pages the
+    kernel has to clear, which costs a third of a bf16 step (docs/notes.md). Huge pages reduce the cost further.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch at its first allocation
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc alone has it
+    if mallopt is not None:  # only in glibc
         m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
@@ -124,7 +124,7 @@ def _on_cpu(factory: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if names_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
-        kwargs.pop("pin_memory", None)  # page-locked memory is for copies to a GPU
+        kwargs.pop("pin_memory", None)  # pinned memory is for copies to a GPU
         return factory(*args, **kwargs)
 
     return call
@@ -167,7 +167,7 @@ def _patch_tensor() -> None:
 
 
 def _patch_experts() -> None:
-    # Split sizes of the all-to-all are read on the host; they are moved there only if they are on a GPU.
+    # Split sizes of the all-to-all are read on the host; they are only copied there from a GPU.
     replace("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _as_host_numbers)
 
 
@@ -176,7 +176,7 @@ def _as_host_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = 
 
 
 def _patch_random_state() -> None:
-    # Device and CPU have one generator here, so the tracker finds at every fork that "the other one" has moved.
+    # Device and CPU share one generator here, so the tracker would detect at every fork that the other one has changed.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     module = "megatron.core.tensor_parallel.random"
     replace(module, "_get_cuda_rng_state", lambda *_a, **_k: torch.get_rng_state())

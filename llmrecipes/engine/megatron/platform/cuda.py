@@ -1,4 +1,4 @@
-"""One NVIDIA GPU for each process. megatron-core runs unpatched here, but for what `substitutes` says."""
+"""One NVIDIA GPU per process. megatron-core runs unpatched here, except for `substitutes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise on the input of routers is for training; megatron-core adds it in evaluation and generation too."""
+"""Input noise of routers is for training only; megatron-core also adds it in evaluation and generation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ROUTER, METHOD = "megatron.core.transformer.moe.router.TopKRouter", "apply_input
 
 
 def install_jitter() -> None:
-    """Let `moe_input_jitter_eps` change nothing outside of training."""
+    """Disable `moe_input_jitter_eps` outside of training."""
     plain = resolve(f"{ROUTER}.{METHOD}")
-    if hasattr(plain, "__wrapped__"):  # it is installed
+    if hasattr(plain, "__wrapped__"):  # already installed
         return
 
     @wraps(plain)

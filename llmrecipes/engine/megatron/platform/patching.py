@@ -1,6 +1,6 @@
-"""Replacing names of another package, with proof that they exist.
+"""Patching names of another package, after checking that they exist.
 
-A patch of a name that a new version has moved would silently do nothing, so every target is looked up first.
+A patch of a name that a new version has moved would silently have no effect, so every target is looked up first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def replace(module: str, attribute: str, value: Any) -> None:
         attribute: name that must already exist there.
 
     Raises:
-        MissingPatchTarget: the module or the attribute is not there.
+        MissingPatchTarget: the module or the attribute does not exist.
     """
     owner = resolve(module)
     if not hasattr(owner, attribute):
@@ -30,7 +30,7 @@ def replace(module: str, attribute: str, value: Any) -> None:
 
 
 def resolve(dotted: str) -> Any:
-    """The module or class that a dotted name stands for."""
+    """The module or class with a dotted name."""
     try:
         return importlib.import_module(dotted)
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""Which device a process trains on, and what differs by it."""
+"""Selection of the device that a process trains on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmrecipes.engine.base import Platform
 
 
 def select(local_rank: int = 0) -> Platform:
-    """The GPU of this rank where torch sees one, else the CPU.
+    """The GPU of this rank if torch sees one, else the CPU.
 
     Args:
         local_rank: rank on this node; the index of the GPU.

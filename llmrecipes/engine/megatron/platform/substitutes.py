@@ -1,4 +1,4 @@
-"""What is changed in megatron-core on CPUs and GPUs alike."""
+"""Patches of megatron-core for both CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from llmrecipes.engine.megatron.platform.patching import replace, resolve
 
 
 def install_substitutes() -> None:
-    """Correct what is wrong in evaluation, and give megatron-core what it takes from TransformerEngine where that is
-    not installed."""
+    """Fix evaluation, and provide what megatron-core imports from TransformerEngine if that is not installed."""
     install_jitter()
     install_adam()
     if importlib.util.find_spec("transformer_engine") is not None:
         return
-    # 0.16 believes that TransformerEngine is there, because the names it imports exist, and are None.
+    # 0.16 assumes that TransformerEngine is installed, because the names it imports exist, but are None.
     replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", False)
     router = resolve("megatron.core.transformer.moe.moe_utils")
     if not hasattr(router, "te_general_gemm"):
-        router.te_general_gemm = None  # 0.16 compares it with None, and finds no such name
+        router.te_general_gemm = None  # 0.16 compares it with None, but the name does not exist
