@@ -124,7 +124,7 @@ def test_a_finished_run_does_not_fail_over_its_yardsticks(
 
 def _loop(made: tuple[Recipe, Prepared], platform: str) -> Any:
     return SimpleNamespace(
-        recipe=made[0],
-        feed=SimpleNamespace(bits_per_byte=bits_of(made)),
+        plan=SimpleNamespace(recipe=made[0]),
+        loaders=SimpleNamespace(bits_per_byte=bits_of(made)),
         engine=SimpleNamespace(platform=SimpleNamespace(name=platform)),
     )
