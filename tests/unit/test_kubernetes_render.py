@@ -100,7 +100,7 @@ def test_the_check_is_strict(flavor: str) -> None:
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_yaml_gives_the_objects_back(flavor: str) -> None:
+def test_yaml_round_trips(flavor: str) -> None:
     applied = rendered(flavor)
     assert list(yaml.safe_load_all(applied.as_yaml())) == list(applied.objects)
     assert "&id" not in applied.as_yaml()
@@ -183,7 +183,7 @@ def test_a_pod_has_no_rights_and_no_root() -> None:
     assert "privileged" not in rendered("job").as_yaml()
 
 
-def test_a_saved_run_goes_on_and_a_hopeless_one_does_not() -> None:
+def test_a_saved_run_is_requeued_and_a_stopped_one_is_not() -> None:
     rules = rendered("job").objects[-1]["spec"]["podFailurePolicy"]["rules"]
     codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
     assert codes == {"FailJob": [2, 93], "Ignore": [75]}
@@ -225,7 +225,7 @@ def test_a_queue_starts_it() -> None:
         assert "suspend" not in rendered(flavor).objects[-1]["spec"]
 
 
-def test_the_recipe_travels_whole(tmp_path: Path) -> None:
+def test_the_recipe_is_passed_on_unchanged(tmp_path: Path) -> None:
     text = "line one\n---\nkind: Pod  \n\t\"quotes\" 'and' $(subst) {{ helm }} é"
     planned = plan_for("gpt-tiny", [f"description={json.dumps(text)}"], "laptop", 2)
     applied = submit_kubernetes(planned, Options(image=IMAGE), "r", dry_run=True)
@@ -236,7 +236,7 @@ def test_the_recipe_travels_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_hostile_values_come_back_as_the_same_literals(flavor: str) -> None:
+def test_hostile_values_round_trip_as_literals(flavor: str) -> None:
     planned = planned_for("gpt-tiny", "laptop", 2)
     environment = {f"NCCL_HOSTILE_{number}": text for number, text in enumerate(HOSTILE)}
     profile = planned.profile.model_copy(update={"environment": environment})
