@@ -129,7 +129,7 @@ def test_an_unhealthy_gpu_is_reported(change: dict[str, Any], check: str, words:
 
 def test_a_missing_or_different_gpu_is_reported() -> None:
     assert said(gpus.check(gpus.parse(report(count=7))[1], H100)) == {"fail GPUs": "7 of 8"}
-    assert "where h200-ib has" in said(gpus.check(gpus.parse(report())[1], load_profile("h200-ib")))["warn GPUs"]
+    assert "but h200-ib has" in said(gpus.check(gpus.parse(report())[1], load_profile("h200-ib")))["warn GPUs"]
 
 
 def test_a_driver_that_does_not_answer_is_a_finding(
@@ -165,7 +165,7 @@ def test_missing_down_or_slow_adapters_are_reported(tmp_path: Path) -> None:
     bad = adapters(tmp_path / "b", mlx5_0=("DOWN", "400", 0), mlx5_1=("ACTIVE", "100", 0), mlx5_2=("ACTIVE", "400", 99))
     found = said(fabric.check(bad, H100))
     assert "DOWN" in found["fail adapter mlx5_0/1"]
-    assert found["fail adapter mlx5_1/1"] == "12.5 GB/s, where h100-ib has 50"
+    assert found["fail adapter mlx5_1/1"] == "12.5 GB/s, but h100-ib has 50"
     assert "99 times" in found["warn adapter mlx5_2/1"]
     assert list(said(fabric.check([], H100))) == ["fail adapters"]
     assert said(fabric.check([], LAPTOP)) == {}
