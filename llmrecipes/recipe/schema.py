@@ -1,6 +1,6 @@
-"""The recipe: what a run is, and nothing that can be derived from it.
+"""The recipe: the definition of a run, without anything that can be derived from it.
 
-Key names are Megatron's. Every key here changes what the program does; there are none for later.
+Key names are Megatron's. Every key has an effect; none is reserved for later.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Model(Section):
     kv_channels: PosInt | None = None
     """Channels of one head; unset: `hidden_size` / `num_attention_heads`."""
     max_position_embeddings: PosInt | None = None
-    """Longest sequence the model can place; unset: `seq_length`."""
+    """Largest number of positions; unset: `seq_length`."""
     position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
-    """How positions enter: a learned table, or rotary embeddings (arXiv 2104.09864)."""
+    """Position embedding: a learned table, or rotary embeddings (arXiv 2104.09864)."""
     rotary_base: PosFloat = 10000.0
     """Base period of the rotary embedding."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -68,9 +68,9 @@ class Model(Section):
     add_bias_linear: bool = True
     """Biases in all linear layers."""
     add_qkv_bias: bool = False
-    """Bias in the query-key-value projection alone (`add_bias_linear` gives it one anyway)."""
+    """Bias in the query-key-value projection only (`add_bias_linear` includes it)."""
     qk_layernorm: bool = False
-    """Normalise queries and keys before the product."""
+    """Normalise queries and keys before their dot product."""
     share_embeddings_and_output_weights: bool = True
     """Tie the output layer to the word embedding."""
     attention_dropout: Probability = 0.0
@@ -85,51 +85,51 @@ class Model(Section):
     num_moe_experts: PosInt | None = None
     """Experts of a mixture-of-experts layer (arXiv 1701.06538), over all ranks; unset: a dense model."""
     moe_router_topk: PosInt = 2
-    """Experts that each token visits."""
+    """Experts per token."""
     moe_ffn_hidden_size: PosInt | None = None
     """Width of one expert; unset: `ffn_hidden_size`."""
     moe_shared_expert_intermediate_size: PosInt | None = None
-    """Width of all shared experts together, which every token visits besides its own (DeepSeekMoE, arXiv
+    """Total width of the shared experts, which process every token in addition to the routed ones (DeepSeekMoE, arXiv
     2401.06066); unset: none."""
     moe_layer_freq: PosInt | Annotated[list[Literal[0, 1]], Field(min_length=1)] = 1
     """Which layers have experts: every N-th, from the first; or a list with 1 (experts) or 0 (dense) for each layer."""
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = "aux_loss"
-    """Over what tokens the auxiliary balancing loss counts: those of a micro-batch (`aux_loss`; GShard, arXiv
-    2006.16668), of each sequence (`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, section 2.1.2), of the global batch
-    so far (`global_aux_loss`; arXiv 2501.11873); or no such loss."""
+    """Tokens over which the auxiliary balancing loss is computed: a micro-batch (`aux_loss`; GShard, arXiv
+    2006.16668), each sequence (`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, section 2.1.2), the global batch
+    so far (`global_aux_loss`; arXiv 2501.11873); or `none`."""
     moe_aux_loss_coeff: NonNegFloat = 0.0
-    """Weight of the auxiliary loss; Switch Transformer (arXiv 2101.03961) takes 0.01."""
+    """Weight of the auxiliary loss; Switch Transformer (arXiv 2101.03961) uses 0.01."""
     moe_z_loss_coeff: NonNegFloat | None = None
-    """Weight of the router z-loss, which keeps its logits small (ST-MoE, arXiv 2202.08906, which takes 0.001); unset:
+    """Weight of the router z-loss, which keeps its logits small (ST-MoE, arXiv 2202.08906, which uses 0.001); unset:
     none."""
     moe_router_enable_expert_bias: bool = False
-    """Balance without a loss: a bias for each expert, added for the choice alone, goes up where tokens are few and down
-    where they are many (arXiv 2408.15664); needs `moe_router_score_function: sigmoid`."""
+    """Balance without a loss: a bias per expert, used only for the top-k selection, is increased for underloaded and
+    decreased for overloaded experts (arXiv 2408.15664); needs `moe_router_score_function: sigmoid`."""
     moe_router_bias_update_rate: PosFloat = 1e-3
-    """Step of the expert bias."""
+    """Update step of the expert bias."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """From router logits to scores; sigmoid as in DeepSeek-V3."""
+    """Maps router logits to scores; sigmoid as in DeepSeek-V3."""
     moe_router_pre_softmax: bool = False
-    """Take the softmax over all experts before the top-k choice, not over the chosen ones after it."""
+    """Apply the softmax over all experts before the top-k selection, not over the selected ones after it."""
     moe_router_topk_scaling_factor: PosFloat | None = None
-    """Factor of the chosen scores; unset: none."""
+    """Factor of the selected scores; unset: none."""
     moe_router_num_groups: PosInt | None = None
     """Groups of experts for group-limited routing (DeepSeek-V2, arXiv 2405.04434, section 2.2.2)."""
     moe_router_group_topk: PosInt | None = None
-    """Groups among which a token's experts are chosen; needs `moe_router_num_groups`."""
+    """Groups from which a token's experts are selected; needs `moe_router_num_groups`."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
-    """Precision of routing and of summing the experts' results; null: the model's."""
+    """Precision of routing and of combining the experts' outputs; null: the model's."""
     moe_input_jitter_eps: Probability | None = None
     """Multiply the router's input by random factors from 1 - eps to 1 + eps in training (Switch Transformer)."""
     moe_expert_capacity_factor: PosFloat | None = None
-    """Tokens an expert takes, as a multiple of an even share; the others are dropped (GShard). Unset: no token is
-    dropped."""
+    """Capacity of an expert, as a multiple of an even share of tokens; tokens beyond it are dropped (GShard). Unset: no
+    token is dropped."""
     moe_pad_expert_input_to_capacity: bool = False
-    """Fill every expert's input up to its capacity, so that all shapes are known before routing."""
+    """Pad every expert's input to its capacity, so that all shapes are known before routing."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"  # noqa: S105 - no password
     """Which tokens a full expert drops: those with the smallest scores, or the last ones."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # noqa: S105 - no password
-    """How tokens reach experts on other ranks: each only to those it visits, or all of them everywhere."""
+    """How tokens reach experts on other ranks: each is sent to its experts only, or all are gathered everywhere."""
     multi_latent_attention: bool = False
     """Multi-head latent attention: keys and values from a compressed vector (DeepSeek-V2, arXiv 2405.04434, section
     2.1). Its heads have their own sizes, below; needs `position_embedding_type: rope`."""
@@ -138,9 +138,9 @@ class Model(Section):
     kv_lora_rank: PosInt = 512
     """Width of the compressed keys and values."""
     qk_head_dim: PosInt = 128
-    """Channels of a query or key head without a position."""
+    """Channels of a query or key head without position embedding."""
     qk_pos_emb_head_dim: PosInt = 64
-    """Rotated channels of a query head, and of the one rotated key that all heads share."""
+    """Rotated channels of a query head, and of the rotated key that all heads share."""
     v_head_dim: PosInt = 128
     """Channels of a value head."""
     mtp_num_layers: PosInt | None = None
@@ -149,9 +149,9 @@ class Model(Section):
     mtp_loss_scaling_factor: PosFloat = 0.1
     """Weight of the mean loss of the multi-token prediction layers."""
     make_vocab_size_divisible_by: PosInt = 128
-    """The embedding has the next multiple of this as rows, which keeps matrix products aligned."""
+    """Rows of the embedding are rounded up to a multiple of this, which keeps GEMMs aligned."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layer implementation: TransformerEngine where it is installed and the GPU supports it (`auto`), or one by
+    """Layer implementation: TransformerEngine if it is installed and the GPU supports it (`auto`), or one by
     name. The one in use is printed and recorded."""
 
 
@@ -161,22 +161,22 @@ class Parallelism(Section):
     tensor_model_parallel_size: PosInt = 1
     """Ranks that share every layer's matrices and heads (Megatron-LM, arXiv 1909.08053)."""
     pipeline_model_parallel_size: PosInt = 1
-    """Stages that the layers are cut into; micro-batches go through them one after another (1F1B, arXiv 2104.04473,
+    """Stages that the layers are split into; micro-batches are pipelined through them (1F1B, arXiv 2104.04473,
     section 2.2.1)."""
     virtual_pipeline_model_parallel_size: Annotated[int, Field(gt=1)] | None = None
-    """Chunks of layers on each stage, taken in turns: a smaller bubble for more messages (interleaved schedule, arXiv
-    2104.04473, section 2.2.2); unset: one."""
+    """Interleaved chunks of layers per stage: a smaller bubble at the cost of more messages (interleaved schedule,
+    arXiv 2104.04473, section 2.2.2); unset: one."""
     context_parallel_size: PosInt = 1
     """Ranks that share every sequence, each with two chunks of it (Llama 3, arXiv 2407.21783, section 3.3.2)."""
     expert_model_parallel_size: PosInt = 1
-    """Ranks that share the experts of a layer (GShard, arXiv 2006.16668). They are taken from the tensor-, context- and
-    data-parallel ranks, not added to them (arXiv 2504.14960)."""
+    """Ranks that share the experts of a layer (GShard, arXiv 2006.16668). They are the tensor-, context- and
+    data-parallel ranks, not additional ones (arXiv 2504.14960)."""
     expert_tensor_parallel_size: PosInt | None = None
     """Ranks that share each expert's matrices; unset: `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
     """Split norms, dropout and the residual stream by tokens over the tensor-parallel ranks (arXiv 2205.05198)."""
     num_layers_in_first_pipeline_stage: PosInt | None = None
-    """Layers of the first stage; the stages without a number of their own share the others evenly."""
+    """Layers of the first stage; stages without an explicit number share the remaining layers evenly."""
     num_layers_in_last_pipeline_stage: PosInt | None = None
     """Layers of the last stage."""
     account_for_embedding_in_pipeline_split: bool = False
@@ -191,14 +191,14 @@ class Parallelism(Section):
     """Gather updated parameters while the next forward pass already runs; needs `overlap_grad_reduce` and the
     distributed optimizer."""
     grad_reduce_in_fp32: bool = True
-    """Accumulate and reduce gradients in fp32 also where the model is bf16 or fp16."""
+    """Accumulate and reduce gradients in fp32 even if the model is bf16 or fp16."""
 
 
 class Train(Section):
     """Length, batch, precision and memory of the run."""
 
     train_iters: PosInt
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the run."""
     micro_batch_size: PosInt
     """Sequences in one forward pass on one data-parallel rank."""
     global_batch_size: PosInt
@@ -234,12 +234,12 @@ class Train(Section):
     hysteresis: PosInt = 2
     """Overflows after which the fp16 loss scale halves."""
     exit_grace_seconds: PosFloat = 240.0
-    """Seconds from a signal until ranks that have not saved and ended are killed; it should be less than the scheduler
-    gives (Kubernetes pods get 300 here) and more than a step and a save take. Slurm kills its tasks by itself."""
+    """Seconds after a signal until ranks that have not saved and exited are killed; should be less than the scheduler's
+    grace period (Kubernetes pods have 300 here) and more than a step and a save take. Slurm kills its tasks itself."""
 
 
 class Optimizer(Section):
-    """AdamW (arXiv 1711.05101); weight decay is left off norms and biases."""
+    """AdamW (arXiv 1711.05101); norms and biases have no weight decay."""
 
     lr: PosFloat
     """Peak learning rate."""
@@ -254,7 +254,7 @@ class Optimizer(Section):
     adam_eps: PosFloat = 1e-8
     """Added to the root of the second moment."""
     clip_grad: NonNegFloat = 1.0
-    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    """Global gradient norm above which gradients are scaled down; 0 disables clipping."""
 
 
 class Scheduler(Section):
@@ -276,14 +276,14 @@ class Source(Section):
     """One source of documents. Several are blended by weight."""
 
     type: Literal["stdlib", "text", "jsonl", "parquet", "hub"]
-    """`stdlib`: the Python standard library's own source, one file a document, no network. `text`: a file a
-    document. `jsonl`, `parquet`: a row a document. `hub`: a Hugging Face dataset."""
+    """`stdlib`: the source code of Python's standard library, one document per file, no network. `text`: one document
+    per file. `jsonl`, `parquet`: one document per row. `hub`: a Hugging Face dataset."""
     path: str | None = None
     """File, folder or glob (`text`, `jsonl`, `parquet`), relative to the working directory; dataset name (`hub`)."""
     name: str | None = None
     """Configuration of a `hub` dataset."""
     split: str | None = None
-    """Split of a `hub` dataset; unset: `train`. Our own train, valid and test splits are made from it by document
+    """Split of a `hub` dataset; unset: `train`. It is divided into our own train, valid and test splits by document
     hash."""
     revision: str | None = None
     """Commit of a `hub` dataset."""
@@ -306,7 +306,7 @@ class Tokenizer(Section):
 
 
 class Data(Section):
-    """What is read, how it is tokenized, and how batches reach the model."""
+    """Sources, tokenizer and data loading."""
 
     sources: Annotated[tuple[Source, ...], Field(min_length=1, strict=False)] = (Source(type="stdlib"),)
     """Sources of documents."""
@@ -315,11 +315,11 @@ class Data(Section):
     split: Annotated[tuple[PosFloat, NonNegFloat, NonNegFloat], Field(strict=False)] = (98.0, 1.0, 1.0)
     """Relative sizes of the train, valid and test splits. A document's split depends only on the hash of its text."""
     num_workers: NonNegInt = 1
-    """Loader processes a rank; 0 reads in the training process."""
+    """Loader processes per rank; 0 reads in the training process."""
     prefetch_factor: PosInt = 4
-    """Micro-batches each loader process keeps ready."""
+    """Micro-batches that each loader process prefetches."""
     pin_memory: bool = True
-    """Page-locked batches for asynchronous copies to a GPU; no effect on a CPU run."""
+    """Pin the memory of batches for asynchronous copies to a GPU; no effect on a CPU run."""
 
 
 class Checkpoint(Section):
@@ -328,18 +328,18 @@ class Checkpoint(Section):
     save_interval: PosInt = 1000
     """Steps between checkpoints; the last step is always saved."""
     async_save: bool = True
-    """Write in the background while training goes on."""
+    """Write in the background while training continues."""
     most_recent_k: PosInt = 2
-    """Newest checkpoints to keep. Two are kept in any case, because one may turn out to be damaged."""
+    """Newest checkpoints to keep, at least two, because one may turn out to be damaged."""
     keep_interval: PosInt | None = None
-    """Checkpoints whose step is a multiple of this are kept for good."""
+    """Checkpoints whose step is a multiple of this are kept permanently."""
 
 
 class Tracking(Section):
     """Where metrics go besides metrics.jsonl, which is always written."""
 
     mlflow: bool = True
-    """Log to MLflow: `MLFLOW_TRACKING_URI` where it is set, else SQLite in the runs directory."""
+    """Log to MLflow: to `MLFLOW_TRACKING_URI` if set, else to SQLite in the runs directory."""
     experiment: str | None = None
     """MLflow experiment; unset: the recipe's name."""
     tensorboard: bool = True
@@ -355,8 +355,7 @@ class Tracking(Section):
     wandb_save_dir: str | None = None
     """Folder for W&B's own files; unset: the run directory."""
     system_metrics_interval: PosFloat | None = 10.0
-    """Seconds between samples of processor, memory, disk, network and GPU load in MLflow and W&B; null turns them
-    off."""
+    """Seconds between samples of CPU, memory, disk, network and GPU load in MLflow and W&B; null disables them."""
 
 
 class Recipe(Section):
@@ -367,7 +366,7 @@ class Recipe(Section):
     description: str = ""
     """One line for `llmrecipes list`."""
     engine: str = "auto"
-    """What trains: `auto` or `megatron`. `auto` takes megatron."""
+    """Training engine: `auto` or `megatron`. `auto` selects megatron."""
     model: Model
     parallelism: Parallelism = Parallelism()
     train: Train

@@ -44,19 +44,19 @@ def test_a_layout_changes_nothing(row: Row, suite: Suite) -> None:
 
 
 @pytest.mark.parametrize("case", cases(RESUMES))
-def test_a_checkpoint_goes_on_in_another_layout(case: Resume, suite: Suite) -> None:
+def test_a_checkpoint_resumes_in_a_different_layout(case: Resume, suite: Suite) -> None:
     difference = suite.resume(case)
     assert difference.largest <= case.bound, str(difference)
 
 
-def test_a_rank_that_fails_is_told_of_and_its_world_starts_again(worlds: dict[int, GlooWorld]) -> None:
+def test_a_failed_rank_is_reported_and_its_world_restarts(worlds: dict[int, GlooWorld]) -> None:
     world = worlds[2]
     with pytest.raises(WorldFailed, match=r"rank 1: Traceback(.|\n)*ZeroDivisionError"):
         world.run(_fail_on_rank_one)
     assert world.run(_size) == 2
 
 
-def test_a_rank_that_is_killed_is_told_of_and_its_world_starts_again(worlds: dict[int, GlooWorld]) -> None:
+def test_a_killed_rank_is_reported_and_its_world_restarts(worlds: dict[int, GlooWorld]) -> None:
     job = worlds[2].start(_wait_for_the_other)
     assert {job.said()[0], job.said()[0]} == {0, 1}
     job.kill(1)

@@ -57,7 +57,9 @@ def messages(recipe: Recipe, folder: Path) -> list[str]:
     return [kept.get().getMessage() for _ in range(kept.qsize())]
 
 
-def test_another_layout_says_that_random_states_are_new_ones(checkpoint: Path, worlds: dict[int, GlooWorld]) -> None:
+def test_a_different_layout_logs_that_random_states_are_reseeded(
+    checkpoint: Path, worlds: dict[int, GlooWorld]
+) -> None:
     assert worlds[2].run(messages, SAVED.recipe, checkpoint) == []
     (said,) = worlds[2].run(messages, OTHERS[0].recipe, checkpoint)
     assert "random states are re-seeded" in said

@@ -66,7 +66,7 @@ def unreadable(codes: dict[int, ExitCode]) -> list[str]:
     return everyones
 
 
-def test_all_ranks_are_told_what_one_could_not_read(worlds: dict[int, GlooWorld]) -> None:
+def test_all_ranks_learn_of_a_read_failure(worlds: dict[int, GlooWorld]) -> None:
     world = worlds[4]
     assert world.run(unreadable, {}) == ["nothing"] * 4
     assert world.run(unreadable, {2: ExitCode.REQUEUE}) == ["75 here: rank 2"] * 4
@@ -84,6 +84,6 @@ def test_all_ranks_stop_at_a_nan_and_name_where_it_began(layout: str, worlds: di
 
 
 @pytest.mark.parametrize("layout", ["dp1", *LAYOUTS])
-def test_all_ranks_hear_of_a_stop_that_one_was_asked_for(layout: str, worlds: dict[int, GlooWorld]) -> None:
+def test_a_stop_request_of_one_rank_reaches_all(layout: str, worlds: dict[int, GlooWorld]) -> None:
     row = Row("gpt", layout)
     assert worlds[row.ranks].run(stopping, row) == [False, True, False, True] * row.ranks

@@ -171,7 +171,7 @@ def test_a_wrong_last_update_is_seen_in_the_weights(checked: Verify) -> None:
     assert result.max_relative("loss") < 1e-5 < result.max_rel_param
 
 
-def test_replicas_that_drift_apart_are_named_though_every_number_agrees(checked: Verify) -> None:
+def test_diverging_replicas_are_reported_although_every_number_agrees(checked: Verify) -> None:
     # Each replica updates its own copy; the distributed optimizer would overwrite them.
     result = checked({}, {"use_distributed_optimizer": False}, 2, DRIFT)
     assert max(result.max_relative("loss"), result.max_relative("grad_norm"), result.max_rel_param) < 1e-5
@@ -208,7 +208,7 @@ def test_every_fault_is_tried() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_says_so_by_its_exit_code(
+def test_the_exit_code_of_the_command(
     corpus: Path, data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "checked.yaml"

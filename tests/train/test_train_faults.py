@@ -176,7 +176,7 @@ def small_disk(run_dir: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def test_training_goes_on_over_a_full_disk_and_saves_when_there_is_room(
+def test_training_survives_a_full_disk_and_saves_once_there_is_space(
     train: Command, run_dir: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filler = small_disk / "filler"
@@ -279,7 +279,7 @@ def test_tokens_that_are_cut_off_under_a_run_end_it_with_the_last_step_saved(
 ONE_BATCH: dict[str, dict[str, Any]] = {"train": {"global_batch_size": 2, "train_iters": 200}}
 
 
-def test_one_batch_is_learnt_by_heart(train: Command, tmp_path: Path) -> None:
+def test_one_batch_is_overfitted(train: Command, tmp_path: Path) -> None:
     code, printed = train("--overfit-batch", optimizer={"lr": 1e-2}, **ONE_BATCH)
     assert code == 0, printed
     assert "loss 6." in printed
@@ -307,7 +307,7 @@ def test_one_batch_that_is_not_learnt_gets_a_diagnosis(
     assert "loss 6." in printed
 
 
-def test_a_profile_is_a_chrome_trace_of_the_steps_asked_for(train: Command, run_dir: Path) -> None:
+def test_a_profile_is_a_chrome_trace_of_the_requested_steps(train: Command, run_dir: Path) -> None:
     code, printed = train("--profile", "2")
     assert code == 0, printed
     path = run_dir / "logs" / "trace-rank-0.json"

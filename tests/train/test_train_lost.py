@@ -251,7 +251,7 @@ def test_more_steps_that_change_the_learning_rate_have_to_be_accepted(
     assert recorded(run_dir) == before
 
 
-def test_a_learning_rate_that_is_named_or_accepted_is_taken(
+def test_an_explicit_or_accepted_learning_rate_change_is_allowed(
     trained: Path, run_dir: Path, data_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def resume(*overrides: str, accept: bool = False) -> None:

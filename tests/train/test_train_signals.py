@@ -84,7 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Path)
     ("number", "ranks"),
     [(signal.SIGTERM, 1), (signal.SIGINT, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow)],
 )
-def test_a_signal_saves_once_and_the_same_command_goes_on(runs: Runs, number: signal.Signals, ranks: int) -> None:
+def test_a_signal_saves_once_and_the_same_command_resumes(runs: Runs, number: signal.Signals, ranks: int) -> None:
     run_id = f"{number.name}-{ranks}"
     process = runs.start(run_id, ranks)
     wait_for_step(process, runs.directory(run_id), 5)
@@ -144,7 +144,7 @@ def test_when_one_rank_is_killed_the_command_ends_and_leaves_no_process(runs: Ru
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_by_itself_after_a_rank_was_killed(runs: Runs) -> None:
+def test_a_run_restarts_automatically_after_a_killed_rank(runs: Runs) -> None:
     process = runs.start("restarted", 2, "--max-restarts", "2")
     wait_for_step(process, runs.directory("restarted"), 18)
     ranks = {p.environ().get("RANK"): p for p in psutil.Process(process.pid).children()}

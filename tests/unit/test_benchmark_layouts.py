@@ -48,7 +48,7 @@ def test_a_slow_stage_lets_the_others_idle() -> None:
     assert idle_share(ranks, 1, lambda stage, _each: 1.0 + stage) > formula(2, 4, 1)
 
 
-def test_schedules_that_wait_for_each_other_are_named() -> None:
+def test_deadlocked_schedules_are_reported() -> None:
     forward, backward = Pass("forward", 0, 0), Pass("backward", 0, 0)
     with pytest.raises(ValueError, match="wait for each other"):
         idle_share([[backward, forward], [forward, backward]], 1, lambda _stage, _each: 1.0)

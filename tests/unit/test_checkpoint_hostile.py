@@ -256,7 +256,7 @@ def test_older_checkpoints_of_debian_12_load(checkpoint: Path) -> None:
     assert_whole(load(seal(checkpoint, 1), state()))
 
 
-def test_both_indexes_say_the_same(checkpoint: Path) -> None:
+def test_both_indexes_agree(checkpoint: Path) -> None:
     new = read_index(seal(checkpoint))
     old = read_index(seal(checkpoint, 1))
     assert new == old
@@ -399,7 +399,7 @@ def test_code_in_what_is_not_sharded_is_not_run(checkpoint: Path, marker: Path) 
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, torch.zeros(2, 4), torch.zeros(4, 2, dtype=torch.float64), 3])
-def test_a_stored_tensor_has_to_be_what_the_index_says(checkpoint: Path, value: object) -> None:
+def test_a_stored_tensor_must_match_the_index(checkpoint: Path, value: object) -> None:
     replace_stored(checkpoint, value, "weight")
     require_refused(seal(checkpoint), rule="'weight'")
 

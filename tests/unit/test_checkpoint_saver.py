@@ -216,7 +216,7 @@ def test_foreign_architecture_is_one_message_with_the_tensors(store: CheckpointS
 
 
 @pytest.mark.slow
-def test_kill_nine_at_any_moment_leaves_a_whole_newest_checkpoint(
+def test_kill_nine_at_any_moment_leaves_a_complete_newest_checkpoint(
     store: CheckpointStore, worlds: dict[int, GlooWorld]
 ) -> None:
     """Each process first loads what the killed one before it has left, and checks every value."""

@@ -114,7 +114,7 @@ def _flip_in_manifest(path: Path) -> None:
         (_escape, "not the name of a file inside the checkpoint"),
     ],
 )
-def test_broken_checkpoint_is_skipped_and_named(
+def test_a_damaged_checkpoint_is_skipped_and_reported(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture, damage: object, says: str
 ) -> None:
     for step in (1, 2, 3):

@@ -209,7 +209,9 @@ def test_the_seed_decides_the_order(made: tuple[Recipe, Prepared], tmp_path: Pat
     assert not all(_same(a, b) for a, b in zip(_batches(mine), _batches(other), strict=True))
 
 
-def test_more_steps_keep_the_order_where_a_resume_says_so(made: tuple[Recipe, Prepared], tmp_path: Path) -> None:
+def test_more_steps_keep_the_data_order_if_the_resume_check_says_so(
+    made: tuple[Recipe, Prepared], tmp_path: Path
+) -> None:
     sources, length = made[0].data.sources, made[0].model.seq_length
     shutil.copytree(made[1].path.parent, tmp_path / "data")
     tokens = [source.splits["train"].tokens for source in made[1].manifest.sources]
@@ -242,7 +244,7 @@ def test_training_builds_nothing_even_where_the_folder_has_moved(
     assert all(_same(a, b) for a, b in zip(_batches(train), there, strict=True))
 
 
-def test_an_index_that_is_not_there_or_damaged_is_named(made: tuple[Recipe, Prepared], tmp_path: Path) -> None:
+def test_a_missing_or_damaged_index_is_reported(made: tuple[Recipe, Prepared], tmp_path: Path) -> None:
     with refused(made[1].path):
         dataset.build(recipe(*made[0].data.sources, train_iters=26), made[1], "train")
     shutil.copytree(made[1].path.parent, tmp_path / "data")

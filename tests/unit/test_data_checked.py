@@ -180,7 +180,7 @@ def test_damaged_notes_are_no_notes(copied: tuple[Recipe, Path, Path], reads: Re
     assert "00-train.bin" in reads
 
 
-def test_beside_read_only_data_the_cache_remembers_and_without_one_it_is_said(
+def test_with_read_only_data_the_cache_records_checks_and_its_absence_is_logged(
     copied: tuple[Recipe, Path, Path], reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used, data, path = copied

@@ -67,7 +67,7 @@ def test_long_texts_are_cut_without_changing_their_words() -> None:
     assert [word for part in parts for word in re.findall(WORDS, part)] == re.findall(WORDS, text)
 
 
-def test_every_text_comes_back(trained: tokenizers.Tokenizer) -> None:
+def test_every_text_round_trips(trained: tokenizers.Tokenizer) -> None:
     whole = tokenizer.TextTokenizer(encode.load(trained.to_str()), 0, "")
     for text in _texts(100):
         assert whole.decode(whole.encode(text)) == text

@@ -117,7 +117,7 @@ def test_held_out_text_and_its_gzip_size(made: tuple[Recipe, Prepared]) -> None:
     assert heldout.bits_per_byte(np.log(2) * 3.0, prepared) == pytest.approx(3.0 / (sum(share) / 2))
 
 
-def test_preparing_again_does_nothing_and_says_when_sources_have_changed(tmp_path: Path) -> None:
+def test_preparing_again_does_nothing_and_warns_if_sources_have_changed(tmp_path: Path) -> None:
     used = recipe(corpus(tmp_path / "text"))
     first = prepare(used, tmp_path / "data", workers=1)
     before = {file: file.stat().st_mtime_ns for file in first.path.rglob("*")}
@@ -140,7 +140,7 @@ def test_the_files_do_not_depend_on_the_number_of_workers(
     assert prepared.manifest == made[1].manifest
 
 
-def test_preparing_anew_uses_the_new_tokenizer(tmp_path: Path) -> None:
+def test_preparing_again_uses_the_new_tokenizer(tmp_path: Path) -> None:
     used = recipe(corpus(tmp_path / "text", documents=50))
     shutil.rmtree(prepare(used, tmp_path / "data", workers=1).path)
     shutil.rmtree(tmp_path / "text")
@@ -200,7 +200,7 @@ def test_a_new_data_key_makes_other_tokens(section: str) -> None:
     assert fingerprint(changed(1)) == fingerprint(changed(1)) != fingerprint(changed(2))
 
 
-def test_open_says_when_nothing_is_prepared(tmp_path: Path) -> None:
+def test_open_reports_when_nothing_is_prepared(tmp_path: Path) -> None:
     used = recipe(Source(type="stdlib"))
     with refused(tmp_path / fingerprint(used)) as caught:
         open_prepared(used, tmp_path)
@@ -355,7 +355,7 @@ def test_sources_without_text_for_training_are_refused(tmp_path: Path) -> None:
         prepare(recipe(corpus(tmp_path / "tiny", documents=5), seq_length=4096), tmp_path / "data", workers=1)
 
 
-def test_a_split_too_short_for_a_sequence_is_said(tmp_path: Path) -> None:
+def test_a_split_too_short_for_a_sequence_is_reported(tmp_path: Path) -> None:
     lines: list[str] = []
     used = recipe(corpus(tmp_path / "text"), split=(99.0, 1.0, 0.0), seq_length=512)
     prepared = prepare(used, tmp_path / "data", workers=1, progress=lines.append)

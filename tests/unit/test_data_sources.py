@@ -97,7 +97,7 @@ def test_parquet_columns_rows_and_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
-def test_a_missing_source_is_said_with_where_it_was_looked_for(tmp_path: Path, kind: str) -> None:
+def test_a_missing_source_is_reported_with_its_path(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "nowhere"
     with refused("data.sources", rule=str(path)):
         list(sources.documents(Source(type=kind, path=str(path))))  # type: ignore[arg-type]

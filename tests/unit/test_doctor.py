@@ -123,13 +123,13 @@ def test_healthy_gpus_are_fine() -> None:
         ({"fabric": "In Progress"}, "fail gpu 0", "NVLink"),
     ],
 )
-def test_a_sick_gpu_is_named(change: dict[str, Any], check: str, words: str) -> None:
+def test_an_unhealthy_gpu_is_reported(change: dict[str, Any], check: str, words: str) -> None:
     assert words in said(gpus.check(gpus.parse(report(change))[1], H100))[check]
 
 
-def test_a_missing_or_another_gpu_is_named() -> None:
+def test_a_missing_or_different_gpu_is_reported() -> None:
     assert said(gpus.check(gpus.parse(report(count=7))[1], H100)) == {"fail GPUs": "7 of 8"}
-    assert "where h200-ib has" in said(gpus.check(gpus.parse(report())[1], load_profile("h200-ib")))["warn GPUs"]
+    assert "but h200-ib has" in said(gpus.check(gpus.parse(report())[1], load_profile("h200-ib")))["warn GPUs"]
 
 
 def test_a_driver_that_does_not_answer_is_a_finding(
@@ -159,13 +159,13 @@ def adapters(folder: Path, **states: tuple[str, str, int]) -> list[fabric.Port]:
     return fabric.ports(folder)
 
 
-def test_adapters_that_are_missing_down_or_slow_are_named(tmp_path: Path) -> None:
+def test_missing_down_or_slow_adapters_are_reported(tmp_path: Path) -> None:
     good = ("ACTIVE", "400", 0)
     assert said(fabric.check(adapters(tmp_path / "a", mlx5_0=good, mlx5_1=good), H100)) == {}
     bad = adapters(tmp_path / "b", mlx5_0=("DOWN", "400", 0), mlx5_1=("ACTIVE", "100", 0), mlx5_2=("ACTIVE", "400", 99))
     found = said(fabric.check(bad, H100))
     assert "DOWN" in found["fail adapter mlx5_0/1"]
-    assert found["fail adapter mlx5_1/1"] == "12.5 GB/s, where h100-ib has 50"
+    assert found["fail adapter mlx5_1/1"] == "12.5 GB/s, but h100-ib has 50"
     assert "99 times" in found["warn adapter mlx5_2/1"]
     assert list(said(fabric.check([], H100))) == ["fail adapters"]
     assert said(fabric.check([], LAPTOP)) == {}
@@ -174,7 +174,7 @@ def test_adapters_that_are_missing_down_or_slow_are_named(tmp_path: Path) -> Non
     assert said(fabric.check(bond, H100)) == {}
 
 
-def test_limits_that_are_too_low_are_named() -> None:
+def test_too_low_limits_are_reported() -> None:
     low = limits.Limits(memlock_bytes=64 << 10, shared_bytes=64 << 20, open_files=256)
     found = said(limits.check(low, H100, 8))
     assert found["fail locked memory"].startswith("64 KiB")
@@ -256,7 +256,7 @@ def answers(processes: list[subprocess.Popen[str]]) -> list[dict[str, str]]:
 HOSTS = [f"127.0.0.{number}" for number in range(1, 5)]
 
 
-def test_nodes_that_are_well_say_so(tmp_path: Path, unused_port: int) -> None:
+def test_healthy_nodes_pass(tmp_path: Path, unused_port: int) -> None:
     found = answers([node(number, HOSTS, unused_port, tmp_path) for number in range(4)])
     assert not [each for each in found if each["status"] != "ok"]
     checks = {(each["node"], each["check"]) for each in found}

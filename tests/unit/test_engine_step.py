@@ -191,7 +191,7 @@ def test_evaluation_moves_nothing_and_drops_nothing() -> None:
     assert steps(engine, 1)[0].loss != one  # dropout and smoothing are on again; how much they change is chance
 
 
-def test_an_evaluation_stops_after_the_batch_in_which_it_was_asked_to_and_has_no_result() -> None:
+def test_an_interrupted_evaluation_stops_after_the_batch_without_a_result() -> None:
     engine = engine_of(tiny())
     source = random_batches(engine.recipe)
     asked = iter([False, True, False])

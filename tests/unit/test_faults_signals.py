@@ -104,7 +104,7 @@ def test_a_signal_that_was_blocked_until_now_counts() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_command_that_is_asked_to_stop_before_training_began_says_so_with_75(
+def test_a_signal_before_training_exits_with_75(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(number)

@@ -33,7 +33,7 @@ def test_an_explosion_is_one_alarm_though_it_lasts() -> None:
     assert alarms(HEALTHY + EXPLODING) == [60 + 1]
 
 
-def test_a_second_explosion_after_the_loss_came_back_is_a_second_alarm() -> None:
+def test_a_second_spike_after_recovery_is_a_second_alarm() -> None:
     watch = LossWatch()
     for loss in HEALTHY:
         watch.add(loss)

@@ -40,7 +40,7 @@ def test_the_cache_changes_no_token(shape: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_the_seed_decides_and_the_training_mode_comes_back() -> None:
+def test_the_seed_decides_and_the_training_mode_is_restored() -> None:
     module = model().train()
     seeds = [continuation(module, sampling=Sampling(temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
     assert seeds[0] == seeds[1] != seeds[2]
@@ -93,7 +93,7 @@ def test_plain_draws_follow_the_probabilities() -> None:
     assert found == pytest.approx(dict(enumerate(PROBABILITIES)), abs=0.03)
 
 
-def test_temperature_sharpens_and_zero_takes_the_likeliest() -> None:
+def test_temperature_sharpens_and_zero_selects_the_most_likely() -> None:
     squared = [p**2 for p in PROBABILITIES]
     expected = {token: p / sum(squared) for token, p in enumerate(squared)}
     found = frequencies(Sampling(temperature=0.5, top_k=0))

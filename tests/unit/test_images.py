@@ -58,7 +58,7 @@ def test_every_base_is_one_content() -> None:
         assert "@sha256" not in dockerfile.read_text(), "digests stand in versions.env, once"
 
 
-def test_dockerfiles_take_what_the_builder_gives() -> None:
+def test_dockerfiles_use_the_builders_arguments() -> None:
     for kind in ("cpu", "cuda"):
         wanted = build_image.image(kind, "efa", None, "", "llmrecipes")
         text = (ROOT / wanted.dockerfile).read_text()
@@ -113,7 +113,7 @@ def test_hostile_arguments_are_single_words() -> None:
     assert command[-2:] == ["--x=$(id)", "."]
 
 
-def test_no_builder_is_said_in_one_message(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_builder_is_one_message(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "argv", ["build_image.py", "cpu"])
     assert build_image.main() == 2
@@ -191,7 +191,7 @@ def test_compose_opens_nothing_but_loopback_and_holds_no_secret() -> None:
     assert list(compose()["secrets"]["db_password"]) == ["file"]
 
 
-def test_compose_takes_the_image_of_this_version() -> None:
+def test_compose_uses_the_image_of_this_version() -> None:
     assert compose()["services"]["train"]["image"].endswith(
         build_image.image("cpu", "rdma", None, None, "llmrecipes").tags[0] + "}"
     )

@@ -104,7 +104,7 @@ def test_the_check_is_strict(flavor: str) -> None:
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_yaml_gives_the_objects_back(flavor: str) -> None:
+def test_yaml_round_trips(flavor: str) -> None:
     applied = rendered(flavor)
     assert list(yaml.safe_load_all(to_yaml(applied))) == applied
     assert "&id" not in to_yaml(applied)
@@ -184,7 +184,7 @@ def test_a_pod_has_no_rights_and_no_root() -> None:
     assert "privileged" not in to_yaml(rendered("job"))
 
 
-def test_a_saved_run_goes_on_and_a_hopeless_one_does_not() -> None:
+def test_a_saved_run_is_requeued_and_a_stopped_one_is_not() -> None:
     rules = rendered("job")[-1]["spec"]["podFailurePolicy"]["rules"]
     codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
     assert codes == {"FailJob": [2, 93], "Ignore": [75]}
@@ -226,7 +226,7 @@ def test_a_queue_starts_it() -> None:
         assert "suspend" not in rendered(flavor)[-1]["spec"]
 
 
-def test_the_recipe_travels_whole(tmp_path: Path) -> None:
+def test_the_recipe_is_passed_on_unchanged(tmp_path: Path) -> None:
     text = "line one\n---\nkind: Pod  \n\t\"quotes\" 'and' $(subst) {{ helm }} é"
     planned = plan_for("gpt-tiny", [f"description={json.dumps(text)}"], "laptop", 2)
     applied = objects_of(planned, Options(image=IMAGE), "r")
@@ -237,7 +237,7 @@ def test_the_recipe_travels_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_hostile_values_come_back_as_the_same_literals(flavor: str) -> None:
+def test_hostile_values_round_trip_as_literals(flavor: str) -> None:
     planned = planned_for("gpt-tiny", "laptop", 2)
     environment = {f"NCCL_HOSTILE_{number}": text for number, text in enumerate(HOSTILE)}
     profile = planned.profile.model_copy(update={"environment": environment})

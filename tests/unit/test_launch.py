@@ -120,9 +120,7 @@ def signalled(folder: Path, number: signal.Signals, stopped: bool = False) -> It
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])  # a second SIGINT would stop it without saving
-def test_a_signal_reaches_every_rank_as_sigterm_and_the_handlers_come_back(
-    folder: Path, number: signal.Signals
-) -> None:
+def test_a_signal_reaches_every_rank_as_sigterm_and_handlers_are_restored(folder: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     orders: dict[str, object] = {"wait": "never", "code_on_signal": 75}
     with signalled(folder, number):
@@ -139,7 +137,7 @@ def test_a_rank_that_a_signal_ends_before_training_began_has_lost_nothing(folder
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_after_the_grace_the_ranks_are_killed_and_the_code_says_whether_they_saved(
+def test_after_the_grace_period_ranks_are_killed_and_the_code_tells_whether_they_saved(
     folder: Path, caplog: pytest.LogCaptureFixture, saved: bool
 ) -> None:
     """SIGSTOP is what no handler sees: `kill -STOP`, a debugger, a suspended job."""

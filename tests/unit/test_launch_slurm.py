@@ -83,7 +83,9 @@ def test_hostile_values_stay_what_they_are(value: str, tmp_path: Path) -> None:
         ({"more": ("--comment=a\n#SBATCH",)}, "--sbatch", "--name=value"),
     ],
 )
-def test_what_slurm_could_not_take_is_refused(options: dict[str, Any], where: str, rule: str | tuple[str, ...]) -> None:
+def test_options_that_slurm_would_reject_are_refused(
+    options: dict[str, Any], where: str, rule: str | tuple[str, ...]
+) -> None:
     with refused(where, rule=rule):
         rendered(**options)
 
@@ -195,7 +197,7 @@ def test_a_dry_run_ends_with_what_the_job_gets_and_needs(
     assert json.loads(printed)["summary"]["has_token"] is True and "hf_secret" not in printed
 
 
-def test_the_number_of_the_job_is_told_and_a_refusal_in_slurms_words(
+def test_the_job_id_is_printed_and_a_refusal_shows_slurms_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

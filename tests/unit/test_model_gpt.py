@@ -121,7 +121,7 @@ def test_label_smoothing_changes_the_training_loss_only() -> None:
 # -- layer implementation and options --------------------------------------------------------------------------------
 
 
-def test_an_implementation_asked_for_by_name_is_never_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_implementation_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("model.transformer_impl", rule="GPU"):
         choose("transformer_engine")
     assert choose("auto") == ("local", "no GPU")

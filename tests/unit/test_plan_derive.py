@@ -182,7 +182,7 @@ def test_a_batch_that_does_not_divide_names_what_does() -> None:
     assert caught.value.fix == "global_batch_size 12 or 24, or 2 data-parallel ranks"
 
 
-def test_ranks_that_nobody_names() -> None:
+def test_the_default_number_of_ranks() -> None:
     assert default_world_size(recipe("gpt-125m"), NODE) == 8
     assert default_world_size(recipe("gpt-125m"), LAPTOP) == 1
     # A batch of six micro-batches leaves two of eight GPUs idle rather than being refused.
@@ -255,7 +255,7 @@ def test_what_fits_passes_and_what_does_not_is_refused_with_a_way_out() -> None:
         check(plan, LAPTOP)
 
 
-def test_a_recipe_that_no_number_of_gpus_holds_says_so() -> None:
+def test_a_recipe_that_fits_on_no_number_of_gpus_is_refused() -> None:
     huge = recipe("llama3-8b", "model.num_layers=400")
     with refused("recipe llama3-8b", rule="H100") as caught:
         check(derive(huge, 8, NODE), NODE)

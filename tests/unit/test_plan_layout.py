@@ -159,7 +159,7 @@ def test_data_parallel_sizes(name: str, ranks: int, dense: int, experts: int) ->
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_laid_out_says_what_can(
+def test_an_impossible_layout_suggests_a_possible_one(
     name: str, changes: dict[str, Any], ranks: int, cluster: Cluster, where: str, rule: str | tuple[str, ...]
 ) -> None:
     with refused(where, rule=rule) as caught:
@@ -172,7 +172,7 @@ def test_shared_experts_are_laid_out_on_gpus() -> None:
     assert derive(changed, 4, gpus(4)).layout.expert_tensor_parallel_size == 2
 
 
-def test_ranks_that_nobody_names() -> None:
+def test_the_default_number_of_ranks() -> None:
     assert default_world_size(recipe("gpt-tiny-3d"), LAPTOP) == 4
     assert default_world_size(recipe("moe-tiny"), LAPTOP) == 2
     assert default_world_size(recipe("gpt-tiny"), LAPTOP) == 1

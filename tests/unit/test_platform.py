@@ -140,7 +140,7 @@ def test_adam_keeps_its_step_in_the_group_and_leaves_parameters_without_gradient
     assert torch.equal(weights[2], parameters()[2])
 
 
-def test_adam_goes_on_from_a_saved_state_as_if_never_stopped() -> None:
+def test_adam_resumes_from_a_saved_state_exactly() -> None:
     whole, cut = parameters(), parameters()
     train(GroupStepAdamW(grouped(whole), lr=1e-2), whole, 0, 6)
     first = GroupStepAdamW(grouped(cut), lr=1e-2)

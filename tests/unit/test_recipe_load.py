@@ -228,9 +228,7 @@ def test_no_fix_is_offered_that_would_be_refused_too(write: Write, value: str) -
         ("num_layers: 2", "num_layers: 2\n  normalization: rmsnorm", "RMSNorm"),
     ],
 )
-def test_a_value_spelt_differently_is_offered_as_the_schema_takes_it(
-    write: Write, old: str, new: str, fix: str
-) -> None:
+def test_a_misspelt_value_is_suggested_as_in_the_schema(write: Write, old: str, new: str, fix: str) -> None:
     with refused("small.yaml") as caught:
         write((old, new))
     assert caught.value.fix.split(",")[0] == fix

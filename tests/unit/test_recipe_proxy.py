@@ -99,7 +99,7 @@ def assert_same_kinds_on_gpus(recipe: Recipe) -> None:
     }
 
 
-def test_what_a_cpu_cannot_run_is_said() -> None:
+def test_what_a_cpu_cannot_run_is_reported() -> None:
     changes = ["parallelism.tensor_model_parallel_size=4", "parallelism.sequence_parallel=true"]
     whole = load("mixtral-8x7b", [*changes, "parallelism.expert_model_parallel_size=1",
                                   "parallelism.expert_tensor_parallel_size=null"]).recipe  # fmt: skip
@@ -141,7 +141,7 @@ def test_rehearsals_of_shipped_recipes(name: str) -> None:
     assert_rehearses(load(name).recipe)
 
 
-def test_rehearsals_of_recipes_that_nobody_wrote() -> None:
+def test_rehearsals_of_random_recipes() -> None:
     draw = random.Random(0)
     found: dict[str, int] = {}
     tried = 0

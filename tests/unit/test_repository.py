@@ -396,7 +396,7 @@ def test_every_make_target_is_listed() -> None:
     assert phony == set(re.findall(r"^  make ([\w-]+)  +\S", listed, re.MULTILINE))
 
 
-def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
+def test_the_wheel_is_marked_as_typed(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "llmrecipes").mkdir()

@@ -38,7 +38,7 @@ def test_modules_stay_together_and_ranks_come_first() -> None:
 
 
 @pytest.mark.parametrize(("ci", "code", "said"), [("true", 1, "ERROR"), ("false", 0, "SKIPPED")])
-def test_what_cannot_run_has_failed_in_ci_and_is_named_anywhere(ci: str, code: int, said: str, tmp_path: Path) -> None:
+def test_missing_programs_fail_in_ci_and_are_named_elsewhere(ci: str, code: int, said: str, tmp_path: Path) -> None:
     file = "tests/system/containers/test_built_image.py"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "without_rights", file], cwd=TESTS.parent,

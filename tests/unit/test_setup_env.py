@@ -67,7 +67,7 @@ def test_every_lock_brings_its_own_uv(lock: str) -> None:
     assert block.startswith("uv==") and "--hash=sha256:" in block
 
 
-def test_torch_is_taken_out_of_the_cpu_lock_whole() -> None:
+def test_torch_is_extracted_completely_from_the_cpu_lock() -> None:
     text = (ROOT / "requirements" / "py311-cpu.txt").read_text()
     torch, rest = setup_env.take_block(text, CPU_TORCH)
     assert torch.startswith("torch==2.13.0+cpu \\\n") and "--hash=sha256:" in torch
@@ -175,7 +175,7 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
 
 
 @pytest.mark.slow
-def test_setup_refuses_a_wrong_hash_starts_anew_and_does_nothing_twice(tmp_path: Path) -> None:
+def test_setup_refuses_a_wrong_hash_starts_over_and_is_idempotent(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     state = checkout.root / ".venv" / "setup.json"
     checkout.lock({**checkout.hashes, "other==1.0": "0" * 64})
@@ -234,7 +234,7 @@ def test_uv_installs_with_pips_configuration_and_checks_hashes(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_pip_takes_over_where_uv_does_not_run(tmp_path: Path) -> None:
+def test_pip_is_the_fallback_if_uv_does_not_run(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     checkout.uv("\x7fELF of another machine")
     done = checkout.setup()
@@ -244,7 +244,7 @@ def test_pip_takes_over_where_uv_does_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torch_that_is_nowhere_is_said_once(tmp_path: Path) -> None:
+def test_a_missing_torch_is_reported_once(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     nowhere = tmp_path / "nowhere"
     nowhere.mkdir()

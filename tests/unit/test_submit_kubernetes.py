@@ -135,6 +135,6 @@ def test_slurm_takes_none_of_its_options(capsys: pytest.CaptureFixture[str]) -> 
     require_message(capsys.readouterr().err, "--queue", rule="--to")
 
 
-def test_an_image_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_image_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["submit", "gpt-tiny", "--to", "k8s", "--cluster", "laptop", "--dry-run"]) == 2
     require_message(capsys.readouterr().err, "--image")

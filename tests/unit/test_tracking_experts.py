@@ -100,7 +100,7 @@ NUMBERS = ("imbalance", "dropped", "entropy", "z_loss")
 
 
 @pytest.mark.slow
-def test_mlflow_gets_a_step_of_more_values_than_one_request_takes(
+def test_a_step_with_more_values_than_one_mlflow_request_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -78,7 +78,7 @@ def test_hostile_values_stay_strict_json(tmp_path: Path) -> None:
     assert second["details"] == {"path": "/a", "x": ["nan", {"y": "-inf"}], "n": None}
 
 
-def test_resume_drops_what_came_after_the_checkpoint_and_a_torn_line(
+def test_resume_drops_records_after_the_checkpoint_and_a_truncated_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "m"
@@ -197,12 +197,12 @@ Lines = list[bytes]
     ],
     ids=["nothing", "number", "last number", "lost", "twice", "cut", "end", "all"],
 )
-def test_what_is_lost_or_changed_is_named(recorded: Path, damage: Callable[[Lines], Lines], found: list[str]) -> None:
+def test_lost_or_changed_lines_are_reported(recorded: Path, damage: Callable[[Lines], Lines], found: list[str]) -> None:
     recorded.write_bytes(b"".join(damage(recorded.read_bytes().splitlines(keepends=True))))
     assert problems(recorded) == found
 
 
-def test_what_was_said_is_not_said_again(recorded: Path) -> None:
+def test_reported_problems_are_not_reported_again(recorded: Path) -> None:
     written = recorded.read_bytes().splitlines(keepends=True)
     recorded.write_bytes(b"".join(written[:150] + written[153:240]))
     assert problems(recorded)

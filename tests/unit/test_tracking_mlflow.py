@@ -271,7 +271,7 @@ def test_resuming_at_once_after_a_kill_waits_for_the_mirror_left_behind(runs_dir
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_neither_stops_nor_delays_training_and_gets_the_rest_on_resume(
+def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     experiment, server_dir, runs = "remote", tmp_path / "server", tmp_path / "runs"
@@ -377,7 +377,7 @@ def test_the_page_of_a_remote_store_is_named_and_no_runs_is_the_users_error(
     assert capsys.readouterr().out == "runs are tracked by a server; open https://tracking.example.org\n"
 
 
-def test_a_run_says_where_mlflow_shows_it(tmp_path: Path) -> None:
+def test_a_run_prints_its_mlflow_address(tmp_path: Path) -> None:
     shown = io.StringIO()
     runs = tmp_path / "my runs"
     with start(runs, recipe("words", system_metrics_interval=None), "r", shown=shown):

@@ -64,7 +64,7 @@ def steps(run_dir: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_directory_tells_what_was_run(tmp_path: Path) -> None:
+def test_a_run_directory_records_what_was_run(tmp_path: Path) -> None:
     with open_tracker(tmp_path) as tracker:
         tracker.step(step(1))
     run_dir = tmp_path / "tiny" / "one"
@@ -144,9 +144,7 @@ def test_the_state_follows_the_way_the_run_ended(tmp_path: Path, error: BaseExce
     assert list_runs(tmp_path)[0].state == state
 
 
-def test_a_place_that_fails_is_dropped_once_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_sink_is_dropped_once_and_the_run_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tiny" / "one").mkdir(parents=True)
     (tmp_path / "tiny" / "one" / "tensorboard").touch()  # a file where the directory should be
     reader, writer = os.pipe()

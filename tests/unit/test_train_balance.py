@@ -125,7 +125,7 @@ def test_recomputation_and_evaluation_are_not_counted(world: World) -> None:
     assert engine.balance.collect() == plain
 
 
-def test_steps_that_nobody_asks_about_leave_no_trace(world: World) -> None:
+def test_steps_that_are_not_counted_leave_no_trace(world: World) -> None:
     engine = make_engine(moe_recipe(moe_aux_loss_coeff=0.01))
     indifferent(engine)
     engine.optimizer.param_groups[0]["lr"] = 0.0

@@ -78,7 +78,7 @@ def test_bad_input_ends_with_2_and_one_message(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_outside_of_srun_says_so(arguments: list[str], tmp_path: Path) -> None:
+def test_a_rank_outside_of_srun_is_refused(arguments: list[str], tmp_path: Path) -> None:
     path = Path(run(arguments).stdout.strip())
     done = run(["rank", str(path)], SLURM_PROCID="x")
     assert done.returncode == 2

@@ -46,7 +46,7 @@ def test_a_resume_that_forgets_the_random_state_is_found_out(
     assert "DIFFERS from the uninterrupted run at step 11" in printed
 
 
-def test_a_rehearsal_says_what_it_left_out() -> None:
+def test_a_rehearsal_reports_what_it_left_out() -> None:
     recipe = load("mixtral-8x7b", ["parallelism.expert_tensor_parallel_size=2"]).recipe
     small = proxy(recipe)
     layout = derive(small, smallest_world(small.parallelism), ROOMY).layout.as_dict()

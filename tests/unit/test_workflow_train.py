@@ -72,7 +72,7 @@ def test_a_recipe_that_cannot_fit_starts_nothing(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_named_and_nothing_is_begun(
+def test_a_user_error_is_reported_and_nothing_is_started(
     command: Command, tmp_path: Path, arguments: list[str], where: str, rule: str | tuple[str, ...]
 ) -> None:
     code, printed = command(*arguments)
@@ -176,7 +176,7 @@ def test_a_run_whose_recipe_is_gone_is_still_protected_by_its_checkpoint(
     assert everything_in(copy / "checkpoints") == checkpoints
 
 
-def test_tokens_that_were_cut_off_are_named_before_the_first_step(
+def test_truncated_tokens_are_reported_before_the_first_step(
     command: Command, corpus: Path, tmp_path: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tiny_on(corpus), tmp_path)
@@ -190,7 +190,7 @@ def test_tokens_that_were_cut_off_are_named_before_the_first_step(
     assert not lines(tmp_path / "runs" / "tiny" / "r")
 
 
-def test_generate_continues_a_prompt_as_often_as_asked(
+def test_generate_continues_a_prompt_num_samples_times(
     trained: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def texts(*more: str) -> list[str]:
@@ -223,7 +223,7 @@ def test_generate_refuses_what_it_cannot_continue(
     require_message(printed, where, rule=rule)
 
 
-def test_generate_without_a_checkpoint_says_how_to_get_one(command: Command, trained: Path, tmp_path: Path) -> None:
+def test_generate_without_a_checkpoint_explains_how_to_get_one(command: Command, trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny" / "empty"
     run.mkdir(parents=True)
     (run / "recipe.yaml").write_bytes((trained / "runs/tiny/first/recipe.yaml").read_bytes())
@@ -262,7 +262,7 @@ def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
         find_run("two/d", tmp_path)
 
 
-def test_the_overfitting_recipe_is_short_constant_and_named_apart() -> None:
+def test_the_overfitting_recipe_is_short_constant_and_has_its_own_name() -> None:
     recipe = one_batch_recipe(tiny(train={"train_iters": 5000}, scheduler={"lr_warmup_iters": 700}))
     assert (recipe.name, recipe.train.train_iters) == ("tiny.overfit", 200)
     assert (recipe.scheduler.lr_decay_style, recipe.scheduler.lr_warmup_iters) == ("constant", 10)

@@ -73,7 +73,7 @@ def test_the_first_loss_is_the_dense_model_s(paths: Paths, dense_run: Path, extr
     assert loss_of(run_dir) == pytest.approx(loss_of(dense_run), rel=1e-5)
 
 
-def test_training_goes_on_from_it(paths: Paths, dense_run: Path) -> None:
+def test_training_continues_from_it(paths: Paths, dense_run: Path) -> None:
     # In bf16 the optimizer has weights of its own, which have to be the experts' too.
     upcycle(dense_run, [*OVERRIDES, "train.precision=bf16"], paths.runs_dir, "next")
     run_dir = paths.runs_dir / "dense-moe" / "next"

@@ -22,7 +22,7 @@ LISTEN = (
 )
 
 
-def test_a_job_with_a_bad_node_names_it_and_goes_on_without_it(site: Site, recipe: Recipe) -> None:
+def test_a_job_reports_a_bad_node_and_resumes_without_it(site: Site, recipe: Recipe) -> None:
     job, run_dir = site.submit(recipe, "sick", "--sbatch=--hold")
     with site.lab.inside("n2", sys.executable, "-c", LISTEN, str(port_of(job))) as taken:
         try:

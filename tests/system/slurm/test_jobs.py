@@ -38,7 +38,7 @@ def test_slurm_takes_the_scripts_and_what_is_rendered(site: Site, recipe: Recipe
         (["--sbatch=--constraint=quantum"], "Invalid feature specification"),
     ],
 )
-def test_a_refusal_is_told_in_slurms_words(site: Site, recipe: Recipe, arguments: list[str], words: str) -> None:
+def test_a_refusal_shows_slurms_message(site: Site, recipe: Recipe, arguments: list[str], words: str) -> None:
     said = site.llmrecipes(
         "submit", write_recipe(recipe, site.folder), "--cluster", str(site.folder / "lab.yaml"), "--nodes", "2",
         *arguments, code=2,
