@@ -1,4 +1,4 @@
-# Everything a user types. `make` alone lists the targets; each makes the environment it needs first.
+# Entry points for users. `make` alone lists the targets; each sets up its environment first.
 #
 #   make train RECIPE=gpt-125m ARGS="train.train_iters=50"
 #   make test PYTHON=python3.12
@@ -18,8 +18,8 @@ CLUSTER ?=
 ARGS ?=
 LOCK ?=
 
-# Values reach the commands as environment variables, quoted there, and make expands nothing in them:
-# what is in RECIPE or ARGS is data, never code.
+# Values are passed to the commands as quoted environment variables, and make expands nothing in them:
+# RECIPE and ARGS are data, never code.
 override RECIPE := $(value RECIPE)
 override RUN := $(value RUN)
 override BENCH := $(value BENCH)
@@ -29,7 +29,7 @@ override CLUSTER := $(value CLUSTER)
 override ARGS := $(value ARGS)
 export RECIPE RUN BENCH NODES CLUSTER IMAGE ARGS
 
-# `.venv` belongs to python3; any other PYTHON has an environment of its own.
+# `.venv` is for python3; any other PYTHON has its own environment.
 ifeq ($(PYTHON),python3)
 VENV := .venv
 else
@@ -48,16 +48,16 @@ help: ## list the targets
 	@echo
 	@echo "  Variables: RECIPE=gpt-tiny  ARGS=\"key.path=value --option\"  RUN=run-id  NODES=1  CLUSTER=name  PYTHON=python3"
 
-setup: ## make the environment in .venv (again only when the lock file changed)
+setup: ## create the environment in .venv (updated when the lock file has changed)
 	@$(PYTHON) tools/setup_env.py --venv $(VENV) --lock "$(LOCK)"
 
 train: setup ## train RECIPE on this machine
 	@$(LLMRECIPES) train "$$RECIPE"
 
-smoke: setup ## rehearse RECIPE scaled down on CPU: train, save, resume, compare
+smoke: setup ## rehearse a scaled-down RECIPE on CPU: train, save, resume, compare
 	@$(LLMRECIPES) smoke "$$RECIPE"
 
-verify: setup ## prove that RECIPE's parallel layout computes what one process does
+verify: setup ## check that RECIPE's parallel layout computes the same as one process
 	@$(LLMRECIPES) verify "$$RECIPE"
 
 prepare: setup ## turn RECIPE's text into a tokenizer and token files
@@ -75,27 +75,27 @@ image: ## build the container image: IMAGE=cpu or cuda, ARGS="--builder podman"
 generate: setup ## sample from RUN: ARGS='--prompt "def "'
 	@$(LLMRECIPES) generate "$$RUN"
 
-ui: setup ## open MLflow on the runs
+ui: setup ## open the MLflow UI
 	@$(LLMRECIPES) ui
 
-# Each worker is a process with torch in it; tests that share something dear run in the same one (tests/selection.py).
+# Each worker has torch loaded; tests that share an expensive fixture run in the same worker (tests/selection.py).
 PYTEST = $(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q --durations=10
 WORKERS = -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
-test: setup ## run the tests of every change: each part, each kind of parallelism, signals, one crash
+test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash
 	@$(PYTEST) $(WORKERS) -m "not slow and not system"
 
 test-deep: setup ## run the tests that `make test` leaves out: all layouts, many interruptions
 	@$(PYTEST) $(WORKERS) -m "slow and not system"
 
-test-version: setup ## run what depends on the version of Python and megatron-core: PYTHON=python3.12
+test-version: setup ## run the tests that depend on the versions of Python and megatron-core: PYTHON=python3.12
 	@$(PYTEST) $(WORKERS) -m "version and not system"
 
-test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages where it may
+test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
 	@tools/system_packages.sh
 	@$(PYTEST) -rs -m system tests/system
 
-check: setup ## linters, types, and generated pages up to date
+check: setup ## run linters and type checks, and check that generated pages are up to date
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
@@ -105,18 +105,18 @@ bench: setup ## run one of benchmarks/: BENCH=name
 	@test -f "benchmarks/$$BENCH.py" || { echo "BENCH is one of:" $$(cd benchmarks && ls *.py | sed 's/\.py$$//'); exit 2; }
 	@$(BIN)/python tools/with_args.py $(BIN)/python "benchmarks/$$BENCH.py"
 
-# uv does not read pip's configuration, and `make setup` alone translates it: give it yours as UV_* variables. Where the CPU wheel of
-# torch lies in a local folder, CPU_WHEELS="--find-links FOLDER". ARGS=--upgrade renews every version.
+# uv does not read pip's configuration, and only `make setup` translates it: set UV_* variables here. If torch's CPU wheel is in a
+# local directory, use CPU_WHEELS="--find-links DIR". ARGS=--upgrade upgrades every version.
 CPU_WHEELS ?= --torch-backend cpu
 COMPILE = $(BIN)/python tools/with_args.py $(BIN)/uv pip compile --quiet --no-config --system-certs --generate-hashes \
 	--custom-compile-command "make lock" --extra dev --extra server --extra wandb pyproject.toml
 
-lock: setup ## renew the lock files in requirements/ after a change of pyproject.toml
+lock: setup ## update the lock files in requirements/ after a change of pyproject.toml
 	@$(COMPILE) $(CPU_WHEELS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cpu.txt
 	@$(COMPILE) --extra gpu --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cuda.txt
 	@$(COMPILE) --extra gpu --python-version 3.12 --universal -o requirements/py312.txt
 	@git --no-pager diff --stat -- requirements
 
-clean: ## remove environments and caches; runs/ and data/ stay
+clean: ## remove environments and caches; keeps runs/ and data/
 	rm -rf .venv .venv-* .venv.lock build dist llmrecipes.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find llmrecipes tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 from benchmarks.common import close, machine, parser, show
 from benchmarks.ranks import run, small
 
-SHAPE = ("model.num_layers=8", "model.seq_length=128", "model.vocab_size=1024", "train.micro_batch_size=1")
+SHAPE = ("model.num_layers=8", "model.hidden_size=256", "model.seq_length=128", "model.vocab_size=1024",
+         "train.micro_batch_size=1")  # fmt: skip
 CASES = ((2, 4, 1), (2, 8, 1), (4, 8, 1), (2, 4, 2), (2, 8, 2), (2, 8, 4), (4, 8, 2))
 """Stages, micro-batches, chunks."""
 

@@ -22,7 +22,8 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 
 ALLOWED = 0.05
-SAME = ("model.seq_length=128", "train.micro_batch_size=2", "train.global_batch_size=8")
+SAME = ("model.num_layers=4", "model.hidden_size=256", "model.seq_length=128", "train.micro_batch_size=2",
+        "train.global_batch_size=8")  # fmt: skip
 OVERLAP = "overlap_grad_reduce=true overlap_param_gather=true"
 
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.moe_step [--rounds N]
 
-The dense model is gpt-tiny without biases, the others are moe-tiny with several numbers of experts: a token visits two
-of half the dense width, so that it meets as many weights, and the router besides. All run in one process, one thread
-each, in turns: their ratio holds where the machine is busy with something else. Processor time is what a step takes
-where nobody else computes.
+The dense model is gpt-tiny in moe-tiny's shape, the others are moe-tiny with several numbers of experts: a token visits
+two of half the dense width, so that it meets as many weights, and the router besides. All run in one process, one
+thread each, in turns: their ratio holds where the machine is busy with something else. Processor time is what a step
+takes where nobody else computes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
 
-SAME = ("model.seq_length=256", "train.micro_batch_size=4", "train.global_batch_size=4")
+SAME = ("model.num_layers=4", "model.hidden_size=256", "model.seq_length=256", "train.micro_batch_size=4",
+        "train.global_batch_size=4")  # fmt: skip
 EXPERTS = (2, 8, 32)
 
 
 def models() -> dict[str, Recipe]:
     """The dense model first."""
-    made = {"dense": small("gpt-tiny", *SAME, "model.add_bias_linear=false")}
+    made = {"dense": small("gpt-tiny", *SAME)}
     for number in EXPERTS:
         keys = (f"model.num_moe_experts={number}", "parallelism.expert_model_parallel_size=1")
         made[f"2 of {number} experts"] = small("moe-tiny", *SAME, *keys)

@@ -1,6 +1,6 @@
-"""Print the bill of materials of the image this runs in: its Python and Debian packages, as CycloneDX 1.6.
+"""Print the SBOM of the image this runs in: its Python and Debian packages, as CycloneDX 1.6.
 
-Read from what is installed, not from what was asked for. Needs nothing but Python.
+It lists what is installed, not what was requested. Needs only Python.
 """
 
 from __future__ import annotations

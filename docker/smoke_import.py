@@ -1,4 +1,4 @@
-"""Import what a run imports, and say which versions; run while an image is built, so that a broken one is not made."""
+"""Import what a run imports, and print the versions; run during an image build, so that a broken image fails it."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -251,7 +252,8 @@ def train_recipe(
     )
     with warnings.catch_warnings():
         ignore_library_warnings()
-        code = start(loaded, paths, options, (lambda _line: None) if quiet else print)
+        sys.stdout.flush()  # the ranks write to the same file
+        code = start(loaded, paths, options, (lambda _line: None) if quiet else _say)
     run = Run(paths.runs_dir / loaded.name / name, paths.data_dir)
     outcomes: dict[int, Outcome] = {ExitCode.DONE: "finished", ExitCode.REQUEUE: "saved"}
     return TrainResult(run, outcomes.get(code, "failed"), code, _final(run))
@@ -272,6 +274,10 @@ def open_run(name: str | Path, *, runs_dir: str | Path | None = None, data_dir: 
 
     path = find_run(str(name), _directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))
     return Run(path, _directory(data_dir, DATA_VARIABLE, DATA_DIR))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _recipe(recipe: Recipe | str | Path) -> Recipe:

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DEPRECATIONS = ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed.distributed_data_parallel")
-"""Modules of megatron-core 0.19 whose only warnings are deprecations for those who call them."""
+"""Modules of megatron-core 0.19 whose only warnings are deprecations for their callers."""
 
 WIDTH_OF_FILES = 240
 
 
 def setup_logging(level: int = logging.INFO, rank: int = 0) -> None:
-    """Send log records to stderr, with the rank where it is not 0; records of libraries below WARNING are left out."""
+    """Log to stderr, with the rank if it is not 0; libraries log at WARNING and above."""
     who = f"[rank {rank}] " if rank else ""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {who}%(message)s", "%H:%M:%S"))
@@ -37,7 +37,7 @@ def ignore_library_warnings() -> None:
 
 @cache
 def console() -> Console:
-    """The rich console on stdout; imported on demand because `llmrecipes list` has to answer at once."""
+    """The rich console on stdout; imported on demand to keep `llmrecipes list` fast."""
     from rich.console import Console
 
     # A file or a pipe has no width that tables could be wrapped at.
@@ -54,7 +54,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: `4.2s`, `42s`, `3m12s`, `5h07m`, `2d03h`; `?` for what is not finite."""
+    """Seconds in readable form: `4.2s`, `42s`, `3m12s`, `5h07m`, `2d03h`; `?` if not finite."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 9.95:

@@ -1,7 +1,7 @@
 """Exit codes and the one error type that users see.
 
 A mistake a user can make is raised as `UserError`; the command line prints it as one message without a traceback
-and exits with its code. Anything else that escapes is a defect of this package and keeps its traceback.
+and exits with its code. Any other exception is a bug in this package and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Process exit codes; outside scripts (Slurm's `RequeueExit`, Kubernetes' `podFailurePolicy`) rely on them."""
+    """Process exit codes; Slurm's `RequeueExit` and Kubernetes' `podFailurePolicy` rely on them."""
 
     DONE = 0
     BAD_INPUT = 2
     REQUEUE = 75  # EX_TEMPFAIL: the state is saved, run the same command again
-    STOP = 93  # do not run again: the same thing would happen
-    TERMINATED = 143  # 128 + SIGTERM: asked to stop, but not saved in time; running it again loses some steps
+    STOP = 93  # do not run again: it would fail the same way
+    TERMINATED = 143  # 128 + SIGTERM: told to stop, but not saved in time; a rerun repeats some steps
 
 
 class UserError(Exception):
-    """A problem the user can mend.
+    """A problem the user can fix.
 
     Args:
         what: what is wrong, with the offending value.
-        where: file, line and key (or path) it was found at.
+        where: file, line and key (or path) where it was found.
         rule: the rule it breaks.
         fix: the nearest thing that works.
         code: exit code of the process.
-        parts: of an error that names several, the single ones that `what` writes out.
+        parts: the individual errors, if `what` lists several.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class UserError(Exception):
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, object]:
-        """The same message for programs (`--json`); `problems` has the single errors of one that names several."""
+        """The same message for programs (`--json`); `problems` has the individual errors if there are several."""
         several = {"problems": [part.as_dict() for part in self.parts]} if self.parts else {}
         return {
             "error": self.what,

@@ -1,1 +1,1 @@
-"""Measurements of this machine: collectives, steps, reading."""
+"""Benchmarks of this machine: collectives, steps, reading."""

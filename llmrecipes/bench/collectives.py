@@ -1,4 +1,4 @@
-"""Time and bus bandwidth of the collectives that training makes, over the groups it makes them in."""
+"""Time and bus bandwidth of the collectives of training, in the groups that training uses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Groups = Mapping[Group, dist.ProcessGroup]
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Bytes that cross the slowest link for each byte of the buffer (nccl-tests, doc/PERFORMANCE.md).
+    """Bytes over the slowest link per byte of the buffer (nccl-tests, doc/PERFORMANCE.md).
 
     Args:
-        operation: of `OPERATIONS`.
-        ranks: of the group.
+        operation: key of `OPERATIONS`.
+        ranks: size of the group.
     """
     if operation == "all_reduce":
         return 2 * (ranks - 1) / ranks
@@ -35,14 +35,14 @@ def reach(groups: Groups) -> dict[Group, int]:
 
 
 def measure(groups: Groups, platform: Platform, sizes: Sequence[int], repeats: int) -> Iterator[Measured]:
-    """Every operation in every group; all groups of a kind at the same time, as in training. All ranks take part.
+    """Measure every operation in every group; all groups of a kind at once, as in training. A collective of all ranks.
 
     Args:
         groups: of the layout, by name.
-        platform: where the buffers are.
-        sizes: bytes of the buffers, as nccl-tests counts them: of the whole result for all-gather, of the whole input
-            for reduce-scatter.
-        repeats: measured rounds; the median of the slowest rank's times counts.
+        platform: device of the buffers.
+        sizes: bytes of the buffers, as nccl-tests counts them: the full result for all-gather, the full input for
+            reduce-scatter.
+        repeats: measured rounds; the result is the median of the slowest rank's times.
     """
     for name, group in groups.items():
         ranks = group.size()
@@ -96,7 +96,7 @@ def _all_to_all(buffer: torch.Tensor, group: Any) -> Callable[[], object]:
 
 
 def _send_recv(buffer: torch.Tensor, group: Any) -> Callable[[], object]:
-    """Each rank sends to the next one of the group and receives from the one before, as pipeline stages do."""
+    """Each rank sends to the next one of the group and receives from the previous one, like pipeline stages."""
     ranks, own = dist.get_process_group_ranks(group), group.rank()
     after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
     result = torch.empty_like(buffer)

@@ -1,4 +1,4 @@
-"""Measured bandwidths beside what a cluster profile lets one expect: pure functions."""
+"""Comparison of measured bandwidths with those of a cluster profile: pure functions."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from llmrecipes.bench.spec import Collectives
 from llmrecipes.hardware.profile import Measured, Profile
 
 LEAST = 0.8
-"""Share of the expected bandwidth below which something is wrong."""
+"""Fraction of the expected bandwidth below which something is wrong."""
 LINK_BYTES = 256 << 20
-"""Smaller buffers are bound by latency, and say nothing about a link."""
+"""Smaller buffers are latency-bound, and do not measure a link."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One collective beside the profile."""
+    """One collective compared with the profile."""
 
     measured: Measured
     expected_gb_per_s: float
     source: Literal["measured", "intra_node", "inter_node"]
-    """Key of the profile that the expectation comes from."""
+    """Key of the profile with the expected value."""
 
     @property
     def share(self) -> float:
@@ -39,7 +39,7 @@ class Comparison:
         return {**self.measured.model_dump(mode="json"), **own, "share": self.share, "ok": self.ok}
 
     def as_text(self) -> str:
-        """One line for people."""
+        """One line of text."""
         row = self.measured
         expected = f"{self.expected_gb_per_s:.3g} GB/s ({self.source})"
         what = f"{row.operation} in groups {row.group} of {row.ranks}, {row.bytes} bytes"
@@ -47,11 +47,11 @@ class Comparison:
 
 
 def compare(found: Collectives, profile: Profile) -> list[Comparison]:
-    """Compare with what was measured here before, else, from `LINK_BYTES` on, with the slowest link a group uses.
+    """Compare with an earlier measurement, or else, from `LINK_BYTES` on, with the slowest link that a group uses.
 
     Args:
         found: the measurement.
-        profile: the site; its `measured` rows count where operation, group, ranks and bytes are the same.
+        profile: of the site; a `measured` row applies if operation, group, ranks and bytes are the same.
     """
     before = {_key(row): row.bus_gb_per_s for row in profile.measured}
     compared = []

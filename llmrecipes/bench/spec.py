@@ -1,4 +1,4 @@
-"""What the ranks of a measurement are told, and what they answer."""
+"""Spec and results of a benchmark's ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANSWER = "answer.json"
 
 
 class BenchSpec(RankSpec):
-    """One measurement."""
+    """One benchmark."""
 
     what: Literal["collectives", "step", "data"]
     out: Path
@@ -22,7 +22,7 @@ class BenchSpec(RankSpec):
     sizes: tuple[int, ...] = ()
     """Bytes of collectives."""
     repeats: Annotated[int, Field(gt=0)] = 5
-    """Times that each collective or step is measured, after some that are not."""
+    """Measured repetitions of each collective or step, after warm-up."""
 
 
 class Collectives(BaseModel):
@@ -42,13 +42,13 @@ class StepTimes(BaseModel):
     world_size: int
     layout: dict[str, int]
     seconds: tuple[float, ...]
-    """Of each step, of the slowest rank."""
+    """Of each step, on the slowest rank."""
     tokens_per_step: int
     flops_per_token: float
     peak_memory_bytes: int
-    """Of the rank that has most."""
+    """Of the rank with the highest peak."""
     peak_tflops: float | None
-    """Of one GPU; None where it is not known."""
+    """Of one GPU; None if unknown."""
 
 
 class Reading(BaseModel):
@@ -56,7 +56,7 @@ class Reading(BaseModel):
 
     world_size: int
     seconds: tuple[float, ...]
-    """Of each global batch, of the slowest rank."""
+    """Of each global batch, on the slowest rank."""
     tokens_per_batch: int
     first_seconds: float
-    """Until the first batch: opening, and starting loader processes."""
+    """Until the first batch, including opening the data and starting loader processes."""

@@ -1,4 +1,4 @@
-"""Time of optimizer steps, and of reading their batches."""
+"""Benchmarks of optimizer steps, and of reading their batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WARMUP = 2
 
 
 def steps(spec: BenchSpec, engines: Backend, world: World, platform: Platform, cluster: Cluster) -> StepTimes:
-    """Train on random tokens, which need no data. All ranks take part."""
+    """Train on random tokens, without prepared data. A collective of all ranks."""
     recipe = spec.recipe
     plan = derive(recipe, world.size, cluster)
     engine = engines.build(plan, platform)
@@ -48,7 +48,7 @@ def steps(spec: BenchSpec, engines: Backend, world: World, platform: Platform, c
 
 
 def reading(spec: BenchSpec, world: World, platform: Platform, cluster: Cluster) -> Reading:
-    """Read global batches of prepared data to where a step takes them. All ranks take part.
+    """Read global batches of prepared data to the device. A collective of all ranks.
 
     Raises:
         UserError: the data is not prepared.
@@ -83,13 +83,13 @@ def _to_device(batch: Batch, platform: Platform) -> None:
 
 
 def _slowest(times: list[float], platform: Platform) -> tuple[float, ...]:
-    everyones = torch.tensor(times, dtype=torch.float64, device=platform.device)
-    dist.all_reduce(everyones, op=dist.ReduceOp.MAX)
-    return tuple(everyones.tolist())
+    slowest = torch.tensor(times, dtype=torch.float64, device=platform.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return tuple(slowest.tolist())
 
 
 def random_tokens(recipe: Recipe, data_parallel_rank: int) -> Iterator[Batch]:
-    """Micro-batches without end: the same tokens on every rank of a model replica."""
+    """Endless micro-batches: the same tokens on every rank of a model replica."""
     random = torch.Generator().manual_seed(data_parallel_rank)
     size, length = recipe.train.micro_batch_size, recipe.model.seq_length
     positions, mask = torch.arange(length).expand(size, length), torch.ones(size, length)

@@ -1,4 +1,4 @@
-"""One rank of a measurement."""
+"""One rank of a benchmark."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from llmrecipes.train.rank import nodes, rank_main
 
 
 def run(spec: BenchSpec) -> ExitCode:
-    """Join the ranks a launcher started, and measure; the first rank writes the answer.
+    """Join the ranks that a launcher started, and measure; rank 0 writes the results.
 
     Raises:
-        UserError: what the user can mend.
+        UserError: a problem the user can fix.
     """
-    # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
+    # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.bench import collectives, training
     from llmrecipes.engine.registry import backend
     from llmrecipes.hardware.cluster import detect

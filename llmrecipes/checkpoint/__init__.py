@@ -1,5 +1,4 @@
-"""Checkpoints: durable directories that either exist whole or not at all.
+"""Checkpoints: durable directories that are either complete or do not exist.
 
-`manifest` and `store` are plain filesystem code without torch; `saver` and `loader` carry megatron-core state in
-and out.
+`manifest` and `store` are plain filesystem code without torch; `saver` and `writer` write an engine's state.
 """

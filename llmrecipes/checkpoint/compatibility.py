@@ -1,17 +1,18 @@
 """Which recipe keys a run may change when it is resumed.
 
-A resumed run is the same run: what decides the loss curve stays. What only decides where, how fast, how long and how
-observed it runs may change. The learning rate and its decay stay too, because a run with another one is another
-experiment; the exceptions are `train.train_iters` and `scheduler.lr_decay_iters`, so that a run can be extended.
+Keys that determine the loss curve must not change. Keys that only determine where, how fast, how long and how observed
+it runs may. The learning rate and its decay must not change either, because that would be a different experiment;
+except for `train.train_iters` and `scheduler.lr_decay_iters`, so that a run can be extended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.nested import leaves
 
 FREE = (
     "description",
@@ -42,7 +43,7 @@ FREE = (
 
 @dataclass(frozen=True)
 class Difference:
-    """A key with two values."""
+    """A key whose value has changed."""
 
     key: str
     then: Any
@@ -57,21 +58,21 @@ def compatibility(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Diffe
 
     Args:
         now: the resolved recipe of this command, as nested dicts.
-        then: the one the run was started with.
+        then: the recipe the run was started with.
     """
     return [difference for difference in differences(now, then) if not _is_free(difference.key)]
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Difference]:
     """All keys that differ, in alphabetical order."""
-    flat_now, flat_then = dict(_flatten(now)), dict(_flatten(then))
+    flat_now, flat_then = _flat(now), _flat(then)
     keys = sorted(flat_now.keys() | flat_then.keys())
     pairs = ((key, flat_then.get(key), flat_now.get(key)) for key in keys)
     return [Difference(key, old, new) for key, old, new in pairs if old != new]
 
 
 def require_compatible(now: Mapping[str, Any], then: Mapping[str, Any], *, where: str) -> None:
-    """Refuse to resume another recipe's run.
+    """Refuse to resume a run of a different recipe.
 
     Args:
         now, then: see `compatibility`.
@@ -93,10 +94,5 @@ def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in FREE)
 
 
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        name = f"{prefix}{key}"
-        if isinstance(inner, Mapping) and inner:
-            yield from _flatten(inner, f"{name}.")
-        else:
-            yield name, list(inner) if isinstance(inner, tuple) else inner
+def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in leaves(recipe)}

@@ -1,4 +1,4 @@
-"""The lock that makes a process the only one that trains a run."""
+"""The lock that allows only one process to train a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 def take_lock(path: Path) -> int:
-    """Lock a file, which is made if it is missing; the descriptor, which holds the lock until it is closed.
+    """Lock a file, created if missing; returns the descriptor, which holds the lock until it is closed.
 
     Raises:
         UserError: another live process holds it.
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint directory holds, and the sums that prove it."""
+"""The manifest: the files of a checkpoint directory, and their checksums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 MANIFEST_NAME = "manifest.json"
 
 _DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
-"""The last lines; the digest is of what is before them."""
+"""The last lines; the digest covers everything before them."""
 
 
 def _relative(name: str) -> str:
@@ -34,7 +34,7 @@ class FileRecord(BaseModel):
 
 
 class CheckpointInfo(BaseModel):
-    """What the training loop knows about a checkpoint when it asks for one."""
+    """What the training loop provides for a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -46,13 +46,13 @@ class CheckpointInfo(BaseModel):
     """Parallel degrees it was written with, by Megatron's names, and `world_size`."""
     recipe_hash: str
     engine: str = "megatron"
-    """Whose state it is; older versions had one engine and did not say."""
+    """Engine of the state; older versions had only one and did not record it."""
     recipe: dict[str, Any] | None = None
-    """The resolved recipe as JSON, for a run that has lost its recipe.yaml; None where an older version wrote it."""
+    """The resolved recipe as JSON, for a run that has lost its recipe.yaml; None if written by an older version."""
 
 
 class Manifest(CheckpointInfo):
-    """`manifest.json`: written last, so a directory that has one was written completely."""
+    """`manifest.json`: written last, so a directory that has one is complete."""
 
     format: Literal[1, 2] = 2
     """1: without a digest of its own, and with a pickled index."""
@@ -61,7 +61,7 @@ class Manifest(CheckpointInfo):
     versions: dict[str, str]
     """Versions of the libraries that wrote the files."""
     files: Annotated[dict[Annotated[str, AfterValidator(_relative)], FileRecord], Field(min_length=1)]
-    """Every other file of the directory, by its path inside it."""
+    """Every other file of the directory, by relative path."""
 
     @property
     def size(self) -> int:
@@ -100,10 +100,10 @@ def parse(text: bytes) -> Manifest:
 
 
 def digest(path: Path) -> FileRecord:
-    """Size and SHA-256 of a file (reads it all; other threads run meanwhile).
+    """Size and SHA-256 of a file (reads all of it, with the GIL released).
 
     Raises:
-        OSError: the file is not there or cannot be read.
+        OSError: the file does not exist or cannot be read.
     """
     with path.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()

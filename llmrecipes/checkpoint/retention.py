@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LEAST_KEPT = 2
-"""Checkpoints that are kept whatever the recipe says: behind one that turns out to be damaged there is another."""
+"""Checkpoints that are always kept: if one turns out to be damaged, there is another."""
 
 
 def surviving(steps: list[int], most_recent_k: int, keep_interval: int | None) -> set[int]:

@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint is code: what is read from one is JSON, or what torch.load reads with `weights_only`."""
+"""Loading a checkpoint never runs code: files are JSON, or read by torch.load with `weights_only`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from llmrecipes.errors import UserError
 
 _ADVICE = "Weights only load failed"
-"""With this torch begins to say how the file could be loaded all the same."""
+"""Start of torch's advice on how to load the file anyway."""
 
 
 def open_inside(directory: Path, name: str) -> io.BufferedReader:
     """Open a file of a checkpoint.
 
     Raises:
-        UserError: it is a link that leads out of the checkpoint.
+        UserError: it is a link to outside the checkpoint.
         OSError: it cannot be opened.
     """
     path = directory / name
@@ -32,21 +32,21 @@ def load_plain(stream: io.IOBase, path: Path) -> Any:
 
     Args:
         stream: the bytes.
-        path: the file they are from, for the message.
+        path: their file, for the message.
 
     Raises:
-        UserError: it is anything else, or damaged.
+        UserError: it contains anything else, or is damaged.
     """
     try:
         return torch.load(cast(IO[bytes], stream), map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
-    except Exception as problem:  # torch and its parsers raise a dozen kinds for bytes that make no sense
+    except Exception as problem:  # torch and its parsers raise many kinds of exceptions for malformed bytes
         raise unsafe(path, str(problem)) from problem
 
 
 def unsafe(path: Path, why: str) -> UserError:
-    """The refusal of a file."""
+    """The error for an unsafe file."""
     lines = [line for line in why.splitlines() if line.strip() and not line.startswith(_ADVICE)]
     detail = lines[0].rpartition("WeightsUnpickler error: ")[2] if lines else "it is damaged"
     return UserError(

@@ -23,11 +23,11 @@ from llmrecipes.errors import UserError
 logger = logging.getLogger(__name__)
 
 LONGEST_SAVE = timedelta(hours=2)
-"""After this a rank that waits for another one's files gives up."""
+"""Timeout of a rank that waits for another rank's files."""
 
 
 def saver_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks for the saver's thread; every rank has to call this."""
+    """A gloo group of all ranks for the saver's thread; a collective of all ranks."""
     return dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
 
 
@@ -37,18 +37,18 @@ class SaveReport:
 
     step: int
     seconds: float
-    """From the call of `save` to the end, most of it in the background."""
+    """From the call of `save` to the end, mostly in the background."""
     path: Path | None
-    """The published checkpoint; None where it failed."""
+    """The published checkpoint; None if it failed."""
     error: str | None = None
     """Why it failed."""
 
 
 class AsyncSaver:
-    """Writes snapshots in one background thread a rank; every rank makes the same calls in the same order.
+    """Writes snapshots in one background thread per rank; every rank makes the same calls in the same order.
 
     The loop's thread only copies tensors to host buffers. Translation, planning, writing, hashing, publishing and
-    retention happen in the thread, whose collectives have a gloo group of their own.
+    retention happen in the background thread, whose collectives use their own gloo group.
 
     Args:
         store: the run's checkpoints; rank 0 claims it.
@@ -58,7 +58,7 @@ class AsyncSaver:
         most_recent_k, keep_interval: see `CheckpointStore.prune`.
 
     Raises:
-        UserError: on every rank, where rank 0 cannot claim the store.
+        UserError: on every rank, if rank 0 cannot claim the store.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class AsyncSaver:
     def save(self, state: StateDict, info: CheckpointInfo) -> None:
         """Take a snapshot and start to write it.
 
-        When this returns the caller may change every tensor in place: the checkpoint has the values of the call.
-        A save that is still running is waited for first.
+        After this returns the caller may modify every tensor in place: the checkpoint has the values of the call.
+        Waits first for a save that is still running.
 
         Args:
-            state: what the format knows how to write.
-            info: its place in the run.
+            state: in the form that the format writes.
+            info: step, progress, layout and recipe, for the manifest.
         """
         if self._running is not None and not self._running[1].done():
             logger.warning("step %d waits for the checkpoint of step %d to be written", info.step, self._running[0])
@@ -102,12 +102,12 @@ class AsyncSaver:
             self._collect(block=True)
 
     def poll(self) -> list[SaveReport]:
-        """Saves that have ended since the last call.
+        """Saves that have finished since the last call.
 
-        There is no communication in it, so ranks may hear of the same save at different steps.
+        It does not communicate, so ranks may report the same save at different steps.
 
         Raises:
-            RuntimeError: a save failed for another reason than the disk: a defect.
+            RuntimeError: a save failed for a reason other than the disk: a bug.
         """
         self._collect(block=False)
         reports, self._finished = self._finished, []
@@ -119,7 +119,7 @@ class AsyncSaver:
         return self.poll()
 
     def close(self) -> None:
-        """Wait for the running save and let go of the store.
+        """Wait for the running save and release the store.
 
         Raises:
             RuntimeError: as `poll`.
@@ -175,7 +175,7 @@ class AsyncSaver:
 
 
 def _claim(store: CheckpointStore, group: dist.ProcessGroup) -> str:
-    """Claim the store on rank 0; a token that names this process's temporary directories on all ranks."""
+    """Claim the store on rank 0; returns a token for the names of temporary directories, shared by all ranks."""
     answer: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:

@@ -1,14 +1,14 @@
 """The directory of a run's checkpoints, on any POSIX filesystem.
 
-    checkpoints/step-00000100/       complete, never changed again
+    checkpoints/step-00000100/       complete and immutable
                 .tmp-step-00000200-… being written
                 .trash-…             being deleted
-                damaged-step-…       set aside: never loaded, counted or deleted
+                damaged-step-…       renamed: never loaded, counted or deleted
                 .writer.lock         held by the process that trains
 
-A checkpoint appears by one rename after all its bytes were synced, and disappears by one rename before its first
-file is deleted, so a process killed at any moment leaves no directory that looks valid and is not. There is no
-file that names the newest checkpoint: the newest valid one is found from the manifests.
+A checkpoint is published by a single rename after all its bytes were synced, and renamed before its first file is
+deleted, so a process killed at any moment never leaves a partial directory that looks valid. There is no "latest" file:
+the newest valid checkpoint is found from the manifests.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from llmrecipes.checkpoint.manifest import (
 )
 from llmrecipes.checkpoint.retention import LEAST_KEPT, surviving
 from llmrecipes.errors import UserError
+from llmrecipes.io import sync, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ _HASH_THREADS = 4
 
 
 class InvalidCheckpoint(Exception):
-    """A directory that is not a complete, unchanged checkpoint; the message says which file and why."""
+    """A directory that is not a complete, unmodified checkpoint; the message names the file and the reason."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A directory named like a checkpoint that cannot be used, and why."""
+    """An unusable checkpoint directory, and why."""
 
     path: Path
     reason: str
@@ -79,10 +80,10 @@ class Damaged:
 class CheckpointStore:
     """Checkpoints of one run.
 
-    Reading needs nothing. The one process that writes calls `claim` first and `release` at the end.
+    Reading needs no lock. The one process that writes calls `claim` first and `release` at the end.
 
     Args:
-        directory: `<run>/checkpoints`; made by `claim` or `temporary` when it is missing.
+        directory: `<run>/checkpoints`; created by `claim` or `temporary` if missing.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -111,7 +112,7 @@ class CheckpointStore:
 
         Args:
             step: the step.
-            full: compare the SHA-256 of every file; else only names and sizes.
+            full: compare the SHA-256 of every file, not only names and sizes.
         """
         return _is_valid(self.path(step), full=full)
 
@@ -123,9 +124,9 @@ class CheckpointStore:
         return entry
 
     def survey(self) -> tuple[Entry | None, list[Damaged]]:
-        """The newest checkpoint whose every file has the recorded SHA-256, and what is wrong with the newer ones.
+        """The newest checkpoint whose every file has the recorded SHA-256, and the damaged newer ones.
 
-        A writer may publish and delete meanwhile: one of the checkpoints it keeps is found.
+        A writer may publish and delete concurrently: one of the checkpoints it keeps is found.
         """
         tried: list[Path] = []
         damaged: list[Damaged] = []
@@ -143,7 +144,7 @@ class CheckpointStore:
         return None, damaged
 
     def incomplete(self) -> list[Damaged]:
-        """Checkpoints with a broken manifest, or files that are missing or of the wrong size, newest first."""
+        """Checkpoints with an invalid manifest, or files that are missing or of the wrong size, newest first."""
         found = []
         for path in reversed(self._directories()):
             try:
@@ -161,7 +162,7 @@ class CheckpointStore:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def claim(self) -> None:
-        """Become the writer: lock the directory, finish what a dead writer had completed, delete what it had not.
+        """Become the writer: lock the directory, publish what a dead writer had completed, delete the rest.
 
         Raises:
             UserError: another live process writes here, or the directory cannot be written.
@@ -179,7 +180,7 @@ class CheckpointStore:
             ) from problem
 
     def release(self) -> None:
-        """Let another process become the writer."""
+        """Release the lock, so that another process can become the writer."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -189,11 +190,11 @@ class CheckpointStore:
         return self.directory / f".tmp-{self.path(step).name}-{token}"
 
     def temporary(self, step: int, token: str | None = None) -> Path:
-        """Make a directory to write the checkpoint of a step into.
+        """Create a directory to write the checkpoint of a step into.
 
         Args:
             step: the step.
-            token: what makes the name unique; unset: random.
+            token: makes the name unique; default: random.
         """
         path = self.temporary_path(step, token or secrets.token_hex(4))
         path.mkdir(parents=True)
@@ -211,28 +212,28 @@ class CheckpointStore:
 
         Args:
             temporary: the directory.
-            info: what the manifest says besides the files.
+            info: the other contents of the manifest.
             versions: versions of the libraries that wrote the files.
             known: records of files that other ranks have already synced and hashed.
 
         Raises:
-            OSError: the disk is full or fails, or a file is not what the rank that wrote it reported; the
-                temporary directory is left as it is and no published checkpoint is touched.
+            OSError: the disk is full or fails, or a file differs from what its rank reported; the temporary
+                directory is left unchanged and no published checkpoint is touched.
         """
         known = known or {}
         files = {}
         for path in _files(temporary):
             name = path.relative_to(temporary).as_posix()
-            _sync(path)
+            sync(path)
             files[name] = known[name] if name in known else digest(path)
             if path.stat().st_size != files[name].size:
                 raise OSError(f"{path} has {path.stat().st_size} bytes, but {files[name].size} were written")
         if missing := sorted(set(known) - set(files)):
             raise FileNotFoundError(f"{temporary / missing[0]} was written by another rank but is not visible here")
         manifest = build(info, dict(versions), files)
-        _write_synced(temporary / MANIFEST_NAME, dump(manifest))
+        write_synced(temporary / MANIFEST_NAME, dump(manifest))
         for folder in {path.parent for path in _files(temporary)}:
-            _sync(folder)
+            sync(folder)
         target = self.path(info.step)
         self._move_into_place(temporary, target)
         self._verified.add(info.step)
@@ -243,27 +244,27 @@ class CheckpointStore:
         shutil.rmtree(temporary, ignore_errors=True)
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a damaged checkpoint, so that its step can be written again and nothing deletes it.
+        """Rename a damaged checkpoint, so that its step can be saved again and nothing deletes it.
 
         Returns:
             Its new path.
 
         Raises:
-            OSError: it stays where it was.
+            OSError: it could not be renamed.
         """
         target = path.rename(self.directory / f"damaged-{path.name}-{secrets.token_hex(4)}")
-        _sync(self.directory)
+        sync(self.directory)
         return target
 
     def prune(self, most_recent_k: int, keep_interval: int | None = None) -> list[int]:
-        """Delete checkpoints that are no longer wanted.
+        """Delete checkpoints according to the retention rule.
 
-        The newest two that this process has written or verified always stay, and so does what is damaged: sizes are
-        compared here, but not hashes, and a checkpoint that only looks complete must not replace a good one.
+        The newest two that this process has written or verified are always kept, and so are damaged ones: only sizes
+        are compared here, not hashes, and a checkpoint that only looks complete must not replace a good one.
 
         Args:
             most_recent_k: newest complete checkpoints to keep, at least two.
-            keep_interval: steps that are a multiple of it are kept for good.
+            keep_interval: multiples of this step are kept permanently.
 
         Returns:
             Steps that were deleted.
@@ -281,7 +282,7 @@ class CheckpointStore:
     def _move_into_place(self, temporary: Path, target: Path) -> None:
         replaced = self._to_trash(target) if target.exists() else None
         temporary.rename(target)
-        _sync(self.directory)
+        sync(self.directory)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -290,12 +291,12 @@ class CheckpointStore:
 
     def _delete(self, path: Path) -> None:
         trash = self._to_trash(path)
-        # The rename has to reach the disk before the first deletion does.
-        _sync(self.directory)
+        # The rename has to be on disk before the first deletion.
+        sync(self.directory)
         shutil.rmtree(trash, ignore_errors=True)
 
     def _recover(self) -> None:
-        # A writer killed between its manifest and its rename has left a complete checkpoint under the wrong name.
+        # A writer killed between manifest and rename leaves a complete checkpoint under its temporary name.
         for path in sorted(self.directory.iterdir()):
             if match := _TEMPORARY.fullmatch(path.name):
                 target = self.directory / match[1]
@@ -315,10 +316,10 @@ def inspect(path: Path, *, full: bool) -> Entry:
 
     Args:
         path: the directory.
-        full: compare the SHA-256 of every file; else only names and sizes.
+        full: compare the SHA-256 of every file, not only names and sizes.
 
     Raises:
-        InvalidCheckpoint: names the first file that is wrong, and why.
+        InvalidCheckpoint: with the first bad file and the reason.
     """
     manifest = _read_manifest(path)
     for name, record in manifest.files.items():
@@ -382,18 +383,3 @@ def _step_of(path: Path) -> int:
 
 def _files(directory: Path) -> Iterator[Path]:
     return (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != MANIFEST_NAME)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())

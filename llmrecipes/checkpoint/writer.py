@@ -1,8 +1,8 @@
 """Writing a snapshot from all ranks into one published directory.
 
-Everything here runs in the saver's thread and talks to the other ranks over a group of its own, so that no collective
-mixes with those of training. Each step ends with an agreement: either all ranks continue or all ranks stop with the
-same message, and no rank waits for one that has failed.
+Everything here runs in the saver's thread and communicates over its own group, so that its collectives do not mix with
+those of training. Each step ends with an agreement: either all ranks continue or all ranks stop with the same message,
+and no rank waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class SaveFailed(Exception):
-    """A save that did not happen, with the same message on every rank.
+    """A save has failed; the message is the same on every rank.
 
     Args:
-        reason: which rank, and why.
-        storage: whether the disk is at fault; anything else is a defect of the program.
+        reason: the rank, and its error.
+        storage: whether it is a disk error; anything else is a bug.
     """
 
     def __init__(self, reason: str, *, storage: bool) -> None:
@@ -35,8 +35,8 @@ class SaveFailed(Exception):
 
 
 @dataclass(frozen=True)
-class _Trouble:
-    """An exception in a form that every rank can read."""
+class _Failure:
+    """An exception in a form that can be sent to every rank."""
 
     text: str
     storage: bool
@@ -50,14 +50,14 @@ def write_checkpoint(
     group: dist.ProcessGroup,
     files: CheckpointFormat,
 ) -> Path:
-    """Write this rank's part and, on rank 0, publish the whole.
+    """Write this rank's part and, on rank 0, publish the checkpoint.
 
     Args:
         taken: snapshot of the state (it is consumed).
-        temporary: directory that all ranks name alike; rank 0 makes it.
-        info: what the manifest says besides the files.
+        temporary: directory, the same on all ranks; rank 0 creates it.
+        info: the other contents of the manifest.
         store: where rank 0 publishes.
-        group: gloo group of all ranks, used by this thread alone.
+        group: gloo group of all ranks, used only by this thread.
         files: the engine's format.
 
     Returns:
@@ -68,7 +68,7 @@ def write_checkpoint(
     """
     rank = dist.get_rank(group)
     try:
-        # Only rank 0 may see a full disk here, so the others must know before they wait for its plan.
+        # A full disk may only show on rank 0 here, so the others must learn of it before they wait for its plan.
         prepared = _together(group, lambda: files.prepare(taken, temporary, rank))
         shared = _share(group, lambda: files.write(prepared, temporary, group))
         known = {name: record for records in shared for name, record in records.items()}
@@ -92,40 +92,40 @@ def _publish(
 
 
 def _together(group: dist.ProcessGroup, step: Callable[[], T]) -> T:
-    """Do a step on all ranks; this rank's result, once all have succeeded."""
+    """Run a step on all ranks; returns this rank's result, once all have succeeded."""
     results: list[T] = []
     _share(group, lambda: results.append(step()))
     return results[0]
 
 
 def _share(group: dist.ProcessGroup, step: Callable[[], T]) -> list[T]:
-    """Do a step on all ranks; everyone's results, by rank."""
-    answer: T | _Trouble
+    """Run a step on all ranks; returns all results, by rank."""
+    result: T | _Failure
     try:
-        answer = step()
+        result = step()
     except Exception as error:
-        answer = _trouble(error)
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, answer, group=group)
-    if troubles := {rank: item for rank, item in enumerate(answers) if isinstance(item, _Trouble)}:
-        raise _failure(troubles)
-    return answers
+        result = _failure(error)
+    results: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(results, result, group=group)
+    if failures := {rank: item for rank, item in enumerate(results) if isinstance(item, _Failure)}:
+        raise _save_failed(failures)
+    return results
 
 
-def _failure(troubles: dict[int, _Trouble]) -> SaveFailed:
-    reason = "; ".join(f"rank {rank}: {trouble.text}" for rank, trouble in sorted(troubles.items()))
-    return SaveFailed(reason, storage=all(trouble.storage for trouble in troubles.values()))
+def _save_failed(failures: dict[int, _Failure]) -> SaveFailed:
+    reason = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items()))
+    return SaveFailed(reason, storage=all(failure.storage for failure in failures.values()))
 
 
-def _trouble(error: BaseException) -> _Trouble:
+def _failure(error: BaseException) -> _Failure:
     if (cause := os_error(error)) is not None:
         where = f" ({cause.filename})" if cause.filename else ""
-        return _Trouble(f"{cause.strerror or cause}{where}", storage=True)
-    return _Trouble(f"{type(error).__name__}: {error}", storage=False)
+        return _Failure(f"{cause.strerror or cause}{where}", storage=True)
+    return _Failure(f"{type(error).__name__}: {error}", storage=False)
 
 
 def os_error(error: BaseException) -> OSError | None:
-    """The OSError that an exception is or came from; None where the disk is not at fault."""
+    """The OSError that an exception is or was caused by; None if it is not a disk error."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -5,6 +5,7 @@ Every command imports its work when it runs, so that all of them start fast.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -135,7 +136,7 @@ app = build()
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; users' mistakes become one message, without a traceback."""
-    as_json = "--json" in arguments
+    as_json = "--json" in itertools.takewhile("--".__ne__, arguments)
     completion.enable()
     try:
         code = app(args=list(arguments), prog_name=PROGRAM, standalone_mode=False)

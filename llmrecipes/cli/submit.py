@@ -109,7 +109,7 @@ def submit(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> int:
-    """Submit a recipe as a job, after checking its plan for the nodes it will run on."""
+    """Submit a recipe to a scheduler, once its plan fits the nodes."""
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.registry import launcher
     from llmrecipes.workflow.preview import preview
@@ -167,7 +167,7 @@ def cancel(
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
 ) -> None:
-    """Cancel the job of a run; its checkpoints stay, and submitting it again resumes it."""
+    """Cancel the job of a run; its checkpoints are kept."""
     from llmrecipes.workflow.jobs import find_job
 
     job = find_job(name, runs_dir)

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 from llmrecipes.data.manifest import File, Record, document_of
 from llmrecipes.errors import UserError
+from llmrecipes.io import sync
 
 REMEMBERED = ".verified.json"
 _CHUNK = 8 << 20
@@ -67,8 +68,7 @@ def describe(folder: Path, ids: Ids) -> dict[str, Content]:
     """What every file of a folder holds; each is on disk for good when this returns."""
     files, stop = sorted(folder.iterdir()), threading.Event()
     for file in files:
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
+        sync(file)
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
             every = pool.map(lambda file: _examine(file, ids, stop).content, files)

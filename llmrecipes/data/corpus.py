@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from llmrecipes.data import sources
 from llmrecipes.data.split import Split, SplitRule, digest
 from llmrecipes.recipe.schema import Source
+from llmrecipes.units import MIB
 
-_BATCH_BYTES = 1 << 20
+_BATCH_BYTES = MIB
 SAMPLE_BYTES = 64 << 20
 """Most text a tokenizer is trained on: as much again changes little in a vocabulary and doubles the time."""
 

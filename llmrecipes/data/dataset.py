@@ -53,7 +53,7 @@ def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | Blen
 def load(
     recipe: Recipe, prepared: Prepared, split: Split, cache: Path, *, fresh: bool
 ) -> GPTDataset | BlendedDataset | None:
-    """As `build`, with the indices in `cache`; `fresh` builds them there (for `index.build`)."""
+    """As `build`, with the indices in `cache`; `fresh` builds them there (for `build_index`)."""
     if split == "train":
         index.require_training(recipe, prepared)
     usable = prepared.usable(split, recipe.model.seq_length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import zlib
 from pathlib import Path
 from typing import Literal
 
@@ -53,3 +54,14 @@ def gzip_bits_per_byte(prepared: Prepared, split: HeldOutSplit = "valid") -> flo
     """Bits per byte that `gzip -9` needs for the same text; NaN where the split is empty."""
     held = prepared.manifest.held_out.get(split)
     return 8 * held.gzip_bytes / held.bytes if held and held.bytes else math.nan
+
+
+def deflate_bits_per_byte(text: bytes, window: int) -> float:
+    """Bits per byte where each piece of the text is compressed by itself, as `gzip -9` does but without its header.
+
+    Args:
+        text: compressed in pieces, the last one of which may be shorter.
+        window: bytes of a piece.
+    """
+    pieces = (text[start : start + window] for start in range(0, len(text), window))
+    return 8 * sum(len(zlib.compress(piece, 9, wbits=-zlib.MAX_WBITS)) for piece in pieces) / len(text)

@@ -1,4 +1,4 @@
-"""The order of a run's samples: megatron-core's indices, built once by `prepare` and only loaded by training.
+"""The order of a run's samples: megatron-core's indices, built once (`build_index`) and only loaded by training.
 
 They depend on sequence length, seed, number of samples and weights, and lie in `<prepared folder>/index/<key>/`.
 """
@@ -9,13 +9,11 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from llmrecipes.commandline import command_line
 from llmrecipes.data import checked, listing
-from llmrecipes.data.manifest import File
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import SPLITS, Split
 from llmrecipes.errors import UserError
@@ -42,7 +40,7 @@ def folder(recipe: Recipe, prepared: Prepared) -> Path:
 
 
 def usable(recipe: Recipe, prepared: Prepared) -> bool:
-    """Whether `build` has nothing to do: the indices are there, with hashes or where they cannot be written anew.
+    """Whether there is nothing to build: the indices are there, with hashes or where they cannot be written anew.
 
     Raises:
         UserError: the list of their files is damaged.
@@ -53,39 +51,8 @@ def usable(recipe: Recipe, prepared: Prepared) -> bool:
     return listing.read(path)[1] is not None or not os.access(path.parent, os.W_OK)
 
 
-def build(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> None:
-    """Build the indices of all splits, and publish them by one rename.
-
-    Raises:
-        UserError: a source is too short for one sequence of training.
-    """
-    target = folder(recipe, prepared)
-    if usable(recipe, prepared):
-        return
-    if (target / listing.NAME).is_file():
-        log(f"note: the sample order in {target} was written without hashes; it is built again, and is the same")
-    for split in SPLITS:
-        _say_what_is_short(recipe, prepared, split, log)
-    from llmrecipes.data import dataset
-
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
-        for split in SPLITS:
-            dataset.load(recipe, prepared, split, part, fresh=True)
-        contents = checked.describe(part, prepared.ids)
-        files = {name: File(bytes=content.bytes, sha256=content.sha256) for name, content in contents.items()}
-        (part / listing.NAME).write_text(listing.text(files), encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)  # without its listing or without hashes
-        part.rename(target)
-        checked.remember(prepared.path, {f"{target.relative_to(prepared.path)}/{n}": c for n, c in contents.items()})
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
 def check(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> Path:
-    """The folder of the indices, once every file in it is known to be what `build` wrote.
+    """The folder of the indices, once every file in it is known to be what `prepare` wrote.
 
     Args:
         recipe: whose indices.
@@ -111,20 +78,6 @@ def check(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> Pat
         within = {f"{path.relative_to(prepared.path)}/{name}": file for name, file in files.items()}
         checked.require(prepared.path, within, prepared.ids, log)
     return path
-
-
-def _say_what_is_short(recipe: Recipe, prepared: Prepared, split: Split, log: Callable[[str], None]) -> None:
-    length, usable = recipe.model.seq_length, prepared.usable(split, recipe.model.seq_length)
-    short = [n for n in range(len(prepared.manifest.sources)) if n not in usable]
-    if split == "train":
-        require_training(recipe, prepared)
-    elif not usable:
-        log(f"the {split} split has fewer than {length + 1:,} tokens in every source: nothing is evaluated on it")
-    else:
-        for n in short:
-            source = prepared.manifest.sources[n]
-            tokens = source.splits[split].tokens
-            log(f"{source.label}: {tokens:,} {split} tokens are less than one sequence; left out of {split}")
 
 
 def require_training(recipe: Recipe, prepared: Prepared) -> None:

@@ -7,7 +7,6 @@ looks finished. The same recipe again finds it and has nothing to do.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import shutil
 import time
@@ -22,7 +21,10 @@ from llmrecipes.data.manifest import File, Manifest, TokenizerRecord
 from llmrecipes.data.prepared import TOKENIZER, Prepared, content, fingerprint, open_prepared
 from llmrecipes.data.split import SplitRule
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import cpu_cores
+from llmrecipes.io import sync, write_synced
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.units import MIB
 
 __all__ = ["Prepared", "fingerprint", "open_prepared", "prepare"]
 
@@ -48,7 +50,7 @@ def prepare(
     Raises:
         UserError: sources or tokenizer unusable, folder damaged or not writable.
     """
-    from llmrecipes.data import index
+    from llmrecipes.data import build_index, index
 
     log = progress or (lambda line: None)
     target = data_dir / fingerprint(recipe)
@@ -62,9 +64,9 @@ def prepare(
             return prepared
     with _writable(data_dir), _lock(data_dir, target.name, log):
         if not target.is_dir():
-            _build(recipe, target, workers or _processors(), log)
+            _build(recipe, target, workers or max(1, int(cpu_cores())), log)
         prepared = open_prepared(recipe, data_dir)
-        index.build(recipe, prepared, log)
+        build_index.build(recipe, prepared, log)
     return prepared
 
 
@@ -75,19 +77,15 @@ def _build(recipe: Recipe, target: Path, workers: int, log: Callable[[str], None
     try:
         part.mkdir()
         manifest, contents = _fill(recipe, part, target.name, workers, log)
-        file = part / manifests.NAME
-        with file.open("w", encoding="utf-8") as stream:
-            stream.write(manifest.model_dump_json(indent=1) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync(part)
+        write_synced(part / manifests.NAME, f"{manifest.model_dump_json(indent=1)}\n".encode())
+        sync(part)
         part.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
         checked.remember(target, contents)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     total = sum(file.bytes for file in manifest.files.values())
-    log(f"data is prepared in {target}: {total / 2**20:.1f} MiB, {time.monotonic() - started:.1f} s")
+    log(f"data is prepared in {target}: {total / MIB:.1f} MiB, {time.monotonic() - started:.1f} s")
 
 
 def _fill(
@@ -137,7 +135,7 @@ def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, log: Callable[[str],
         backend, eod = tokenizer.train(sample, recipe.model.vocab_size)
         seconds = time.monotonic() - started
         size = tokenizer.vocabulary(backend)
-        log(f"trained a byte-level BPE of {size:,} tokens on {sample_bytes / 2**20:.1f} MiB in {seconds:.1f} s")
+        log(f"trained a byte-level BPE of {size:,} tokens on {sample_bytes / MIB:.1f} MiB in {seconds:.1f} s")
     else:
         backend, eod = tokenizer.load_huggingface(section, recipe.model.vocab_size)
     file = part / TOKENIZER
@@ -195,16 +193,3 @@ def _writable(data_dir: Path) -> Iterator[None]:
             where=str(error.filename or data_dir),
             fix="choose another --data-dir, or free some disk space",
         ) from error
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _processors() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1

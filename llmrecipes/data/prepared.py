@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmrecipes.commandline import command_line
 from llmrecipes.data import checked, listing
@@ -21,6 +22,15 @@ from llmrecipes.recipe.schema import Recipe
 logger = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
+# Every key of the section data counts as one that tokens depend on, a new one too, but for these.
+NOT_IN_TOKENS: dict[str, Any] = {
+    # How batches reach the model.
+    "num_workers": True,
+    "prefetch_factor": True,
+    "pin_memory": True,
+    # How often a source is drawn from: part of the sample order (`index.folder`).
+    "sources": {"__all__": {"weight"}},
+}
 
 
 @dataclass(frozen=True)
@@ -98,18 +108,12 @@ class Prepared:
 
 
 def content(recipe: Recipe) -> dict[str, object]:
-    """The part of a recipe that the tokens depend on; weights only matter when samples are drawn."""
-    data = recipe.data.model_dump(mode="json")
-    return {
-        "sources": [{k: v for k, v in source.items() if k != "weight"} for source in data["sources"]],
-        "tokenizer": data["tokenizer"],
-        "split": data["split"],
-        "vocab_size": recipe.model.vocab_size,
-    }
+    """The part of a recipe that the tokens depend on: the section data but for `NOT_IN_TOKENS`, and the vocabulary."""
+    return {**recipe.data.model_dump(mode="json", exclude=NOT_IN_TOKENS), "vocab_size": recipe.model.vocab_size}
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Name of the recipe's prepared folder: 16 hex digits over sources, tokenizer, split and vocabulary size."""
+    """Name of the recipe's prepared folder: 16 hex digits over `content`."""
     text = json.dumps({"format": manifests.FORMAT, **content(recipe)}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

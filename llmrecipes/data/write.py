@@ -18,6 +18,7 @@ from llmrecipes.data.pool import EncoderSpec, encode_all
 from llmrecipes.data.split import SPLITS, Split, SplitRule
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Source
+from llmrecipes.units import MIB
 
 _REPORT_SECONDS = 5.0
 
@@ -47,8 +48,8 @@ def write(
             total += batch.size
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
-                rate = total / 2**20 / (reported - started)
-                log(f"{total / 2**20:,.0f} MiB tokenized, {rate:.1f} MiB/s; at {sources.label(every[batch.source])}")
+                rate = total / MIB / (reported - started)
+                log(f"{total / MIB:,.0f} MiB tokenized, {rate:.1f} MiB/s; at {sources.label(every[batch.source])}")
         records = [_record(n, source, tallies[n], parts) for n, source in enumerate(every)]
         for record in records:
             log(_summary(record))
@@ -157,5 +158,5 @@ def _summary(record: SourceRecord) -> str:
     splits = ", ".join(f"{split} {counts.tokens:,}" for split, counts in record.splits.items())
     return (
         f"{record.label}: {documents:,} of {record.read:,} documents kept (dropped: {_dropped(record)}), "
-        f"{size / 2**20:.1f} MiB, {tokens:,} tokens ({splits})"
+        f"{size / MIB:.1f} MiB, {tokens:,} tokens ({splits})"
     )

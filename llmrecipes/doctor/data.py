@@ -1,4 +1,4 @@
-"""Whether a recipe's data is there, and whether its files are alike."""
+"""Whether a recipe's data is prepared, and whether its source files are of similar size."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from llmrecipes.commandline import command_line
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.units import MIB
 
 UNEQUAL = 10
-"""A file this many times as large as the median one keeps one process busy when the others have ended."""
+"""A file this many times larger than the median keeps one process busy after the others have finished."""
 
 
 def check(recipe: Recipe, data_dir: Path) -> Iterator[Finding]:
-    """Prepared data; where there is none, the sources it would be made of.
+    """Check the prepared data, or its sources if it is not prepared.
 
     Args:
         recipe: the recipe.
-        data_dir: where prepared data is kept.
+        data_dir: directory of prepared data.
     """
     from llmrecipes.data.prepared import TOKENIZER, fingerprint, open_prepared
 
@@ -52,9 +53,7 @@ def _sources(recipe: Recipe) -> Iterator[Finding]:
     for source in recipe.data.sources:
         check_name = f"source {label(source)}"
         if source.type == "hub":
-            yield warn(
-                check_name, "is on the Hugging Face Hub", "llmrecipes prepare on a node that reaches the internet"
-            )
+            yield warn(check_name, "is on the Hugging Face Hub", "llmrecipes prepare on a node with internet access")
             continue
         try:
             sizes = [file.stat().st_size for file in files(source)]
@@ -64,9 +63,9 @@ def _sources(recipe: Recipe) -> Iterator[Finding]:
         middle = statistics.median(sizes)
         if source.type in ("jsonl", "parquet") and len(sizes) > 1 and max(sizes) > UNEQUAL * max(middle, 1):
             what = f"the largest of {len(sizes)} files has {max(sizes) / max(middle, 1):.0f} times the median size"
-            yield warn(check_name, what, "split it into files of one size")
+            yield warn(check_name, what, "split it into files of equal size")
         else:
-            yield ok(check_name, f"{len(sizes)} files, {sum(sizes) / 2**20:,.1f} MiB")
+            yield ok(check_name, f"{len(sizes)} files, {sum(sizes) / MIB:,.1f} MiB")
     tokenizer = recipe.data.tokenizer
     if (
         tokenizer.type == "huggingface"
@@ -74,4 +73,4 @@ def _sources(recipe: Recipe) -> Iterator[Finding]:
         and "/" in tokenizer.path
         and not Path(tokenizer.path).exists()
     ):
-        yield warn("tokenizer", f"{tokenizer.path} is not a folder here", "a folder, or a node that reaches the Hub")
+        yield warn("tokenizer", f"{tokenizer.path} is not a directory here", "a directory, or a node with Hub access")

@@ -22,17 +22,17 @@ BYTES_A_PARAMETER = 14
 
 @dataclass(frozen=True)
 class DoctorContext:
-    """What is examined.
+    """What to examine.
 
     Args:
-        profile: what nodes should have; None: whatever there is.
-        recipe: whose data and checkpoints are looked at; None: neither.
+        profile: expected hardware; None: no expectation.
+        recipe: checks its data and checkpoint size; None: neither.
         parameters: of its model; 0 without a recipe.
-        runs_dir: where runs are kept.
-        data_dir: where prepared data is kept.
-        port: where the first rank will listen.
-        several: whether the run spans nodes.
-        leads: whether this node measures what all share; thousands that write at once would measure each other.
+        runs_dir: directory of runs.
+        data_dir: directory of prepared data.
+        port: on which the first rank will listen.
+        several: whether the run spans several nodes.
+        leads: whether this node measures shared resources; thousands writing at once would measure each other.
     """
 
     profile: Profile | None
@@ -46,7 +46,7 @@ class DoctorContext:
 
 
 def examine(subject: DoctorContext) -> list[Finding]:
-    """Look at this node; nothing stays behind, and nothing heavy is imported."""
+    """Check this node; leaves nothing behind, and imports nothing heavy."""
     return [replace(finding, node=socket.gethostname()) for finding in _findings(subject)]
 
 

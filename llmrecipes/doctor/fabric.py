@@ -1,4 +1,4 @@
-"""InfiniBand, RoCE and EFA ports that are missing, down or slow, by what the kernel says."""
+"""InfiniBand, RoCE and EFA ports that are missing, down or slow, according to the kernel."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def ports(system: Path = SYSTEM) -> list[Port]:
 
 
 def check(found: list[Port], profile: Profile | None) -> Iterator[Finding]:
-    """What is wrong with ports.
+    """Check the ports.
 
     Args:
         found: ports of this node.
-        profile: which of them carry training, and how fast; None: whatever there is.
+        profile: which ports training uses, and their rate; None: no expectation.
     """
     wanted = profile is not None and profile.inter_node.kind in RDMA
     if profile is not None and wanted:
         pattern = str(profile.environment.get("NCCL_IB_HCA", ""))
         found = [port for port in found if _used(port, pattern)]
         if not found:
-            what = f"none, where {profile.name} has {profile.inter_node.kind}"
-            yield fail("adapters", what, "load the driver, or give the container /dev/infiniband")
+            what = f"none, but {profile.name} has {profile.inter_node.kind}"
+            yield fail("adapters", what, "load the driver, or pass /dev/infiniband to the container")
             return
     for port in found:
         check_name = f"adapter {port.name}"
@@ -57,7 +57,7 @@ def check(found: list[Port], profile: Profile | None) -> Iterator[Finding]:
             verdict = fail if wanted else warn
             yield verdict(check_name, f"port is {port.state}", "check cable and switch port; see ibstat")
         elif profile is not None and wanted and port.gb_per_s < 0.9 * profile.inter_node.gb_per_s:
-            what = f"{port.gb_per_s:g} GB/s, where {profile.name} has {profile.inter_node.gb_per_s:g}"
+            what = f"{port.gb_per_s:g} GB/s, but {profile.name} has {profile.inter_node.gb_per_s:g}"
             yield fail(check_name, what, "a cable or switch port negotiated a lower rate; see ibstat")
         if port.downed > FLAPS:
             yield warn(check_name, f"link went down {port.downed} times since the machine started", "replace the cable")

@@ -1,4 +1,4 @@
-"""What a check says."""
+"""Result of a check."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Status = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One answer.
+    """One result.
 
     Args:
-        check: what was looked at, `gpu 3` or `clock`.
-        status: `fail` stops a run or makes it wrong or far too slow; `warn` may; `skip` could not be looked at.
-        what: what was found, with the number.
-        fix: what to do about it; empty where nothing is to be done.
-        node: host it was found on.
+        check: what was checked, `gpu 3` or `clock`.
+        status: `fail` stops a run or makes it wrong or far too slow; `warn` may; `skip` could not be checked.
+        what: what was found, with the value.
+        fix: what to do about it; empty if nothing.
+        node: host on which it was found.
     """
 
     check: str
@@ -48,7 +48,7 @@ def fail(check: str, what: str, fix: str) -> Finding:
 
 
 def skip(check: str, what: str) -> Finding:
-    """Something that could not be looked at."""
+    """Something that could not be checked."""
     return Finding(check, "skip", what)
 
 

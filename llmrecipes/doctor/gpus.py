@@ -1,24 +1,23 @@
-"""GPUs that are missing, taken, throttled, or have errors, by `nvidia-smi -q -x`."""
+"""GPUs that are missing, in use, throttled, or have errors, according to `nvidia-smi -q -x`."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
+from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.profile import Profile
 
 TAKEN_MIB = 1024
-"""A GPU that nobody uses holds some hundred MiB at most."""
+"""An idle GPU uses a few hundred MiB at most."""
 THROTTLES = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """One GPU as nvidia-smi shows it; None where it does not say."""
+    """One GPU according to nvidia-smi; None where it reports nothing."""
 
     name: str
     used_mib: int | None
@@ -35,16 +34,13 @@ class GpuState:
 
 
 def query(timeout: float = 60) -> str | None:
-    """nvidia-smi's report; None where there is no nvidia-smi.
+    """nvidia-smi's report; None without nvidia-smi.
 
     Raises:
-        OSError: the program failed.
-        subprocess.SubprocessError: it failed, or did not answer in time.
+        OSError: it could not be started.
+        subprocess.SubprocessError: it failed or timed out.
     """
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    return subprocess.run([program, "-q", "-x"], capture_output=True, text=True, timeout=timeout, check=True).stdout
+    return nvidia.report("-q", "-x", timeout=timeout)
 
 
 def parse(report: str) -> tuple[str, list[GpuState]]:
@@ -54,15 +50,15 @@ def parse(report: str) -> tuple[str, list[GpuState]]:
 
 
 def check(gpus: list[GpuState], profile: Profile | None) -> Iterator[Finding]:
-    """What is wrong with GPUs.
+    """Check the GPUs.
 
     Args:
-        gpus: those of this node.
-        profile: what there should be; None: whatever there is.
+        gpus: of this node.
+        profile: expected GPUs; None: no expectation.
     """
     wanted = profile.gpus_per_node if profile else len(gpus)
     if len(gpus) < wanted:
-        fix = "on a login node this is expected; else drain the node: dmesg | grep -i xid says what fell off the bus"
+        fix = "expected on a login node; otherwise drain the node, and check dmesg | grep -i xid"
         yield fail("GPUs", f"{len(gpus)} of {wanted}", fix)
     elif not gpus:
         yield ok("GPUs", "none, none expected") if profile else skip("GPUs", "none here")
@@ -71,14 +67,14 @@ def check(gpus: list[GpuState], profile: Profile | None) -> Iterator[Finding]:
     if profile and profile.gpu:
         others = sorted({gpu.name for gpu in gpus if gpu.name != profile.gpu.name})
         if others:
-            yield warn("GPUs", f"{', '.join(others)}, where {profile.name} has {profile.gpu.name}", "another --cluster")
+            yield warn("GPUs", f"{', '.join(others)}, but {profile.name} has {profile.gpu.name}", "another --cluster")
     for number, gpu in enumerate(gpus):
         yield from _check_one(f"gpu {number}", gpu)
 
 
 def unanswered(error: Exception) -> Finding:
-    """The driver does not answer."""
-    return fail("GPUs", f"nvidia-smi does not answer ({type(error).__name__})", "drain and restart the node")
+    """The driver does not respond."""
+    return fail("GPUs", f"nvidia-smi does not respond ({type(error).__name__})", "drain and reboot the node")
 
 
 def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
@@ -98,7 +94,7 @@ def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
         yield fail(
             name,
             f"throttled{hot}: {', '.join(gpu.throttled)}",
-            "look at cooling and power; the slowest GPU sets the pace",
+            "check cooling and power; the slowest GPU sets the pace",
         )
     if gpu.link_width and gpu.link_width[0] < gpu.link_width[1]:
         yield warn(name, f"PCIe with {gpu.link_width[0]} of {gpu.link_width[1]} lanes", "reseat the GPU")

@@ -11,17 +11,17 @@ from pathlib import Path
 from llmrecipes.doctor.fabric import RDMA
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
 from llmrecipes.hardware.profile import Profile
+from llmrecipes.units import GIB
 
-GIB = 1 << 30
 SHARED_PER_RANK = GIB
 """Shared memory a rank may need: NCCL's transport between processes of a node, and batches of DataLoader workers.
-Docker gives a container 64 MiB."""
+Docker's default is 64 MiB."""
 FILES = 4096
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the kernel allows this process; None: no limit."""
+    """Limits of this process; None: no limit."""
 
     memlock_bytes: int | None
     shared_bytes: int
@@ -29,8 +29,8 @@ class Limits:
 
 
 def read() -> Limits:
-    """The limits here."""
-    shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None  # noqa: S108 - looked at, not written
+    """The limits of this process."""
+    shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None  # noqa: S108 - not written to
     return Limits(
         memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
         shared_bytes=shared.f_frsize * shared.f_bavail if shared else 0,
@@ -39,12 +39,12 @@ def read() -> Limits:
 
 
 def check(limits: Limits, profile: Profile | None, ranks: int) -> Iterator[Finding]:
-    """Which are too low.
+    """Find limits that are too low.
 
     Args:
         limits: see `read`.
         profile: RDMA adapters need locked memory.
-        ranks: that share this node.
+        ranks: on this node.
     """
     if profile is not None and profile.inter_node.kind in RDMA and limits.memlock_bytes is not None:
         fix = "ulimit -l unlimited: LimitMEMLOCK=infinity for slurmd, --ulimit memlock=-1 or IPC_LOCK for a container"

@@ -10,12 +10,12 @@ from llmrecipes.doctor.finding import Finding, fail, ok, warn
 
 
 def check(port: int, several: bool, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """What is wrong with this node alone.
+    """Check this node's network.
 
     Args:
-        port: where the first rank will listen.
-        several: whether a run spans nodes; a name that means this machine only is wrong then.
-        environment: of the ranks; interfaces are named there.
+        port: on which the first rank will listen.
+        several: whether a run spans several nodes; a host name that resolves to loopback is an error then.
+        environment: of the ranks; may name interfaces.
     """
     yield name(socket.gethostname(), several)
     interfaces = {interface for _, interface in socket.if_nameindex()}
@@ -24,13 +24,13 @@ def check(port: int, several: bool, environment: Mapping[str, str]) -> Iterator[
         wanted = [] if value.startswith("^") else [part for part in value.lstrip("=").split(",") if part]
         missing = [part for part in wanted if not any(interface.startswith(part) for interface in interfaces)]
         if missing:
-            what = f"{variable}: {', '.join(missing)} is not here ({', '.join(sorted(interfaces))})"
+            what = f"{variable}: no interface {', '.join(missing)} (found {', '.join(sorted(interfaces))})"
             yield fail("interfaces", what, f"set {variable} to an interface that all nodes have")
     yield free_port(port)
 
 
 def name(host: str, several: bool) -> Finding:
-    """Whether a host name leads to an address that other nodes can use."""
+    """Whether a host name resolves to an address that other nodes can reach."""
     try:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
@@ -48,7 +48,7 @@ def name(host: str, several: bool) -> Finding:
 
 
 def free_port(port: int) -> Finding:
-    """Whether the first rank can listen where it will."""
+    """Whether the first rank can listen on its port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as made:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

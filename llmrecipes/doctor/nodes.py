@@ -1,6 +1,6 @@
-"""What only several nodes together can tell: filtered ports, clocks, and a directory that is not shared.
+"""Checks that need several nodes: filtered ports, clock skew, and a directory that is not shared.
 
-The first node listens. Every node asks it for the time, tries the ports of other nodes when all have come, and reports.
+The first node listens. Every node gets the time from it, connects to other nodes once all have arrived, and reports.
 The messages are lines of JSON between the nodes of one job; nothing in them is executed.
 """
 
@@ -28,12 +28,12 @@ CONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the nodes of a job meet.
+    """The rendezvous of a job's nodes.
 
     Args:
         hosts: names of all nodes, the same list in the same order everywhere.
-        number: which of them this one is.
-        port: where the first one listens; each further node listens on the next port.
+        number: index of this node.
+        port: on which the first node listens; node n also listens on port + 1 + n.
         shared: directory that all of them should see.
         patience: seconds to wait for the others.
     """
@@ -50,25 +50,25 @@ class Meeting:
 
 
 def meet(meeting: Meeting, findings: Sequence[Finding]) -> list[Finding] | None:
-    """Bring together what all nodes found, and what they can find only together.
+    """Collect the findings of all nodes, and run the checks between nodes.
 
     Returns:
         All findings on the first node; None on the others.
     """
     try:
-        ear = _Ear(("", meeting.own_port))
+        listener = _Listener(("", meeting.own_port))
     except OSError as error:
         what = f"port {meeting.own_port} cannot be used: {error.strerror}"
-        raise UserError(what, where=meeting.hosts[meeting.number], fix="end what listens there: ss -ltnp") from error
-    with ear:
+        raise UserError(what, where=meeting.hosts[meeting.number], fix="stop what listens there (ss -ltnp)") from error
+    with listener:
         if meeting.number == 0:
             return _lead(meeting, findings)
         _follow(meeting, findings)
         return None
 
 
-class _Ear:
-    """A port that accepts connections and says nothing, so that others can try whether they get through."""
+class _Listener:
+    """A port that accepts connections and sends nothing, so that other nodes can test it."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._server = socketserver.ThreadingTCPServer(
@@ -87,28 +87,28 @@ class _Ear:
 
 
 def _lead(meeting: Meeting, findings: Sequence[Finding]) -> list[Finding]:
-    hall = _Hall(len(meeting.hosts) - 1, meeting.patience)
+    attendance = _Attendance(len(meeting.hosts) - 1, meeting.patience)
     token = _write_token(meeting)
     with socket.create_server(("", meeting.port), backlog=len(meeting.hosts)) as server:
-        threading.Thread(target=_welcome, args=(server, hall, token), daemon=True).start()
-        hall.wait(hall.arrived)
-        # The others keep their ports open until all have reported, this node too.
-        mine = [*findings, *(replace(found, node=meeting.hosts[0]) for found in _ports(meeting))]
-        hall.put(hall.reports, 0, mine)
-        hall.wait(hall.reports)
-        hall.wait(hall.dismissed)
-    gathered: list[Finding] = []
+        threading.Thread(target=_accept, args=(server, attendance, token), daemon=True).start()
+        attendance.wait(attendance.arrived)
+        # All nodes keep their ports open until all have reported, including this one.
+        own = [*findings, *(replace(found, node=meeting.hosts[0]) for found in _ports(meeting))]
+        attendance.put(attendance.reports, 0, own)
+        attendance.wait(attendance.reports)
+        attendance.wait(attendance.dismissed)
+    absent: list[Finding] = []
     for number, host in enumerate(meeting.hosts):
-        if number and number not in hall.reports:
-            what = f"did not answer {meeting.hosts[0]}:{meeting.port} in {meeting.patience:.0f} s"
-            fix = "a firewall between the nodes, a name that does not resolve, or a node that hangs"
-            gathered.append(replace(fail("node", what, fix), node=host))
+        if number and number not in attendance.reports:
+            what = f"did not connect to {meeting.hosts[0]}:{meeting.port} within {meeting.patience:.0f} s"
+            fix = "check for a firewall between the nodes, a name that does not resolve, or a node that hangs"
+            absent.append(replace(fail("node", what, fix), node=host))
     _token_file(meeting).unlink(missing_ok=True)
-    return [*(found for _, report in sorted(hall.reports.items()) for found in report), *gathered]
+    return [*(found for _, report in sorted(attendance.reports.items()) for found in report), *absent]
 
 
-class _Hall:
-    """Which nodes have come, and what they reported."""
+class _Attendance:
+    """Which nodes have arrived, and their reports."""
 
     def __init__(self, expected: int, patience: float) -> None:
         self._expected, self._patience, self._began = expected, patience, time.monotonic()
@@ -118,15 +118,15 @@ class _Hall:
         self.dismissed: dict[int, None] = {}
 
     def put(self, where: dict[int, Any], number: int, value: Any = None) -> None:
-        """Write down, and wake those who wait."""
+        """Record a value, and wake waiting threads."""
         with self._changed:
             where[number] = value
             self._changed.notify_all()
 
     def wait(self, where: dict[int, Any]) -> None:
-        """Until all are there that can be expected; not for ever.
+        """Wait for all expected nodes, with a timeout.
 
-        All other nodes arrive, those and the first one report, and those that have reported are dismissed.
+        All other nodes arrive; those and the first node report; those that have reported are dismissed.
         """
 
         def complete() -> bool:
@@ -139,43 +139,43 @@ class _Hall:
             self._changed.wait_for(complete, max(0.0, deadline - time.monotonic()))
 
 
-def _welcome(server: socket.socket, hall: _Hall, token: str) -> None:
+def _accept(server: socket.socket, attendance: _Attendance, token: str) -> None:
     while True:
         try:
             connection = server.accept()[0]
         except OSError:  # closed: the meeting is over
             return
-        threading.Thread(target=_talk, args=(connection, hall, token), daemon=True).start()
+        threading.Thread(target=_serve, args=(connection, attendance, token), daemon=True).start()
 
 
-def _talk(connection: socket.socket, hall: _Hall, token: str) -> None:
+def _serve(connection: socket.socket, attendance: _Attendance, token: str) -> None:
     with connection, connection.makefile("rw", encoding="utf-8") as stream:
         number = int(_receive(stream)["number"])
-        _say(stream, {"time": time.time(), "token": token})
-        hall.put(hall.arrived, number)
-        hall.wait(hall.arrived)
-        _say(stream, {"go": True})
-        hall.put(hall.reports, number, [Finding(**found) for found in _receive(stream)["findings"]])
-        hall.wait(hall.reports)
-        _say(stream, {"done": True})
-        hall.put(hall.dismissed, number)
+        _send(stream, {"time": time.time(), "token": token})
+        attendance.put(attendance.arrived, number)
+        attendance.wait(attendance.arrived)
+        _send(stream, {"go": True})
+        attendance.put(attendance.reports, number, [Finding(**found) for found in _receive(stream)["findings"]])
+        attendance.wait(attendance.reports)
+        _send(stream, {"done": True})
+        attendance.put(attendance.dismissed, number)
 
 
 def _follow(meeting: Meeting, findings: Sequence[Finding]) -> None:
-    with _call(meeting) as connection, connection.makefile("rw", encoding="utf-8") as stream:
+    with _connect(meeting) as connection, connection.makefile("rw", encoding="utf-8") as stream:
         connection.settimeout(2 * meeting.patience)
-        asked = time.time()
-        _say(stream, {"number": meeting.number})
-        told = _receive(stream)
-        clock = _clock(told["time"], asked, time.time())
-        _receive(stream)  # all are there, so their ports are open
-        mine = [*clock, *_shared(meeting, told["token"]), *_ports(meeting)]
-        named = (replace(found, node=meeting.hosts[meeting.number]) for found in mine)
-        _say(stream, {"findings": [found.as_dict() for found in (*findings, *named)]})
-        _receive(stream)  # nobody tries this node's port any more
+        sent = time.time()
+        _send(stream, {"number": meeting.number})
+        reply = _receive(stream)
+        clock = _clock(reply["time"], sent, time.time())
+        _receive(stream)  # all nodes have arrived, so their ports are open
+        between = [*clock, *_shared(meeting, reply["token"]), *_ports(meeting)]
+        named = (replace(found, node=meeting.hosts[meeting.number]) for found in between)
+        _send(stream, {"findings": [found.as_dict() for found in (*findings, *named)]})
+        _receive(stream)  # no other node needs this node's port any more
 
 
-def _call(meeting: Meeting) -> socket.socket:
+def _connect(meeting: Meeting) -> socket.socket:
     deadline = time.monotonic() + meeting.patience
     while True:
         try:
@@ -183,25 +183,25 @@ def _call(meeting: Meeting) -> socket.socket:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the first node does not answer: {error.strerror or error}",
+                    f"the first node does not respond: {error.strerror or error}",
                     where=f"{meeting.hosts[0]}:{meeting.port}",
-                    fix="start the same command on every node at the same time; a firewall may be between them",
+                    fix="start the same command on every node at the same time; check for a firewall between them",
                 ) from error
             time.sleep(0.2)
 
 
-def _clock(theirs: float, asked: float, answered: float) -> Iterator[Finding]:
-    # The first node looked at its clock some time between question and answer.
-    offset = max(0.0, theirs - answered, asked - theirs)
+def _clock(remote: float, sent: float, received: float) -> Iterator[Finding]:
+    # The first node read its clock some time between request and reply.
+    offset = max(0.0, remote - received, sent - remote)
     if offset > CLOCK_SECONDS:
-        yield fail("clock", f"{offset:.0f} s from that of the first node", "start chronyd or ntpd")
+        yield fail("clock", f"differs by {offset:.0f} s from the first node's", "start chronyd or ntpd")
     else:
-        yield ok("clock", f"within {offset + answered - asked:.2f} s of the first node's")
+        yield ok("clock", f"within {offset + received - sent:.2f} s of the first node's")
 
 
 def _shared(meeting: Meeting, token: str) -> Iterator[Finding]:
     file = _token_file(meeting)
-    # Network file systems cache directories for some seconds.
+    # Network file systems cache directories for a few seconds.
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -209,10 +209,10 @@ def _shared(meeting: Meeting, token: str) -> Iterator[Finding]:
         except OSError:
             found = None
         if found == token:
-            yield ok("shared directory", f"{meeting.shared} is that of the first node")
+            yield ok("shared directory", f"{meeting.shared} is the same as on the first node")
             return
         if time.monotonic() > deadline:
-            what = f"{meeting.shared} is not the directory that the first node has there"
+            what = f"{meeting.shared} is not the same directory as on the first node"
             yield fail("shared directory", what, "--runs-dir on a file system that all nodes mount")
             return
         time.sleep(0.2)
@@ -227,7 +227,7 @@ def _ports(meeting: Meeting) -> Iterator[Finding]:
         try:
             socket.create_connection((meeting.hosts[number], meeting.port + 1 + number), CONNECT_SECONDS).close()
         except OSError as error:
-            blocked.append(f"{meeting.hosts[number]} ({error.strerror or 'no answer'})")
+            blocked.append(f"{meeting.hosts[number]} ({error.strerror or 'no response'})")
     if blocked:
         yield fail("ports between nodes", f"cannot reach {', '.join(blocked)}", "open all ports between compute nodes")
     elif count > 1:
@@ -255,6 +255,6 @@ def _receive(stream: Any) -> dict[str, Any]:
     return message
 
 
-def _say(stream: Any, message: dict[str, Any]) -> None:
+def _send(stream: Any, message: dict[str, Any]) -> None:
     stream.write(json.dumps(message) + "\n")
     stream.flush()

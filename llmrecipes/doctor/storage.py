@@ -1,4 +1,4 @@
-"""Directories that are not there, not writable, slow, full, or without the operations checkpoints rest on."""
+"""Directories that are missing, read-only, slow, full, or lack the operations that checkpoints need."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
+from llmrecipes.units import GIB, MIB
 
-MIB, GIB = 1 << 20, 1 << 30
 TRIED_BYTES = 64 * MIB
 SLOW = 100e6
-"""Bytes a second below which checkpoints and logs hold training up."""
+"""Bytes per second below which checkpoints and logs slow training down."""
 CHECKPOINTS = 3
-"""Checkpoints there has to be room for: those kept by default, and the one being written."""
+"""Checkpoints that have to fit: those kept by default, and the one being written."""
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 
 
 def check(directory: Path, name: str, checkpoint_bytes: int = 0, *, measured: bool = False) -> Iterator[Finding]:
-    """What is wrong with a directory that a run writes to. What is tried there is removed again.
+    """Check a directory that a run writes to. Test files are removed again.
 
     Args:
         directory: `runs` or `data`; it may not exist yet.
-        name: how findings call it.
-        checkpoint_bytes: size of one checkpoint; 0 where nothing that large is written.
-        measured: whether to write 64 MiB and see how long that takes.
+        name: its name in findings.
+        checkpoint_bytes: size of one checkpoint; 0 if none are written.
+        measured: whether to time a write of 64 MiB.
     """
     there = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
     try:
@@ -36,29 +36,29 @@ def check(directory: Path, name: str, checkpoint_bytes: int = 0, *, measured: bo
             if measured:
                 yield _speed(Path(folder), name)
     except OSError as error:
-        yield fail(name, f"{there} cannot be written to: {error.strerror}", "another directory, or its permissions")
+        yield fail(name, f"{there} is not writable: {error.strerror}", "use another directory, or fix its permissions")
         return
     free, needed = shutil.disk_usage(there).free, CHECKPOINTS * checkpoint_bytes
     if free < max(needed, GIB):
         what = f"{free / GIB:.1f} GiB free in {there}"
-        what += f", and {CHECKPOINTS} checkpoints take {needed / GIB:.1f}" if needed else ""
-        yield fail(name, what, "more space, or another directory")
+        what += f", but {CHECKPOINTS} checkpoints need {needed / GIB:.1f}" if needed else ""
+        yield fail(name, what, "free some space, or use another directory")
     else:
         yield ok(name, f"{there}: {free / GIB:,.0f} GiB free, {_file_system(there)}")
     if os.statvfs(there).f_files and os.statvfs(there).f_favail < 1000:
         yield fail(
-            name, f"{os.statvfs(there).f_favail} files can still be made in {there}", "delete files; inodes are used up"
+            name, f"{os.statvfs(there).f_favail} free inodes in {there}", "delete files, or use another directory"
         )
 
 
 def temporary(directory: Path) -> str | None:
-    """Kind of a file system that other nodes cannot see and a restart empties; None for others."""
+    """Type of a file system that is local and lost at a restart; None for others."""
     kind = _file_system(directory)
     return kind if kind in MEMORY_FILE_SYSTEMS else None
 
 
 def _operations(folder: Path, name: str) -> Iterator[Finding]:
-    """A checkpoint is published by renaming its directory, a file by replacing the old one."""
+    """Check directory rename, which publishes checkpoints, and file replacement."""
     old, new = folder / "old", folder / "new"
     new.mkdir()
     (new / "part").write_text("x", "ascii")
@@ -69,15 +69,15 @@ def _operations(folder: Path, name: str) -> Iterator[Finding]:
         complete = (old / "part").read_text("ascii") == "y" and not new.exists()
     except OSError as error:
         yield fail(
-            name, f"renaming fails: {error.strerror}", "a file system with atomic rename (NFS, Lustre, GPFS, local)"
+            name, f"rename fails: {error.strerror}", "use a file system with atomic rename (NFS, Lustre, GPFS, local)"
         )
         return
     if not complete:
-        yield fail(name, "renaming is not atomic", "a file system with atomic rename (NFS, Lustre, GPFS, local)")
+        yield fail(name, "rename is not atomic", "use a file system with atomic rename (NFS, Lustre, GPFS, local)")
 
 
 def _speed(folder: Path, name: str) -> Finding:
-    data = os.urandom(MIB)  # what cannot be compressed on the way
+    data = os.urandom(MIB)  # incompressible
     started = time.monotonic()
     with (folder / "tried").open("wb") as file:
         for _ in range(TRIED_BYTES // MIB):
@@ -86,9 +86,7 @@ def _speed(folder: Path, name: str) -> Finding:
         os.fsync(file.fileno())
     speed = TRIED_BYTES / (time.monotonic() - started)
     if speed < SLOW:
-        return warn(
-            f"{name} speed", f"writes {speed / 1e6:.0f} MB/s", "a faster file system for runs, or saves less often"
-        )
+        return warn(f"{name} speed", f"writes {speed / 1e6:.0f} MB/s", "use a faster file system, or save less often")
     return ok(f"{name} speed", f"writes {speed / 1e6:,.0f} MB/s")
 
 

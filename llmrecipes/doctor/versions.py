@@ -1,4 +1,4 @@
-"""Versions that do not go together, by what package metadata says: nothing heavy is imported."""
+"""Incompatible versions, according to package metadata: nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "datasets", "mlflow")
 MEGATRON = {(3, 11): ("0.16",), (3, 12): ("0.19",)}
-"""megatron-core releases that the test suite runs on, by Python; newer Pythons take those of the newest entry."""
+"""megatron-core releases that the test suite covers, by Python version; newer ones use the newest entry."""
 DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 """Oldest Linux driver by CUDA major version (CUDA compatibility guide, minor version compatibility)."""
 
 
 def installed() -> dict[str, str]:
-    """Versions of the packages that matter, by name; those that are not installed are left out."""
+    """Versions of the relevant packages that are installed, by name."""
     found = {}
     for distribution in metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
@@ -30,14 +30,14 @@ def installed() -> dict[str, str]:
 def check(
     versions: Mapping[str, str], python: tuple[int, int], driver: str | None, gpus: int, locked: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """What does not go together.
+    """Find incompatible versions.
 
     Args:
         versions: see `installed`.
         python: major and minor version.
-        driver: of the GPUs, as nvidia-smi says; None without one.
-        gpus: how many this machine has.
-        locked: see `locked`; empty where there is no lock file.
+        driver: GPU driver version according to nvidia-smi; None without one.
+        gpus: number of GPUs of this machine.
+        locked: see `locked`; empty without a lock file.
     """
     for name in ("torch", "megatron-core"):
         if name not in versions:
@@ -50,16 +50,16 @@ def check(
     nccl = {name: version for name, version in versions.items() if name.startswith("nvidia-nccl")}
     if len(nccl) > 1:
         both = ", ".join(f"{name} {version}" for name, version in sorted(nccl.items()))
-        yield fail("version of NCCL", f"two packages bring one: {both}", "keep the one that torch asks for")
+        yield fail("version of NCCL", f"several packages provide it: {both}", "keep the one that torch requires")
     other = [f"{name} {versions[name]} (lock {wanted})" for name, wanted in sorted(locked.items())
              if name in versions and _public(versions[name]) != _public(wanted)]  # fmt: skip
     if other:
-        fix = "make setup; in a container that brings its own torch this is expected"
-        yield warn("lock file", f"other versions than tested: {', '.join(other)}", fix)
+        fix = "make setup; expected in a container with its own torch"
+        yield warn("lock file", f"versions differ from the tested ones: {', '.join(other)}", fix)
 
 
 def locked(requirements: Path) -> dict[str, str]:
-    """Versions that a lock file pins for the packages that matter."""
+    """Versions that a lock file pins for the relevant packages."""
     if not requirements.is_file():
         return {}
     pins = re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", requirements.read_text("utf-8"), re.MULTILINE)
@@ -67,7 +67,7 @@ def locked(requirements: Path) -> dict[str, str]:
 
 
 def lock_file(root: Path, gpus: int) -> Path:
-    """The lock file that `make setup` takes on a machine like this."""
+    """The lock file that `make setup` uses on this machine."""
     python = f"py3{sys.version_info.minor}" if sys.version_info < (3, 12) else "py312"
     return (
         root / "requirements" / (f"{python}-{'cuda' if gpus else 'cpu'}.txt" if python == "py311" else f"{python}.txt")
@@ -87,7 +87,7 @@ def _torch(versions: Mapping[str, str], driver: str | None, gpus: int) -> Iterat
     cuda = _cuda(versions)
     if gpus and cuda is None:
         yield fail(
-            "version of torch", f"{version} is built for CPUs, and there are {gpus} GPUs", "make setup LOCK=py311-cuda"
+            "version of torch", f"{version} is a CPU build, but there are {gpus} GPUs", "make setup LOCK=py311-cuda"
         )
         return
     if not gpus or cuda is None:
@@ -98,14 +98,14 @@ def _torch(versions: Mapping[str, str], driver: str | None, gpus: int) -> Iterat
         yield skip("CUDA driver", f"driver {driver or 'unknown'}, torch {version} for CUDA {cuda}")
         return
     if tuple(int(part) for part in driver.split(".")[:2]) < oldest:
-        what = f"driver {driver} is older than CUDA {cuda} of torch {version} takes ({oldest[0]}.{oldest[1]})"
-        yield fail("CUDA driver", what, f"a driver from {oldest[0]}.{oldest[1]} on, or a torch for an older CUDA")
+        what = f"driver {driver} is too old for CUDA {cuda} of torch {version} ({oldest[0]}.{oldest[1]} required)"
+        yield fail("CUDA driver", what, f"a driver >= {oldest[0]}.{oldest[1]}, or a torch build for an older CUDA")
     else:
         yield ok("CUDA driver", f"{driver}, torch {version} for CUDA {cuda}")
 
 
 def _cuda(versions: Mapping[str, str]) -> int | None:
-    """CUDA major version that torch was built for; None for a build without."""
+    """CUDA major version that torch was built for; None for a CPU build."""
     local = versions["torch"].partition("+")[2]
     if local == "cpu":
         return None
@@ -119,7 +119,7 @@ def _transformer_engine(versions: Mapping[str, str]) -> Iterator[Finding]:
     parts = {name: version for name, version in versions.items() if name.startswith("transformer-engine")}
     if len(set(parts.values())) > 1:
         what = ", ".join(f"{name} {version}" for name, version in sorted(parts.items()))
-        yield fail("version of TransformerEngine", f"its parts differ: {what}", "install all parts in one version")
+        yield fail("version of TransformerEngine", f"its parts differ: {what}", "install the same version of all parts")
 
 
 def _public(version: str) -> str:

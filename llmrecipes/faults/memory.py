@@ -1,4 +1,4 @@
-"""Out of memory: recognise it, and say what to change in this recipe, in order."""
+"""Out of memory: recognise it, and suggest changes to the recipe, in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
 def describe_oom(error: BaseException) -> str | None:
-    """What ran out of memory, in one line; None where the error is another one.
+    """Which memory ran out, in one line; None for any other error.
 
     Args:
         error: any exception; torch's GPU and CPU allocators and Python's own are known.
@@ -34,7 +34,7 @@ def memory_hints(recipe: Recipe, *, data_parallel_size: int) -> list[str]:
         data_parallel_size: ranks that share the batch.
 
     Returns:
-        One line a hint, each naming a key and its new value; what the recipe already has is left out.
+        One line per hint, with a key and its new value; without those the recipe already has.
     """
     train, parallelism = recipe.train, recipe.parallelism
     hints = []
@@ -73,7 +73,7 @@ def memory_hints(recipe: Recipe, *, data_parallel_size: int) -> list[str]:
 def out_of_memory(
     error: BaseException, recipe: Recipe, *, data_parallel_size: int, where: str = ""
 ) -> UserError | None:
-    """The error to end a run with, or None where `error` is not about memory.
+    """The error to end a run with, or None if `error` is not about memory.
 
     Args:
         error: what was raised.

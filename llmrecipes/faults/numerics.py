@@ -1,4 +1,4 @@
-"""Numbers that are not finite, and where they first appeared."""
+"""Non-finite numbers, and where they first appeared."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llmrecipes.errors import ExitCode, UserError
 
 @dataclass(frozen=True)
 class BadParameter:
-    """The first tensor, in the model's order, with values that are not finite."""
+    """The first tensor, in model order, with non-finite values."""
 
     name: str
     kind: Literal["nan", "inf"]
-    """`nan` where it has any; else `inf`."""
+    """`nan` if it has any; else `inf`."""
     count: int
     """Elements that are NaN or infinite."""
     size: int
@@ -28,19 +28,19 @@ class BadParameter:
 
 
 class NonFinite(UserError):
-    """A loss or a gradient norm that is NaN or infinite; running again would end the same way.
+    """A loss or a gradient norm that is NaN or infinite; running again would fail the same way.
 
     Args:
-        step: optimizer step it happened in.
-        rank: global rank that saw it.
+        step: optimizer step in which it occurred.
+        rank: global rank on which it occurred.
         quantity: `loss` or `gradient norm`.
         value: the value.
-        first_bad: first gradient or parameter that is not finite on this rank, where there is one.
+        first_bad: first non-finite gradient or parameter on this rank, if any.
     """
 
     def __init__(self, *, step: int, rank: int, quantity: str, value: float, first_bad: BadParameter | None) -> None:
         self.step, self.rank, self.quantity, self.value, self.first_bad = step, rank, quantity, value, first_bad
-        where = f"first bad parameter: {first_bad}" if first_bad else "every parameter and gradient here is finite"
+        where = f"first bad parameter: {first_bad}" if first_bad else "all parameters and gradients on it are finite"
         super().__init__(
             f"{quantity} is {value}; {where}",
             where=f"step {step}, rank {rank}",

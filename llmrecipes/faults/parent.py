@@ -1,7 +1,7 @@
-"""Processes that end when the one that started them is gone, also where that one had no time to end them.
+"""Processes that die with their parent, even if the parent had no time to kill them.
 
-The kernel does it (`PR_SET_PDEATHSIG`), so it works on a process that is stopped or busy in native code, and in a
-container. Only the thread that started the process counts: start such a process from a thread that lives as long as it.
+The kernel does it (`PR_SET_PDEATHSIG`), so it also works on a process that is stopped or busy in native code, and in a
+container. The signal is sent when the thread that started the process exits: that thread has to outlive the process.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel send this process SIGKILL when its parent ends.
+    """Have the kernel send this process SIGKILL when its parent exits.
 
     Args:
-        parent: process id of the parent, from the parent itself: it may have ended before this call.
+        parent: process id of the parent, as passed by the parent: it may have exited before this call.
 
     Raises:
         OSError: the kernel refuses.

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: it saves once at the next step boundary and exits with `ExitCode.REQUEUE`.
+"""Signals that stop a run: it saves once at the next step boundary and exits with `ExitCode.REQUEUE`.
 
 SIGTERM comes from Slurm, Kubernetes and torchrun, SIGUSR1 from `sbatch --signal`, SIGINT from a terminal.
 """
@@ -17,16 +17,16 @@ from llmrecipes.launch.ranks import STOP_SIGNALS as STOPPING
 
 PRESS_INTERVAL = 1.0
 """Seconds within which a second SIGINT is the same Ctrl-C: a terminal sends it to all ranks, and a launcher such as
-torchrun passes its own copy on to them at once."""
+torchrun immediately forwards its own copy to them."""
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after a second SIGINT: nothing was saved since the last checkpoint."""
 
 
 class StoppedEarly(BaseException):
-    """A signal that asks to stop came while no step was under way, so that nothing has to be saved.
+    """A stop signal arrived before training, when there is nothing to save.
 
-    Not an `Exception`, so that nobody takes it for a failure of what they have just tried.
+    Not an `Exception`, so that `except Exception` does not swallow it.
     """
 
     def __init__(self, number: signal.Signals) -> None:
@@ -37,9 +37,9 @@ class StoppedEarly(BaseException):
 
 @contextmanager
 def early_signals() -> Iterator[None]:
-    """Raise `StoppedEarly` in the main thread when a stopping signal comes while the block runs.
+    """Raise `StoppedEarly` in the main thread if a stop signal arrives while the block runs.
 
-    Imports, data preparation and building take minutes; where training begins, `catch_signals` takes over.
+    Imports, data preparation and model construction take minutes; for training, `catch_signals` takes over.
     """
     handler = _Early()
     before = {number: signal.signal(number, handler) for number in STOPPING}
@@ -48,7 +48,7 @@ def early_signals() -> Iterator[None]:
     except Exception as error:
         if handler.signal is None:
             raise
-        raise StoppedEarly(handler.signal) from error  # native code turns what a handler raises into its own errors
+        raise StoppedEarly(handler.signal) from error  # native code converts a handler's exception into its own
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
@@ -63,13 +63,13 @@ class _Early:
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() == self._process:  # not in a forked process
-            # Kept, because Python drops what is raised while an object is being deleted.
+            # Kept, because Python drops exceptions raised during object deletion.
             self.signal = signal.Signals(number)
             raise StoppedEarly(self.signal)
 
 
 class StopRequest:
-    """Whether this rank was asked to stop, and by which signal."""
+    """Whether this rank has received a stop signal, and which."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -81,12 +81,12 @@ class StopRequest:
 
 @contextmanager
 def catch_signals(describe_newest: Callable[[], str]) -> Iterator[StopRequest]:
-    """Turn stopping signals into a flag while the block runs; the handlers of before come back afterwards.
+    """Turn stop signals into a flag while the block runs; restores the previous handlers afterwards.
 
-    A second SIGINT ends the process at once with exit code `INTERRUPTED`.
+    A second SIGINT exits immediately with code `INTERRUPTED`.
 
     Args:
-        describe_newest: names the newest checkpoint for the message of that case; it must be quick.
+        describe_newest: returns the newest checkpoint for that message; it must be quick.
     """
     request = StopRequest()
     process = os.getpid()
@@ -94,7 +94,7 @@ def catch_signals(describe_newest: Callable[[], str]) -> Iterator[StopRequest]:
 
     def handle(number: int, _frame: FrameType | None) -> None:
         nonlocal first_press
-        # Forked data loader workers inherit this handler; they go on until the trainer ends them.
+        # Forked data loader workers inherit this handler; they run until the trainer stops them.
         if os.getpid() != process:
             return
         request.signal = request.signal or signal.Signals(number)
@@ -109,7 +109,7 @@ def catch_signals(describe_newest: Callable[[], str]) -> Iterator[StopRequest]:
 
     before = {number: signal.signal(number, handle) for number in STOPPING}
     request.signal = next((early.signal for early in before.values() if isinstance(early, _Early)), None)
-    # A launcher may have them blocked, so that none that comes before this line is lost or ends the process.
+    # A launcher may have blocked them, so that one that arrives before this line is neither lost nor fatal.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     try:
         yield request
@@ -120,6 +120,6 @@ def catch_signals(describe_newest: Callable[[], str]) -> Iterator[StopRequest]:
 
 def _leave(describe_newest: Callable[[], str]) -> None:
     sys.stdout.flush()
-    # os.write, because a signal may come in the middle of a print.
+    # os.write, because a signal may interrupt a print.
     os.write(2, f"\nInterrupted twice: stopping without saving. Newest checkpoint: {describe_newest()}\n".encode())
     os._exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""A loss that explodes and stays finite: training continues, somebody should look."""
+"""Loss spikes that stay finite: training continues, but raises an alarm."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 WINDOW = 50
-"""Losses that the usual one is the median of."""
+"""Losses in the running median."""
 FEWEST = 20
-"""Losses that it takes to know how much they vary."""
+"""Losses needed to estimate their variation."""
 NATS, FIRST_NATS = 1.0, 3.0
-"""Smallest rise that is an alarm (1 nat is e times the perplexity), and the one before so many losses are known."""
+"""Smallest rise that is an alarm (1 nat is e times the perplexity), and the one before `FEWEST` losses."""
 DEVIATIONS = 10.0
-"""Robust standard deviations below which a rise is noise of small batches."""
+"""Robust standard deviations below which a rise is the noise of small batches."""
 TO_STANDARD_DEVIATION = 1.4826 / math.sqrt(2)
-"""Of a normal distribution, from the median of the absolute difference of two draws."""
+"""Factor from the median absolute difference of two draws of a normal distribution to its standard deviation."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Spike:
 
     Args:
         loss: of this step, nats per token.
-        usual: lowest median of up to 50 losses in a row since the start.
-        limit: what it may be at most.
+        usual: lowest median of up to 50 consecutive losses since the start.
+        limit: largest loss that is not a spike.
     """
 
     loss: float
@@ -36,11 +36,11 @@ class Spike:
 
 
 class LossWatch:
-    """Raises an alarm once where the loss leaves its course upwards, and again only after it has come back.
+    """Raises one alarm when the loss spikes, and another only after it has recovered.
 
     The limit is the lowest running median so far, plus one nat or ten robust standard deviations of the last losses,
-    whichever is more; plus three nats until 20 losses are known. A loss that falls, the noise of small batches and a
-    warm-up stay below it; a jump and a slow rise do not. It starts anew with every start of a run.
+    whichever is more; plus three nats until 20 losses are known. A falling loss, the noise of small batches and a
+    warm-up stay below it; a jump and a slow rise do not. The state is reset at every start of a run.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class LossWatch:
         self._alarmed = False
 
     def add(self, loss: float) -> Spike | None:
-        """Take the loss of a step; a spike where it is the first one too high. NaN and infinity are not for here."""
+        """Add the loss of a step; returns a spike at the first one above the limit; never for NaN or infinity."""
         spike = self._judge(loss)
         if not self._alarmed:  # a spike is not part of what is usual
             self._losses.append(loss)
@@ -64,10 +64,10 @@ class LossWatch:
         if self._alarmed:
             self._alarmed = loss > self._usual + rise / 2
             return None
-        # Not `<=`: what is not finite stops the run, and is not reported twice.
+        # A non-finite loss stops the run elsewhere, and is not reported twice.
         self._alarmed = self._usual + rise < loss < float("inf")
         return Spike(loss, self._usual, self._usual + rise) if self._alarmed else None
 
     def _deviation(self) -> float:
-        """Robust standard deviation, from one step to the next, so that the slope of the curve is not part of it."""
+        """Robust standard deviation of step-to-step changes, so that the slope of the curve does not count."""
         return TO_STANDARD_DEVIATION * statistics.median(abs(later - loss) for loss, later in pairwise(self._losses))

@@ -5,16 +5,16 @@ What is here is found by the operating system and nvidia-smi, without torch.
 
 from __future__ import annotations
 
-import csv
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-MIB = 1 << 20
+from llmrecipes.hardware import nvidia
+from llmrecipes.units import MIB
+
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
@@ -98,7 +98,7 @@ def detect(directory: Path | None = None) -> Cluster:
     total, available = _memory()
     return Cluster(
         gpus=_gpus(),
-        cpu_cores=_cpu_cores(),
+        cpu_cores=cpu_cores(),
         memory_bytes=total,
         memory_available_bytes=available,
         disk_free_bytes=shutil.disk_usage(directory or Path()).free,
@@ -111,26 +111,22 @@ def peak_tflops(name: str) -> float | None:
     return next((peak for key, peak in PEAK_TFLOPS if set(key.split()) <= words), None)
 
 
+FIELDS = ("index", "uuid", "name", "memory.total", "memory.free")
+
+
 def _gpus() -> tuple[Gpu, ...]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    query = [program, "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()  # a driver that does not answer is a machine without a usable GPU
-    return select_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    # A driver that does not answer is a machine without a usable GPU.
+    return select_gpus(nvidia.query(*FIELDS, timeout=20), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def select_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
-    """GPUs of nvidia-smi's CSV listing that CUDA_VISIBLE_DEVICES leaves, in its order (None: not set)."""
+def select_gpus(listed: Sequence[Mapping[str, str]], visible: str | None) -> tuple[Gpu, ...]:
+    """GPUs of nvidia-smi's listing of `FIELDS` that CUDA_VISIBLE_DEVICES leaves, in its order (None: not set)."""
     gpus: dict[str, Gpu] = {}
     uuids: dict[str, str] = {}
-    for row in csv.reader(listing.splitlines(), skipinitialspace=True):
-        if len(row) != 5 or not (row[3].isdecimal() and row[4].isdecimal()):
+    for row in listed:
+        index, uuid, name, total, free = (row[field] for field in FIELDS)
+        if not (total.isdecimal() and free.isdecimal()):
             continue
-        index, uuid, name, total, free = row
         gpus[index] = Gpu(name, int(total) * MIB, int(free) * MIB, peak_tflops(name))
         uuids[uuid] = index
     if visible is None:
@@ -144,7 +140,8 @@ def select_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
-def _cpu_cores() -> float:
+def cpu_cores() -> float:
+    """Processor cores that this process may use: by its affinity, and by the limits of its control groups."""
     cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _cgroups("cpu"):
         quota = _words(group / "cpu.max")  # version 2: "quota period" or "max period"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,13 +12,13 @@ from llmrecipes.recipe import document, files
 from llmrecipes.recipe.document import Problem, clip
 from llmrecipes.recipe.explain import explain
 from llmrecipes.recipe.files import Kind
+from llmrecipes.secret import is_secret
 
 CLUSTERS = Kind(
     "cluster profile", "--cluster", "recipes/clusters/", "name, gpus_per_node, cpu_cores, memory_gib and both links"
 )
 OURS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 DANGEROUS = {"PATH", "PYTHONPATH", "PYTHONSTARTUP", "LD_PRELOAD", "BASH_ENV", "ENV", "HOME", "USER"}
-SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY")
 
 
 def clusters_dir() -> Path:
@@ -90,7 +89,7 @@ def check(profile: Profile, stem: str) -> list[Problem]:
         if name in OURS or name in DANGEROUS:
             rule = "the launcher sets it" if name in OURS else "it would change which programs run"
             found.append(Problem(key, "may not be set here", rule, "remove it"))
-        elif SECRET.search(name):
+        elif is_secret(name):
             rule = "profiles are shared: secrets stay in the environment, or in a Kubernetes Secret"
             found.append(Problem(key, "looks like a secret", rule, "remove it"))
         elif not str(value).isprintable():

@@ -6,8 +6,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, Gpu, detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import Profile
-
-GIB = 1 << 30
+from llmrecipes.units import GIB
 
 
 def machine(profile: Profile, nodes: int) -> Cluster:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.io import write_atomic
 from llmrecipes.launch.base import JobRef
-from llmrecipes.tracking.files import write_atomic
 
 FILE = Path("logs") / "submission.json"
 """Of the newest submission; a run that is submitted again gets another job."""

@@ -8,10 +8,11 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.derive import Plan, num_microbatches
 from llmrecipes.plan.layout import layout
-from llmrecipes.plan.memory import GIB, estimate
+from llmrecipes.plan.memory import estimate
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
+from llmrecipes.units import GIB, MIB
 
 # What a recommendation is made of where the machine has no GPU of its own.
 _COMMON_GPU = Gpu("H100 80GB", 79 * GIB, 79 * GIB, 989.4)
@@ -62,7 +63,7 @@ def recommend(recipe: Recipe, s: Shape, cluster: Cluster) -> str:
 
 def gib(size: int) -> str:
     """Bytes as GiB with one digit, or MiB below one."""
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
 
 
 def _machine(cluster: Cluster) -> str:

@@ -10,12 +10,13 @@ from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.checkpoint import checkpoint_bytes
 from llmrecipes.plan.flops import flops_per_token
 from llmrecipes.plan.layout import Layout, layout
-from llmrecipes.plan.memory import GIB, Memory, estimate
+from llmrecipes.plan.memory import Memory, estimate
 from llmrecipes.plan.parameters import Parameters, count, count_on_rank
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.fixes import multiples
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
+from llmrecipes.units import GIB
 
 LEAST_HEADROOM = 0.05
 """Share of a rank's memory that should be left, because the need is an estimate and allocators fragment."""
@@ -73,13 +74,14 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for plan.json and `show --json`: the numbers, by the names that readers of older runs know."""
-        held = ("recipe", "shape", "layout", "device", "num_parameters", "memory")
+        held = ("recipe", "shape", "layout", "device", "num_microbatches")
         return {
             "recipe": self.recipe.name,
             "device": self.device,
             "world_size": self.layout.world_size,
             "degrees": asdict(self.layout),
             "data_parallel_size": self.layout.data_parallel_size,
+            "num_microbatches": self.num_microbatches,
             "padded_vocab_size": self.shape.vocab_size,
             **{name: getattr(self.shape, name) for name in _SHAPE},
             "lr_decay_iters": decay_iters(self.recipe),

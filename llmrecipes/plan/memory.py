@@ -9,8 +9,7 @@ from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.parameters import count_on_rank
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
-
-GIB = 1 << 30
+from llmrecipes.units import GIB
 
 # Resident after importing everything a CPU run imports: 0.5 GiB with megatron-core 0.16, 0.84 GiB with 0.19. A loader
 # process is forked and shares most of it.

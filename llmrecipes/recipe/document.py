@@ -13,7 +13,9 @@ from typing import Any, cast
 
 import yaml
 
-MAX_BYTES = 1 << 20
+from llmrecipes.units import MIB
+
+MAX_BYTES = MIB
 MAX_DEPTH = 32
 MAX_NODES = 50_000  # keys, values, lists and mappings: read in well under a second
 MAX_KEY = 200

@@ -14,7 +14,6 @@ from llmrecipes.recipe.schema import (
     Recipe,
     Scheduler,
     Source,
-    Tokenizer,
     Tracking,
     Train,
 )
@@ -31,7 +30,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     attention, dropout, initialisation, precision, recomputation, every kind of parallelism, optimizer, shape of the
     schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by the
     standard library, the tokenizer by a small BPE (no network), an explicit TransformerEngine by `auto` and
-    torch.compile by none (neither is there on every CPU), MLflow by none (a rehearsal is not an experiment).
+    torch.compile by none (neither is there on every CPU), all tracking by none (a rehearsal is not an experiment).
 
     Args:
         recipe: the full recipe.
@@ -39,17 +38,18 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     """
     parallel = small_layout(recipe, device)
     model = small_model(recipe, parallel)
-    return Recipe(
-        name=recipe.name[: MAX_NAME - len(SUFFIX)] + SUFFIX,
-        description=f"rehearsal of {recipe.name}",
-        model=model,
-        parallelism=parallel,
-        train=_train(recipe.train, model, parallel),
-        optimizer=recipe.optimizer,
-        scheduler=_scheduler(recipe.scheduler, recipe.train.train_iters),
-        data=_data(recipe.data),
-        checkpoint=_checkpoint(recipe.checkpoint),
-        tracking=Tracking(mlflow=False, tensorboard=False, system_metrics_interval=None),
+    return recipe.model_copy(
+        update={
+            "name": recipe.name[: MAX_NAME - len(SUFFIX)] + SUFFIX,
+            "description": f"rehearsal of {recipe.name}",
+            "model": model,
+            "parallelism": parallel,
+            "train": _train(recipe.train, model, parallel),
+            "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
+            "data": _data(recipe.data),
+            "checkpoint": _checkpoint(recipe.checkpoint),
+            "tracking": _tracking(recipe.tracking),
+        }
     )
 
 
@@ -95,15 +95,21 @@ def _scheduler(scheduler: Scheduler, iters: int) -> Scheduler:
 
 def _data(data: Data) -> Data:
     local = tuple(source for source in data.sources if source.type != "hub")
-    return Data(
-        sources=local or (Source(type="stdlib"),),
-        tokenizer=Tokenizer(type="bpe"),
-        split=data.split,
-        num_workers=min(data.num_workers, 1),
-        prefetch_factor=data.prefetch_factor,
-        pin_memory=data.pin_memory,
+    tokenizer = data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None})
+    return data.model_copy(
+        update={
+            "sources": local or (Source(type="stdlib"),),
+            "tokenizer": tokenizer,
+            "num_workers": min(data.num_workers, 1),
+        }
     )
 
 
 def _checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint.model_copy(update={"save_interval": ITERS // 2, "keep_interval": None})
+
+
+def _tracking(tracking: Tracking) -> Tracking:
+    wandb = {name: None for name in type(tracking).model_fields if name.startswith("wandb_")}
+    off = {"mlflow": False, "tensorboard": False, "wandb": False, "system_metrics_interval": None}
+    return tracking.model_copy(update={**wandb, **off})

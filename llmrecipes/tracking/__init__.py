@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, the terminal, TensorBoard and MLflow.
+"""Sinks of a run's metrics and events: metrics.jsonl, the terminal, TensorBoard, MLflow and W&B.
 
-metrics.jsonl is the record; everything else shows the same numbers and may fail without stopping the training.
+metrics.jsonl is the authoritative record; the others show the same numbers and may fail without stopping the training.
 """

@@ -1,4 +1,4 @@
-"""What a run was made with: versions, machine, code. Written to env.json beside the run."""
+"""Environment of a run: versions, machine, code. Written to env.json in the run directory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from typing import Any
 
 import psutil
 
+from llmrecipes.hardware import nvidia
+from llmrecipes.hardware.cluster import cpu_cores
+from llmrecipes.secret import is_secret
+
 PACKAGES = (
     "llmrecipes",
     "torch",
@@ -29,7 +33,6 @@ PACKAGES = (
     "pydantic",
 )
 VARIABLES = re.compile(r"(NCCL|TORCH|GLOO|CUDA|NVTE|OMP|MKL|SLURM)_\w+|PYTORCH_\w+|CUDA_VISIBLE_DEVICES|WORLD_SIZE")
-SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT", re.IGNORECASE)
 HIDDEN = "<hidden>"
 TIMEOUT_SECONDS = 5.0
 
@@ -40,8 +43,8 @@ def capture(root: Path) -> dict[str, Any]:
     Args:
         root: the checkout whose git commit is recorded; a directory that is none gives `git: null`.
 
-    No value is kept of a variable or argument whose name looks like a secret. `LLMRECIPES_IMAGE_DIGEST` names the
-    container image, which a container cannot find out by itself.
+    Values of variables and arguments whose names look like secrets are not recorded. `LLMRECIPES_IMAGE_DIGEST` names
+    the container image, which a container cannot determine itself.
     """
     return {
         "python": platform.python_version(),
@@ -49,14 +52,14 @@ def capture(root: Path) -> dict[str, Any]:
         "platform": platform.platform(),
         "hostname": socket.gethostname(),
         "cpu": _cpu_model(),
-        "cores": {"present": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
+        "cores": {"present": os.cpu_count(), "usable": cpu_cores()},
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": _gpus(),
         "git": _git(root),
         "image_digest": os.environ.get("LLMRECIPES_IMAGE_DIGEST"),
         "command": _command(sys.orig_argv),
         "variables": {
-            name: HIDDEN if SECRET.search(name) else value
+            name: HIDDEN if is_secret(name) else value
             for name, value in sorted(os.environ.items())
             if VARIABLES.fullmatch(name)
         },
@@ -76,14 +79,14 @@ def _packages() -> dict[str, str | None]:
 def _command(arguments: Sequence[str]) -> list[str]:
     """The command line without the values of options like `--api-token=abc` or `--password abc`.
 
-    Recipe overrides (`data.tokenizer.path=...`) are no options and stay: recipes hold no secrets.
+    Recipe overrides (`data.tokenizer.path=...`) are kept: they are not options, and recipes hold no secrets.
     """
     shown: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
         name, equals, _ = argument.partition("=")
-        if equals and name.startswith("-") and SECRET.search(name):
+        if equals and name.startswith("-") and is_secret(name):
             argument = f"{name}={HIDDEN}"
-        elif before.startswith("-") and "=" not in before and SECRET.search(before) and not argument.startswith("-"):
+        elif before.startswith("-") and "=" not in before and is_secret(before) and not argument.startswith("-"):
             argument = HIDDEN
         shown.append(argument)
     return shown
@@ -99,13 +102,14 @@ def _cpu_model() -> str:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    fields = ("name", "memory.total", "driver_version", "uuid")
-    output = _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
-    rows = [[cell.strip() for cell in line.split(",")] for line in (output or "").splitlines()]
     return [
-        {"name": row[0], "memory_mib": int(row[1]) if row[1].isdecimal() else None, "driver": row[2], "uuid": row[3]}
-        for row in rows
-        if len(row) == len(fields)
+        {
+            "name": gpu["name"],
+            "memory_mib": int(gpu["memory.total"]) if gpu["memory.total"].isdecimal() else None,
+            "driver": gpu["driver_version"],
+            "uuid": gpu["uuid"],
+        }
+        for gpu in nvidia.query("name", "memory.total", "driver_version", "uuid", timeout=TIMEOUT_SECONDS)
     ]
 
 
@@ -119,7 +123,7 @@ def _git(root: Path) -> dict[str, Any] | None:
 
 
 def _run(*command: str) -> str | None:
-    """Output of a program, None if it is missing, fails or does not answer."""
+    """Output of a program; None if it is missing, fails or times out."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):

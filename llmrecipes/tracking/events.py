@@ -1,4 +1,4 @@
-"""What the training loop reports, and the interface of the places that receive it."""
+"""Events that the training loop reports, and the interface of their sinks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 RunStatus = Literal["FINISHED", "KILLED", "FAILED"]
-"""How a run ends, in MLflow's words: done, stopped from outside with its state saved, or failed."""
+"""How a run ends, in MLflow's terms: finished, stopped from outside with its state saved, or failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +16,12 @@ class LayerBalance:
     """How evenly the router of one layer spread the tokens of a step over its experts.
 
     Attributes:
-        layer: place in the model, from 1; multi-token prediction layers follow the others.
-        tokens_per_expert: tokens that each expert processed, of all ranks.
-        imbalance: the largest of them over their mean; 1 is even, the number of experts is all on one.
-        dropped: choices that came to nothing because the expert was full; a token has as many choices as top-k.
-        entropy: of the router's distribution over all experts, in nats, mean of the tokens; at most log(experts).
-        z_loss: squared log-sum-exp of the router's logits, mean of the tokens (arXiv 2202.08906), without coefficient.
+        layer: layer number, from 1; multi-token prediction layers follow the others.
+        tokens_per_expert: tokens that each expert processed, summed over ranks.
+        imbalance: largest over mean tokens per expert; 1 is even, the number of experts means that one gets all.
+        dropped: token-expert assignments dropped because the expert was full; a token has top-k assignments.
+        entropy: of the router's distribution over all experts, in nats, mean over tokens; at most log(experts).
+        z_loss: squared log-sum-exp of the router's logits, mean over tokens (arXiv 2202.08906), without coefficient.
     """
 
     layer: int
@@ -38,7 +38,7 @@ class StepMetrics:
 
     Attributes:
         step: optimizer steps done, counted from 1.
-        loss: training loss in nats a token, averaged over the tokens of the global batch.
+        loss: training loss in nats per token, averaged over the tokens of the global batch.
         grad_norm: global L2 norm of the gradients before clipping.
         lr: learning rate this step used.
         consumed_samples: sequences consumed since step 0.
@@ -46,12 +46,12 @@ class StepMetrics:
         step_seconds: wall-clock seconds of this step.
         tokens_per_second: tokens of the global batch over `step_seconds`.
         loss_scale: fp16 loss scale; None for other types.
-        skipped: the update was left out because the fp16 gradients overflowed.
+        skipped: the update was skipped because the fp16 gradients overflowed.
         memory_bytes: peak bytes on the GPU, or resident bytes of the process on a CPU.
-        mfu: model FLOPs utilisation, 0 to 1, full-attention convention; None where the peak is not known.
-        mfu_causal: the same with only the causal half of attention counted.
-        moe_aux_loss: auxiliary balancing loss without its coefficient, mean of the layers; None where there is none.
-        experts: balance of each layer with experts; None where it was not counted.
+        mfu: model FLOPs utilisation, 0 to 1, counting full attention; None if the peak is unknown.
+        mfu_causal: the same counting only the causal half of attention.
+        moe_aux_loss: auxiliary balancing loss without its coefficient, mean over layers; None if there is none.
+        experts: balance of each layer with experts; None if it was not counted.
         time: seconds since the epoch.
     """
 
@@ -78,8 +78,8 @@ class EvalMetrics:
     """One evaluation on the validation split after `step` steps.
 
     Attributes:
-        valid_loss: nats a token.
-        valid_bits_per_byte: bits a byte of the text, comparable between tokenizers; None if the bytes are not known.
+        valid_loss: nats per token.
+        valid_bits_per_byte: bits per byte of the text, comparable between tokenizers; None if the bytes are unknown.
         eval_seconds: wall-clock seconds of the evaluation.
     """
 
@@ -98,8 +98,8 @@ class Note:
 
     Attributes:
         event: short name in snake case, such as `checkpoint_saved`.
-        details: values that JSON can hold.
-        alarm: the user should look at it.
+        details: JSON-compatible values.
+        alarm: needs the user's attention.
     """
 
     step: int
@@ -110,7 +110,7 @@ class Note:
 
 
 class Sink(Protocol):
-    """A place that receives a run's events, called from the training loop on one rank: it must not wait."""
+    """Receives a run's events, called from the training loop on one rank: it must not block."""
 
     def step(self, metrics: StepMetrics) -> None: ...
 

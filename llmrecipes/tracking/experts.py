@@ -1,4 +1,4 @@
-"""Balance of experts as single numbers, for tools that draw curves."""
+"""Expert balance as scalar metrics, for tools that draw curves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST_CURVES = 16
-"""Experts of a layer that get a curve each; of more, only the fewest and the most tokens are drawn."""
+"""Up to this many experts of a layer get a curve each; with more, only minimum and maximum are drawn."""
 
 
 def expert_metrics(layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -1,9 +1,9 @@
-"""metrics.jsonl: one JSON object a line, appended and flushed at every event.
+"""metrics.jsonl: one JSON object per line, appended and flushed at every event.
 
 An object with `loss` is a step, with `valid_loss` an evaluation, with `event` a note. JSON has no NaN: such values are
-null and named in `non_finite`. Values that do not apply (a loss scale in bf16) are left out.
+null and listed in `non_finite`. Values that do not apply (a loss scale in bf16) are omitted.
 
-When a run is resumed, lines after the checkpoint are dropped, and lines that are lost or changed are named.
+When a run is resumed, lines after the checkpoint are dropped, and lost or changed lines are reported.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from llmrecipes.errors import UserError
 from llmrecipes.tracking import sums
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.tracking.sums import Sums
+from llmrecipes.units import MIB
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-BACKLOG_BYTES = 64 * 2**20
+BACKLOG_BYTES = 64 * MIB
 """Bytes kept in memory while the disk is full; about 200,000 steps."""
 
 
 def record(event: StepMetrics | EvalMetrics | Note) -> dict[str, Any]:
-    """The event as strict JSON values: None left out, NaN and infinity as null with their keys in `non_finite`."""
+    """The event as strict JSON values: None omitted, NaN and infinity as null with their keys in `non_finite`."""
     values = {key: value for key, value in asdict(event).items() if value is not None}
     if isinstance(event, Note):
         values["details"] = _finite(values["details"])
@@ -55,7 +56,7 @@ def _finite(value: Any) -> Any:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The object on a line, or None if the line is torn or is not an object with a whole-numbered `step`."""
+    """The object on a line, or None if the line is truncated or not an object with an integer `step`."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -65,7 +66,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 @dataclass
 class Rewound:
-    """What `rewind` found: lines dropped, the sums of the lines kept, and what is wrong with them."""
+    """Result of `rewind`: lines dropped, the sums of the lines kept, and problems found in them."""
 
     dropped: int = 0
     sums: Sums = field(default_factory=Sums)
@@ -75,12 +76,12 @@ class Rewound:
 def rewind(path: Path, step: int, recorded: Sums | None = None) -> Rewound:
     """Drop everything after `step`, so that the file of a resumed run reads as if it had never been interrupted.
 
-    A line torn by a kill is dropped too. The file is replaced by rename, or left alone if there is nothing to drop.
+    A line truncated by a kill is dropped too. The file is replaced by rename, or not touched if nothing is dropped.
 
     Args:
         path: the file; it may be missing.
-        step: that of the checkpoint which is resumed.
-        recorded: the sums of the lines that should be there; None where they are not known.
+        step: step of the checkpoint to resume from.
+        recorded: the sums of the expected lines; None if unknown.
     """
     found = Rewound()
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
@@ -121,7 +122,7 @@ class _Steps:
     def __init__(self) -> None:
         self.last = 0
         self.beyond = False
-        """Whether there are steps after the one that is resumed."""
+        """Whether there are steps after the one to resume from."""
         self.problems: list[tuple[float, str]] = []
         """Line, and what is wrong there."""
 
@@ -149,15 +150,15 @@ class _Steps:
         lacking = recorded.lines - seen.lines
         if lacking and not self.beyond:
             changed.append(f"{lacking} fewer lines than were written")
-        # A gap that was there when the sums were written has been reported then.
+        # A gap that existed when the sums were written was reported then.
         return changed + [text for number, text in self.problems if changed or number > recorded.lines]
 
 
 class JsonlSink:
     """Appends events to metrics.jsonl.
 
-    A full disk does not stop the training: lines wait in memory and are written when there is room again.
-    `problems` says which lines of the earlier part are lost or changed.
+    A full disk does not stop the training: lines are kept in memory and written when there is space again.
+    `problems` lists earlier lines that are lost or changed.
 
     Args:
         path: the file; created if missing.
@@ -198,7 +199,7 @@ class JsonlSink:
             self._write_sums()
 
     def _write_sums(self) -> None:
-        with suppress(OSError):  # the ones of before still hold for the lines they cover
+        with suppress(OSError):  # the previous sums remain valid for the lines they cover
             self._sums.write(self._sums_path)
 
     def _append(self, event: StepMetrics | EvalMetrics | Note) -> None:
@@ -211,7 +212,7 @@ class JsonlSink:
         self._flush()
 
     def _flush(self) -> None:
-        # A short write leaves the rest of the line in front of the queue, so a line is never torn by a full disk.
+        # After a short write the remainder stays at the front of the queue, so a full disk never truncates a line.
         try:
             while self._waiting:
                 del self._waiting[: os.write(self._file, self._waiting)]

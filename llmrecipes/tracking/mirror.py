@@ -1,12 +1,12 @@
 """A process that copies a run's metrics.jsonl to a tracker such as MLflow or W&B.
 
-It is a process of its own, started by a `MirrorSink`, for four reasons: the training never waits for the tracker nor
-shares Python's lock with it; importing the tracker's library (about a second) delays no step; loader processes can be
-forked at any time; and when the training is killed outright this process is left to say so. metrics.jsonl is its
-buffer: what an unreachable server missed is read again from there, during this run or when it is resumed.
+It is a separate process, started by a `MirrorSink`, for four reasons: training neither waits for the tracker nor shares
+the GIL with it; importing the tracker's library (about a second) delays no step; data loader processes can be forked at
+any time; and if the training process is killed, this one can still report it. metrics.jsonl is its buffer: points that
+an unreachable server missed are read from there again, during this run or when it is resumed.
 
-Standard input has one JSON line, the configuration, and later one with the final status; its end without a status
-means that the training died. Either way this process delivers what it can within `LAST_DELIVERY_SECONDS`, and ends.
+Standard input has one JSON line with the configuration, and later one with the final status; EOF without a status means
+that the training died. Either way this process delivers what it can within `LAST_DELIVERY_SECONDS`, and exits.
 Standard output has JSON lines for the training process: warnings, a link to the run and, at the end, a report.
 """
 
@@ -42,19 +42,19 @@ OF_THE_STEP = {"consumed_samples", "consumed_tokens"}  # an evaluation repeats t
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorConfig:
-    """What a mirror needs to know.
+    """Configuration of a mirror.
 
     Attributes:
-        run_dir: the run's directory, with metrics.jsonl and the files that become artifacts.
+        run_dir: the run directory, with metrics.jsonl and the files that become artifacts.
         run_name: name of the run in the tracker.
-        tags: tags, already text.
+        tags: tags, as text.
         artifacts: names of files in `run_dir` to upload.
-        log_interval: every so many steps are sent.
+        log_interval: send every this many steps.
         resumed_step: the step this attempt resumes from.
         total_steps: the last step, which is always sent.
-        system_metrics_interval: seconds between samples of the machine's load; None for no samples.
-        lock: file in `run_dir` that holds the id of the newest start, and keeps two mirrors of one run apart.
-        start: id of this start of the run; the sink gives it.
+        system_metrics_interval: seconds between samples of system metrics; None for no samples.
+        lock: file in `run_dir` with the id of the newest start; also the mutex of the mirrors of one run.
+        start: id of this start of the run; set by the sink.
     """
 
     run_dir: str
@@ -70,7 +70,7 @@ class MirrorConfig:
 
     @property
     def is_newest(self) -> bool:
-        """Whether no later start of the run has begun; only the last one may say how the run ended."""
+        """Whether this is the latest start of the run; only that one may set the final status."""
         return (Path(self.run_dir) / self.lock).read_text("utf-8") == self.start
 
 
@@ -99,7 +99,7 @@ class Mirror(ABC, Generic[C, R]):
 
     Args:
         config: see `MirrorConfig`.
-        where: the tracker, in words for messages.
+        where: name of the tracker for messages.
         ending: set when the run is over.
         messages: stream to the training process.
     """
@@ -116,22 +116,22 @@ class Mirror(ABC, Generic[C, R]):
 
     @abstractmethod
     def _connect(self) -> tuple[R, str | None]:
-        """Create the run or open it again; also gives a line for the user that says where to look at it."""
+        """Create or reopen the run; also returns a line for the user with its address."""
 
     @abstractmethod
     def _send(self, run: R) -> None:
-        """Send the points from `_offset` on, and set `_offset` behind each that arrived."""
+        """Send the points from `_offset` on, and advance `_offset` past each that arrived."""
 
     @abstractmethod
     def _sample(self, run: R) -> None:
-        """Measure the machine's load if it is time to."""
+        """Sample system metrics if they are due."""
 
     @abstractmethod
     def _finish(self, run: R, status: str) -> None:
         """Set the final status."""
 
     def _hide(self, text: str) -> str:
-        """`text` without what must not be shown."""
+        """`text` without secrets."""
         return text
 
     def run(self) -> None:
@@ -146,10 +146,10 @@ class Mirror(ABC, Generic[C, R]):
         self._tell(lost=self._count_lost(), error=error)
 
     def _attempt(self, final_status: str | None = None) -> str | None:
-        """Connect if need be, send what is new, sample the machine; with `final_status` also close the run.
+        """Connect if necessary, send new points, sample system metrics; with `final_status` also close the run.
 
         Returns:
-            What went wrong, or None.
+            The error, or None.
         """
         try:
             if self._run is None:
@@ -161,7 +161,7 @@ class Mirror(ABC, Generic[C, R]):
                 self._sample(self._run)
             elif self._config.is_newest:
                 self._finish(self._run, final_status)
-        except Exception as error:  # of the library, its database or its server: the training must not care
+        except Exception as error:  # of the library, its database or its server: must not affect the training
             logger.warning("%s", self._hide(traceback.format_exc()))
             text = next(iter(self._hide(str(error)).splitlines()), "")[:LONGEST_MESSAGE]
             message = f"{type(error).__name__}: {text}"
@@ -172,12 +172,12 @@ class Mirror(ABC, Generic[C, R]):
         return None
 
     def _count_lost(self) -> int:
-        """Points behind the last one delivered; of an attempt that never reached the tracker its own points."""
+        """Undelivered points; if this attempt never reached the tracker, only its own points."""
         known = self._config.resumed_step if self._run is None else -1
         return sum(values["step"] > known for _, values in self._points(self._offset))
 
     def _points(self, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Complete lines from `offset` that the tracker should have, each with the offset behind it."""
+        """Complete lines from `offset` that the tracker should have, each with its end offset."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(offset)
             for line in file:
@@ -211,14 +211,14 @@ def numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 def serve(read: Callable[[dict[str, Any]], C], make: Callable[[C, Ending, BinaryIO], Mirror[C, Any]]) -> None:
-    """Be the process: see the module's text.
+    """Main function of the process: see the module docstring.
 
     Args:
-        read: the configuration from JSON values.
-        make: the mirror.
+        read: creates the configuration from JSON values.
+        make: creates the mirror.
     """
-    # The end of standard input is the only thing that ends this process, so that the last points and the status arrive
-    # although Slurm or a terminal signals every process of a job.
+    # Only EOF on standard input ends this process, so that the last points and the status arrive although Slurm or a
+    # terminal signals every process of a job.
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     os.nice(10)
@@ -226,11 +226,11 @@ def serve(read: Callable[[dict[str, Any]], C], make: Callable[[C, Ending, Binary
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print, too: into the log
     config = read(json.loads(sys.stdin.buffer.readline()))
     ending = Ending(sys.stdin.buffer)
-    with (Path(config.run_dir) / config.lock).open("r+") as lock:  # writable, or NFS gives no exclusive lock
+    with (Path(config.run_dir) / config.lock).open("r+") as lock:  # NFS needs write mode for an exclusive lock
         # The mirror of an attempt that was just killed may still be sending its last points.
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        # Mirrors of starts that were killed one after another get the lock in any order. The newest has the points of
-        # the others, which are in metrics.jsonl.
+        # Mirrors of starts that were killed in succession get the lock in any order. The newest sends the points of
+        # all, from metrics.jsonl.
         if config.is_newest:
             make(config, ending, messages).run()

@@ -1,4 +1,4 @@
-"""The training process's side of a mirror: starts its process, ends it, and passes its messages on."""
+"""The training process's side of a mirror: starts and stops its process, and forwards its messages."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ CLOSE_SECONDS = 30.0
 class MirrorSink:
     """Copies the run to a tracker through another process, which follows metrics.jsonl.
 
-    Nothing here waits for the tracker except `close`, and that at most `close_seconds`.
+    Only `close` waits for the tracker, for at most `close_seconds`.
 
     Args:
-        module: the process, `python -m` this.
-        where: the tracker, in words for messages.
-        log: file in the run's logs/ with what its library prints.
-        config: what the process is told.
-        environment: its environment.
-        show: receives the line that says where to look at the run, from another thread.
-        close_seconds: then the process, and what it has started, is killed.
+        module: started with `python -m`.
+        where: name of the tracker for messages.
+        log: file in the run's logs/ with the output of its library.
+        config: passed to the process.
+        environment: of the process.
+        show: called from another thread with the line that has the address of the run.
+        close_seconds: time after which the process and its children are killed.
 
     Raises:
         OSError: the process could not be started.
@@ -64,7 +64,7 @@ class MirrorSink:
         logs = Path(config.run_dir) / "logs"
         logs.mkdir(exist_ok=True)
         config = replace(config, start=uuid.uuid4().hex)
-        # In place: earlier mirrors wait for the lock on this very file.
+        # Written in place: earlier mirrors wait for the lock on this file.
         (Path(config.run_dir) / config.lock).write_text(config.start, "utf-8")
         with (logs / log).open("ab") as stream:
             self._process = subprocess.Popen(
@@ -73,9 +73,9 @@ class MirrorSink:
                 stdout=subprocess.PIPE,
                 stderr=stream,
                 env=dict(environment),
-                start_new_session=True,  # a Ctrl-C at the terminal is for the training, which then ends this process
+                start_new_session=True,  # Ctrl-C in the terminal must only reach the training, which ends this process
             )
-        # Both are pipes here; the types allow for none.
+        # Both are pipes; the types also allow None.
         self._stdin = cast(IO[bytes], self._process.stdin)
         self._stdout = cast(IO[bytes], self._process.stdout)
         self._listener = threading.Thread(target=self._listen, name=f"{log}-messages", daemon=True)
@@ -92,7 +92,7 @@ class MirrorSink:
         """Nothing to do: the mirror reads metrics.jsonl."""
 
     def end(self, status: RunStatus) -> None:
-        """Tell the process that the run is over, and do not wait: several mirrors then end at the same time."""
+        """Send the final status without waiting, so that several mirrors end at the same time."""
         if math.isfinite(self._deadline):
             return
         self._deadline = time.monotonic() + self._close_seconds
@@ -118,7 +118,7 @@ class MirrorSink:
             )
 
     def _write(self, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # a mirror that died says so by not reporting
+        with suppress(OSError):  # a dead mirror is detected by its missing report
             self._stdin.write(json.dumps(message).encode() + b"\n")
             self._stdin.flush()
 
@@ -132,11 +132,11 @@ class MirrorSink:
             else:
                 self._report = message
         if self._report is None and math.isinf(self._deadline):
-            logger.warning("the process that writes to %s ended early; see logs/%s", self._where, self._log)
+            logger.warning("the process that writes to %s exited early; see logs/%s", self._where, self._log)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and what it has started, which may be in sessions of their own."""
+    """Kill a process and its children, which may have their own sessions."""
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):

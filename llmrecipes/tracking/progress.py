@@ -1,4 +1,4 @@
-"""Progress on the terminal: a live line where there is one, plain lines anywhere else."""
+"""Progress output: a live bar on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from rich.table import Column
 
 from llmrecipes.console import duration
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.units import GIB
 
 SECONDS_BETWEEN_LINES = 1.0
 STEPS_FOR_TIME_LEFT = 50
 WIDE = 120
-"""Columns of a terminal that has room for everything about a step in one line."""
+"""Terminal columns from which on all values of a step are shown."""
 SHORT = ("loss", "speed", "skipped", "left")
-"""What a narrower one shows beside the bar."""
+"""Values shown on a narrower terminal."""
 
 
 class ProgressSink:
     """Shows step, loss, learning rate, gradient norm, tokens/s, MFU, memory and time left.
 
-    On a terminal a bar moves at every step (drawn four times a second at most). Elsewhere (a file, a pipe, Slurm's log)
-    it is plain lines: every `log_interval`-th step, but at most one a second; the first and the last step, evaluations
-    and notes always.
+    On a terminal a bar is updated at every step (drawn four times a second at most). Elsewhere (a file, a pipe, Slurm's
+    log) it prints plain lines: every `log_interval`-th step, but at most one per second; the first and the last step,
+    evaluations and notes always.
 
     Args:
-        messages: lines that other threads have for the user; they are printed between two steps.
+        messages: lines for the user from other threads; they are printed between two steps.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ProgressSink:
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_TIME_LEFT)
         self._live: Progress | None = None
         if console.is_terminal:
-            # Folded where the terminal is narrow: what would be cut off is the time left.
+            # Folded on a narrow terminal: otherwise the time left would be cut off.
             text = TextColumn("{task.description}", table_column=Column(overflow="fold"))
             bar = BarColumn(bar_width=min(max(console.width - 70, 10), 30))
             self._live = Progress(bar, MofNCompleteColumn(), text, console=console, refresh_per_second=4)
@@ -96,12 +97,12 @@ class ProgressSink:
     def _print(self, text: str, style: str | None = None) -> None:
         if self._live is not None:
             self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-        else:  # not through rich, which ends the program when the reader of a pipe is gone
+        else:  # not through rich, which exits when the reader of a pipe is gone
             print(text, file=self._console.file, flush=True)
 
 
 def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[str, str]:
-    """One step as words by what they are about: `loss 5.1234`, `lr 3.0e-04`, ..., `left 3m12s`, in this order."""
+    """One step as text parts by name: `loss 5.1234`, `lr 3.0e-04`, ..., `left 3m12s`, in this order."""
     parts = {
         "loss": f"loss {metrics.loss:.4f}",
         "lr": f"lr {metrics.lr:.1e}",
@@ -112,7 +113,7 @@ def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[
         causal = f" (causal {metrics.mfu_causal:.1%})" if metrics.mfu_causal is not None else ""
         parts["mfu"] = f"MFU {metrics.mfu:.1%}{causal}"
     if metrics.memory_bytes:
-        parts["memory"] = f"mem {metrics.memory_bytes / 2**30:.1f} GiB"
+        parts["memory"] = f"mem {metrics.memory_bytes / GIB:.1f} GiB"
     if metrics.skipped:
         parts["skipped"] = "skipped: fp16 overflow"
     return parts | {"left": f"left {duration((total - metrics.step) * seconds_a_step)}"}
@@ -127,7 +128,7 @@ def eval_line(metrics: EvalMetrics, total: int) -> str:
 
 
 def note_line(note: Note, total: int) -> str:
-    """One note as text; an alarm says so."""
+    """One note as text; alarms are marked."""
     details = "  ".join(
         f"{key} {value if isinstance(value, str) else json.dumps(value, default=str)}"
         for key, value in note.details.items()

@@ -1,4 +1,4 @@
-"""One object for everything a run reports; the training loop calls it on one rank only."""
+"""The tracker that forwards everything a run reports to its sinks; used on one rank only."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rich.console import Console
 
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, Sink, StepMetrics
-from llmrecipes.tracking.files import write_atomic
 from llmrecipes.tracking.jsonl import METRICS, JsonlSink
 from llmrecipes.tracking.mirror_sink import MirrorSink
-from llmrecipes.tracking.mlflow.mirror import MlflowConfig
+from llmrecipes.tracking.mlflow.config import MlflowConfig
 from llmrecipes.tracking.mlflow.sink import MlflowSink, flatten
 from llmrecipes.tracking.progress import ProgressSink
 from llmrecipes.tracking.status import StatusSink
@@ -34,10 +34,10 @@ ARTIFACTS = ("recipe.yaml", "plan.json", "env.json")
 
 
 class RunTracker:
-    """Hands every event to metrics.jsonl, status.json, the terminal, TensorBoard, MLflow and W&B.
+    """Forwards every event to metrics.jsonl, status.json, the terminal, TensorBoard, MLflow and W&B.
 
-    metrics.jsonl is first and must work when the run starts. Any of the others that fails is dropped with one warning;
-    the training goes on. As a context manager it closes itself with the status that fits the way the block was left.
+    metrics.jsonl is first and must be writable when the run starts. Any other sink that fails is dropped with one
+    warning; training continues. As a context manager it closes with the status that matches how the block was left.
     """
 
     def __init__(self, record: JsonlSink, others: Mapping[str, Sink]) -> None:
@@ -59,19 +59,19 @@ class RunTracker:
         tags: Mapping[str, str] | None = None,
         console: Console | None = None,
     ) -> Self:
-        """Write recipe.yaml, plan.json and env.json, and open all places that the recipe asks for.
+        """Write recipe.yaml, plan.json and env.json, and open all sinks that the recipe enables.
 
         Args:
             plan: the derived plan, as JSON values.
             environment: see `environment.capture`.
             run_dir: `<runs_dir>/<recipe>/<run-id>`; created if missing.
-            resumed_step: the step the run goes on from, 0 for a new run. What was recorded after it is dropped.
+            resumed_step: the step the run resumes from, 0 for a new run. Later records are dropped.
             total_steps: the last step.
             tags: more tags for MLflow, such as the layout in words.
             console: where progress is shown; standard output if not given.
 
         Raises:
-            UserError: the run directory cannot be written, or a library that the recipe asks for is missing.
+            UserError: the run directory cannot be written, or a library that the recipe needs is missing.
         """
         require_library(recipe)
         documents = (
@@ -98,7 +98,7 @@ class RunTracker:
             notes.append(Note(step=resumed_step, event="metrics_damaged", details={"problems": record.problems}))
         settings, interval = recipe.tracking, recipe.train.log_interval
         shown = console or Console()
-        messages: SimpleQueue[str] = SimpleQueue()  # of the mirrors, whose threads must not print into the progress bar
+        messages: SimpleQueue[str] = SimpleQueue()  # from the mirrors' threads, which must not print into the bar
         openers: dict[str, Callable[[], Sink]] = {
             "status.json": lambda: StatusSink(run_dir, resumed_step=resumed_step, total_steps=total_steps),
             "progress": lambda: ProgressSink(
@@ -141,7 +141,7 @@ class RunTracker:
         for name, opener in openers.items():
             try:
                 others[name] = opener()
-            except Exception as error:  # none of them is worth a run
+            except Exception as error:  # no sink may prevent the run
                 logger.warning("%s is disabled for this run: %s: %s", name, type(error).__name__, error)
         tracker = cls(record, others)
         for note in notes:
@@ -171,14 +171,14 @@ class RunTracker:
         self._record.close(status)
         for sink in self._others.values():
             if isinstance(sink, MirrorSink):
-                sink.end(status)  # all at once, before the first of them is waited for
+                sink.end(status)  # all of them, before waiting for the first
         self._tell_others(lambda sink: sink.close(status))
 
     def _tell_others(self, call: Callable[[Sink], None]) -> None:
         for name, sink in list(self._others.items()):
             try:
                 call(sink)
-            except Exception as error:  # a defect or a full disk in one of them must not end the training
+            except Exception as error:  # a bug or a full disk in one of them must not stop the training
                 del self._others[name]
                 logger.warning("%s is disabled from here on: %s: %s", name, type(error).__name__, error)
 
@@ -192,7 +192,7 @@ class RunTracker:
 
 
 def _status_of(error: BaseException | None) -> RunStatus:
-    """How a run ended that left its block with `error`."""
+    """Status of a run whose block raised `error`."""
     code = error.code if isinstance(error, UserError | SystemExit) else None
     if error is None or (isinstance(error, SystemExit) and code in (None, 0)):
         return "FINISHED"
@@ -211,10 +211,10 @@ def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _record_document(run_dir: Path, name: str, text: str, resumed_step: int) -> Note | None:
-    """Write a document of the run; one that differs from it is kept in logs/ as what held until `resumed_step`.
+    """Write a document of the run; a previous version that differs is kept in logs/, named by `resumed_step`.
 
     Returns:
-        A note, where the one of before was damaged.
+        A note, if the previous one was damaged.
     """
     path = run_dir / name
     data = path.read_bytes() if path.exists() else text.encode()

@@ -20,15 +20,15 @@ class RunSummary:
     """One run.
 
     Attributes:
-        state: running, finished, saved (stopped from outside, can go on), failed, interrupted (its process is gone), or
-            unknown (status.json cannot be read).
+        state: running, finished, saved (stopped from outside, can be resumed), failed, interrupted (its process is
+            gone), or unknown (status.json cannot be read).
         step: last step recorded.
         total: last step planned.
         loss: last training loss.
         valid_loss: last validation loss.
         started: seconds since the epoch, of the first attempt.
         updated: seconds since the epoch, of the last report.
-        checkpoints: steps that have a checkpoint; whether a checkpoint is valid is for `CheckpointStore` to say.
+        checkpoints: steps that have a checkpoint; `CheckpointStore` checks whether they are valid.
     """
 
     recipe: str
@@ -100,7 +100,7 @@ def _checkpoints(directory: Path) -> tuple[int, ...]:
 
 
 def _tail(path: Path) -> list[bytes]:
-    """The last lines of a file; the first of them may be torn."""
+    """The last lines of a file; the first of them may be incomplete."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

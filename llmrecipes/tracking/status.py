@@ -1,4 +1,4 @@
-"""status.json: what state a run is in, for programs that look at the directory only."""
+"""status.json: the state of a run, for programs that only read the directory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
+from llmrecipes.io import write_atomic
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
-from llmrecipes.tracking.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ SECONDS_BETWEEN_WRITES = 1.0
 
 
 def read(run_dir: Path) -> dict[str, Any]:
-    """The status of a run; empty if there is none that can be read. A dead `running` process makes it `interrupted`."""
+    """The status of a run; empty if it cannot be read. `running` becomes `interrupted` if the process is dead."""
     try:
         values = json.loads((run_dir / FILE).read_bytes())
     except (OSError, ValueError):
@@ -37,7 +37,7 @@ def read(run_dir: Path) -> dict[str, Any]:
 
 
 def _alive(values: dict[str, Any]) -> bool:
-    # The start time tells a process from a later one that was given the same number.
+    # The start time distinguishes a process from a later one with the same pid.
     try:
         return abs(psutil.Process(values["pid"]).create_time() - values["pid_started"]) < 1.0
     except (psutil.Error, KeyError, TypeError, ValueError):
@@ -60,7 +60,7 @@ class StatusSink:
             "host": socket.gethostname(),
             "started": earlier.get("started", now),
             "valid_loss": earlier.get("valid_loss") if resumed_step else None,
-            # Who finds no checkpoint can tell from this that there was one.
+            # Evidence that there was a checkpoint, even if none is found.
             "checkpoint": resumed_step if resumed_step or type(earlier.get("checkpoint")) is int else None,
         }
         self._written = 0.0

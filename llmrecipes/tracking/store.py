@@ -1,4 +1,4 @@
-"""Which MLflow store a run goes to, and the settings that every MLflow process of ours gets."""
+"""The MLflow store of a run, and the environment of our MLflow processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def tracking_uri(runs_dir: Path) -> str:
     """`MLFLOW_TRACKING_URI` if it is set, else SQLite in the runs directory."""
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return uri
-    from sqlalchemy.engine import URL, make_url  # MLflow's; versions differ in what a path must have escaped
+    from sqlalchemy.engine import URL, make_url  # MLflow's; versions differ in which characters need escaping
 
     path = str(runs_dir.resolve() / "mlflow.db")
     plain = f"sqlite:///{path}"
@@ -19,17 +19,17 @@ def tracking_uri(runs_dir: Path) -> str:
 
 
 def artifact_root(runs_dir: Path) -> str:
-    """Where artifacts of the SQLite store lie. The leading dot keeps it apart from recipes' directories."""
+    """Artifact directory of the SQLite store. The leading dot avoids a clash with recipes' directories."""
     return (runs_dir.resolve() / ".mlflow-artifacts").as_uri()
 
 
 def is_local(uri: str) -> bool:
-    """The store is a file of this machine, with nobody in front of it who would choose a place for artifacts."""
+    """Whether the store is a local file, with no server that would choose the artifact location."""
     return urlsplit(uri).scheme == "sqlite"
 
 
 def redact(uri: str) -> str:
-    """The address without user, password and query, fit for files and messages."""
+    """The address without user, password and query, safe for files and messages."""
     if is_local(uri):
         return uri
     parts = urlsplit(uri)
@@ -37,9 +37,9 @@ def redact(uri: str) -> str:
 
 
 def process_environment() -> dict[str, str]:
-    """Environment of an MLflow process: nothing is sent to MLflow's makers, requests fail soon, one thread.
+    """Environment of an MLflow process: no telemetry, short request timeouts, one thread.
 
-    Retries are ours, with the same points and times of day, so that an answer that got lost leaves no point twice.
+    We retry ourselves, with the same points and timestamps, so that a lost response does not duplicate points.
     """
     defaults = {
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",

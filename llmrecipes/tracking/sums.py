@@ -1,8 +1,8 @@
-"""Checksums of metrics.jsonl, kept in `logs/metrics.sums.json`, so that lines which are lost or changed are noticed.
+"""Checksums of metrics.jsonl, kept in `logs/metrics.sums.json`, to detect lost or changed lines.
 
-The file is written with every checkpoint, at the end and after a resume, and covers the lines that are there then. A
-digest covers a hundred lines, so it costs 20 bytes for each hundred. Lines written after the last checkpoint of a
-process that was killed have none; a resume drops most of them anyway.
+The file is written with every checkpoint, at the end and after a resume, and covers the lines that exist then. A
+digest covers a hundred lines, which costs 20 bytes per hundred. Lines written after the last checkpoint of a killed
+process are not covered; a resume drops most of them anyway.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmrecipes.tracking.files import write_atomic
+from llmrecipes.io import write_atomic
 
 FILE = "metrics.sums.json"
 CHUNK = 100
-"""Lines to a digest."""
+"""Lines per digest."""
 
 
 @dataclass
 class Sums:
-    """Digests of the lines of a file, each of `CHUNK` lines; the last may have fewer."""
+    """Digests of the lines of a file, `CHUNK` lines each; the last may have fewer."""
 
     lines: int = 0
     step: int = 0
-    """Step up to which a resume has looked for gaps."""
+    """Step up to which a resume has checked for gaps."""
     chunks: list[str] = field(default_factory=list)
     _running: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
 
@@ -49,10 +49,10 @@ class Sums:
         )
 
     def changed(self, recorded: Sums) -> list[tuple[int, int]]:
-        """First and last line of every stretch, of those that both have, in which the digests differ.
+        """First and last line of every range in which the digests differ, among the lines that both have.
 
         Args:
-            recorded: what was there; this one has no more lines.
+            recorded: the earlier sums; this one has no more lines.
         """
         whole = self.lines // CHUNK if self.lines < recorded.lines else len(self.chunks)
         found: list[tuple[int, int]] = []

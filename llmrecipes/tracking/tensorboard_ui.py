@@ -1,4 +1,4 @@
-"""TensorBoard on the event files of runs, on this machine only."""
+"""TensorBoard for the event files of runs, on localhost only."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FOLDER = "tensorboard"
 
 @contextmanager
 def server(run_dirs: Sequence[Path], port: int) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
-    """A running TensorBoard; gives its address, how many runs it shows, and its process; stops it at the end.
+    """A running TensorBoard; yields its address, the number of runs it shows, and its process; stops it at the end.
 
     Args:
-        run_dirs: runs; those without event files are left out.
-        port: wanted port; another one if it is taken.
+        run_dirs: runs; those without event files are skipped.
+        port: preferred port; another one if it is in use.
 
     Raises:
         UserError: none of the runs has event files, or TensorBoard does not start.
@@ -35,11 +35,11 @@ def server(run_dirs: Sequence[Path], port: int) -> Iterator[tuple[str, int, subp
         raise UserError(
             "no TensorBoard files" if one else "no run has TensorBoard files",
             where=str(run_dirs[0]) if one else "",
-            rule="a run writes them where its recipe has tracking.tensorboard: true",
+            rule="a run writes them if its recipe has tracking.tensorboard: true",
             fix="llmrecipes ui shows runs in MLflow, llmrecipes compare in the terminal",
         )
-    # A folder of links: TensorBoard keeps looking through all that is below its folder, and the checkpoints of a
-    # run can be a hundred thousand files.
+    # A folder of links: TensorBoard scans everything below its folder, and the checkpoints of a run can be a hundred
+    # thousand files.
     with TemporaryDirectory(prefix="llmrecipes-tensorboard-") as folder:
         for run_dir in shown:
             link = Path(folder, run_dir.resolve().parent.name, run_dir.resolve().name)
@@ -47,7 +47,7 @@ def server(run_dirs: Sequence[Path], port: int) -> Iterator[tuple[str, int, subp
             link.symlink_to((run_dir / FOLDER).resolve(), target_is_directory=True)
         port = free_port(port)
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", folder, "--host", HOST, "--port", str(port)]
-        # The reader in Python: the one in Rust does not follow links.
+        # Use the Python reader: the Rust one does not follow links.
         command += ["--load_fast", "false", "--reload_interval", "10"]
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONWARNINGS": "ignore"}
         with started(NAME, command, port, "/data/environment", environment) as process:

@@ -1,4 +1,4 @@
-"""MLflow's own web page on the runs, on this machine only."""
+"""MLflow's own web UI for the runs, on localhost only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from llmrecipes.tracking.web import HOST, free_port, started, until_interrupted
 
 NAME = "the MLflow server"
 TRAINING = "#/experiments?workflowType=machine_learning"
-"""MLflow 3 opens with pages for agents and traces; this is its page of training runs."""
+"""MLflow 3 opens with pages for agents and traces; this is its page for training runs."""
 
 
 @contextmanager
 def server(runs_dir: Path, port: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A running MLflow server on the runs' store; gives its address and process once it answers, stops it at the end.
+    """A running MLflow server on the runs' store; yields its address and process once it responds, stops it at the end.
 
     Raises:
         UserError: there are no runs, or MLflow does not start.
@@ -37,7 +37,7 @@ def server(runs_dir: Path, port: int) -> Iterator[tuple[str, subprocess.Popen[by
 
 
 def serve(runs_dir: Path, port: int = 5000) -> None:
-    """Show the runs until Ctrl-C; with a remote `MLFLOW_TRACKING_URI` say where its page is instead."""
+    """Show the runs until Ctrl-C; with a remote `MLFLOW_TRACKING_URI` print its address instead."""
     uri = tracking_uri(runs_dir)
     if uri.startswith(("http://", "https://")):
         print(f"runs are tracked by a server; open {redact(uri)}")

@@ -1,4 +1,4 @@
-"""Web pages of other programs, on this machine only."""
+"""Web servers of other programs, on localhost only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_SECONDS = 60.0
 
 
 def free_port(wanted: int) -> int:
-    """`wanted` if nobody listens there, else any free port."""
+    """`wanted` if it is free, else any free port."""
     for port in (wanted, 0):
         with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,7 +34,7 @@ def free_port(wanted: int) -> int:
 def started(
     name: str, command: Sequence[str], port: int, path: str, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server's process, once it answers at `path`; stops it at the end.
+    """The process of a server, once it responds at `path`; stops it at the end.
 
     Args:
         name: of the server, for messages.
@@ -43,7 +43,7 @@ def started(
     Raises:
         UserError: it does not start.
     """
-    # A session of its own: servers start helpers, and stopping the whole group leaves none behind.
+    # A new session: servers start helpers, and killing the process group stops them all.
     process = subprocess.Popen(command, env=dict(environment), start_new_session=True)
     try:
         _wait(name, port, path, process)
@@ -56,13 +56,13 @@ def until_interrupted(name: str, process: subprocess.Popen[bytes]) -> None:
     """Wait for Ctrl-C.
 
     Raises:
-        UserError: the server ended by itself.
+        UserError: the server exited.
     """
     try:
         process.wait()
     except KeyboardInterrupt:
         return
-    raise UserError(f"{name} ended with code {process.returncode}")
+    raise UserError(f"{name} exited with code {process.returncode}")
 
 
 def _wait(name: str, port: int, path: str, process: subprocess.Popen[bytes]) -> None:
@@ -78,7 +78,7 @@ def _wait(name: str, port: int, path: str, process: subprocess.Popen[bytes]) -> 
         except (OSError, http.client.HTTPException):
             pass
         time.sleep(0.1)  # there is no event for a server that is not listening yet
-    raise UserError(f"{name} did not answer within {START_SECONDS:.0f} s")
+    raise UserError(f"{name} did not respond within {START_SECONDS:.0f} s")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -1,1 +1,1 @@
-"""The training loop and its engine."""
+"""The training loop, and one rank of a run."""

@@ -1,4 +1,4 @@
-"""Looking into a run: anomaly mode and profiles."""
+"""Debugging a run: anomaly mode and profiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARMUP_STEPS = 2
 def anomaly_mode(module: torch.nn.Module) -> Iterator[None]:
     """Name the first module whose output, or backward function whose gradient, is not finite.
 
-    Forward hooks check every module's output; autograd's anomaly detection checks the backward pass (NaN alone) and
+    Forward hooks check every module's output; autograd's anomaly detection checks the backward pass (NaN only) and
     points to the forward call. Both are slow.
 
     Raises:
@@ -46,7 +46,7 @@ def _checker(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
                     "the output is not finite",
                     where=name,
                     rule="anomaly mode stops at the first module whose output has a NaN or an infinity",
-                    fix="look at this module's inputs and weights",
+                    fix="check this module's inputs and weights",
                     code=ExitCode.STOP,
                 )
 
@@ -55,7 +55,7 @@ def _checker(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
 
 @contextmanager
 def profiled(steps: int, folder: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """Profile a few steps; gives the function to call after every step.
+    """Profile a few steps; yields the function to call after every step.
 
     Args:
         steps: how many, after `WARMUP_STEPS`; 0 for none.

@@ -1,4 +1,4 @@
-"""Stopping at a loss or gradient that is not finite, on all ranks alike."""
+"""Stopping all ranks at a non-finite loss or gradient norm."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from llmrecipes.engine.base import Engine, StepResult, World
 from llmrecipes.faults.numerics import BadParameter, NonFinite, first_bad_parameter
 
 _Finding = tuple[int, bool, BadParameter | None]
-"""Rank, whether its own loss is bad, and the first bad tensor it has."""
+"""Rank, whether its local loss is bad, and its first bad tensor."""
 
 
 def require_finite(step: int, result: StepResult, engine: Engine, world: World) -> None:
     """Raise on every rank if the step's loss or gradient norm is not finite.
 
-    The reduced numbers are the same on all ranks, so all of them come to the same decision; only then do they compare
-    notes about which rank it began on.
+    The reduced numbers are the same on all ranks, so all of them decide alike; only then do they exchange findings to
+    determine the rank where it started.
 
     Raises:
         NonFinite: naming step, rank, quantity and first bad parameter.
@@ -43,7 +43,7 @@ def require_finite(step: int, result: StepResult, engine: Engine, world: World) 
 
 
 def _distance_from_cause(finding: _Finding) -> tuple[bool, bool, bool, int]:
-    # A bad weight is where it began. Gradients are summed over ranks, so a bad one is bad everywhere; a bad loss tells
-    # whose batch it was.
+    # A bad weight is the most likely cause. Gradients are summed over ranks, so a bad one is bad everywhere; a bad
+    # local loss identifies the batch.
     rank, loss_is_bad, bad = finding
     return bad is None or bad.name.endswith(".grad"), not loss_is_bad, bad is None, rank

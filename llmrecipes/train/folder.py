@@ -1,6 +1,6 @@
-"""Noticing that a run's directory was deleted while it trains.
+"""Detecting that the run directory was deleted during training.
 
-The state in memory is all that is left then, so the run saves it where it can, and ends with `ExitCode.STOP`.
+Only the state in memory is left then, so the run saves it if it can, and ends with `ExitCode.STOP`.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.load import RESOLVED_NAME
 from llmrecipes.tracking.jsonl import METRICS
 
-SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_CHECKS = 1.0
 
 
 def stop_when_deleted(run_dir: Path, stop: StopRequest, world: World) -> Callable[[], None]:
-    """A function to call after every step, which asks the run to stop once its directory is gone."""
-    looked = time.monotonic()
+    """A function to call after every step, which stops the run if its directory was deleted."""
+    checked = time.monotonic()
 
-    def look() -> None:
-        nonlocal looked
-        if world.is_first and time.monotonic() - looked >= SECONDS_BETWEEN_LOOKS:
-            looked = time.monotonic()
+    def check() -> None:
+        nonlocal checked
+        if world.is_first and time.monotonic() - checked >= SECONDS_BETWEEN_CHECKS:
+            checked = time.monotonic()
             if is_deleted(run_dir):
                 stop.signal = stop.signal or signal.SIGTERM
 
-    return look
+    return check
 
 
-def require_there(run_dir: Path, world: World, close: Callable[[], None]) -> None:
-    """Fail if the directory of the run is gone; all ranks have to call this.
+def require_exists(run_dir: Path, world: World, close: Callable[[], None]) -> None:
+    """Fail if the run directory was deleted; a collective of all ranks.
 
     Args:
         run_dir: the run.
         world: this rank.
-        close: called then, before the other ranks end: what takes its time must not keep the message back.
+        close: called in that case, before the other ranks exit, so that a slow close does not delay the message.
 
     Raises:
         UserError: on every rank, with `ExitCode.STOP`.
@@ -54,7 +54,7 @@ def require_there(run_dir: Path, world: World, close: Callable[[], None]) -> Non
     dist.broadcast_object_list(saved, src=0)
     if saved[0] is not None:
         raise UserError(
-            "this directory was deleted while the run was training",
+            "the run directory was deleted during training",
             where=str(run_dir),
             rule="a run keeps its recipe, metrics and checkpoints in its directory",
             fix=saved[0],
@@ -63,7 +63,7 @@ def require_there(run_dir: Path, world: World, close: Callable[[], None]) -> Non
 
 
 def is_deleted(run_dir: Path) -> bool:
-    """Whether the files that a run has from its first step on are gone; the saver may have made the directory again."""
+    """Whether the files that every run has are gone; the saver may have created the directory again."""
     return all(_is_missing(run_dir / name) for name in (RESOLVED_NAME, METRICS))
 
 
@@ -80,5 +80,5 @@ def _is_missing(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
-        pass  # a file system that fails is not one that was emptied
+        pass  # an I/O error does not mean that the file was deleted
     return False

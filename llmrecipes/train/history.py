@@ -1,8 +1,8 @@
-"""Whether a run may start at step 0: only one that has never saved a checkpoint, or whose history was moved aside.
+"""Whether a run may start at step 0: only if it has never saved a checkpoint, or its history was moved aside.
 
-A run that was killed before its first checkpoint starts again by itself, whatever steps it has recorded. A run that has
-saved one, of which nothing usable is left, does not: it would write over what is still there. That a checkpoint was
-saved is known from any of
+A run that was killed before its first checkpoint restarts automatically, whatever steps it has recorded. A run that has
+saved one, but has no usable one left, does not: it would overwrite what is left. Evidence of a saved checkpoint is any
+of
 
 - a directory `checkpoints/step-*` or `checkpoints/damaged-*`;
 - a note `checkpoint_saved` in metrics.jsonl;
@@ -22,11 +22,11 @@ from llmrecipes.tracking.jsonl import METRICS, parse
 
 ASIDE = "before-"
 KEPT = ("logs", "checkpoints")
-"""Directories that stay when a run's history is moved: the files of this start are in them."""
+"""Directories that stay when a run's history is moved: they have files of the current start."""
 
 
 def require_complete(run_dir: Path) -> None:
-    """The check of names and sizes alone, for launchers; the first rank compares hashes.
+    """Check names and sizes only, for launchers; the first rank compares hashes.
 
     Raises:
         UserError: see `require_none_saved`.
@@ -37,7 +37,7 @@ def require_complete(run_dir: Path) -> None:
 
 
 def require_none_saved(run_dir: Path, damaged: Sequence[Damaged]) -> None:
-    """Let a run without a usable checkpoint start at step 0, if it has never saved one.
+    """Allow a run without a usable checkpoint to start at step 0, if it has never saved one.
 
     Args:
         run_dir: the run.
@@ -63,7 +63,7 @@ def require_none_saved(run_dir: Path, damaged: Sequence[Damaged]) -> None:
 
 
 def saved_step(run_dir: Path) -> int | None:
-    """Step of the last checkpoint that a run has recorded or set aside; None if there never was one."""
+    """Step of the last checkpoint that a run has recorded or renamed as damaged; None if it never saved one."""
     steps = _recorded_saves(run_dir / METRICS)
     values = status.read(run_dir)
     step, checkpoint = values.get("step"), values.get("checkpoint")
@@ -77,12 +77,12 @@ def saved_step(run_dir: Path) -> int | None:
 
 
 def move_aside(run_dir: Path) -> Path | None:
-    """Move everything that a run has recorded into a directory of its own, in which it is a run like any other.
+    """Move a run's history into a new directory, which is itself a valid run directory.
 
-    metrics.jsonl goes last: a process killed in between leaves a run that is still refused.
+    metrics.jsonl is moved last: if the process is killed in between, the run is still refused.
 
     Returns:
-        The directory; None where there was nothing.
+        The directory; None if there was nothing to move.
 
     Raises:
         UserError: something cannot be moved.

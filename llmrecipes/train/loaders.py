@@ -25,10 +25,10 @@ class DataLoaders:
     """Batches of this rank.
 
     Args:
-        train: micro-batches from a number of consumed samples on; who asks for them closes them, which ends the
-            processes that read.
-        valid: the validation micro-batches, the same ones at every call; None where there is no validation split.
-        bits_per_byte: turns a validation loss in nats per token into bits per byte of the held-out text.
+        train: micro-batches from a number of consumed samples on; the caller closes the generator, which ends the
+            data loader processes.
+        valid: the validation micro-batches, the same ones at every call; None without a validation split.
+        bits_per_byte: converts a validation loss in nats per token into bits per byte of the held-out text.
     """
 
     train: Callable[[int], Generator[Batch, None, None]]
@@ -43,7 +43,7 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
         recipe: the resolved recipe.
         prepared: its prepared data.
         world: this rank.
-        pin_memory: page-lock batches; only where there is a GPU.
+        pin_memory: pin the memory of batches; only with a GPU.
     """
     train = build(recipe, prepared, "train")
     if train is None:
@@ -64,7 +64,7 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
         prefetch_factor=recipe.data.prefetch_factor,
         pin_memory=pin_memory and recipe.data.pin_memory,
     )
-    # A few batches every hundred steps do not earn a worker process.
+    # A few batches every hundred steps are not worth a worker process.
     return DataLoaders(
         train=lambda consumed: read(train, consumed_samples=consumed, num_workers=recipe.data.num_workers),
         valid=None if valid is None else lambda: read(valid, consumed_samples=0, num_workers=0),

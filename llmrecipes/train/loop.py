@@ -35,7 +35,7 @@ class Outcome(Enum):
 
 
 class Tracker(Protocol):
-    """Where the loop reports to."""
+    """Receives metrics and notes of the loop."""
 
     def step(self, metrics: StepMetrics) -> None: ...
 
@@ -60,27 +60,27 @@ class NoTracker:
 
 @dataclass
 class Loop:
-    """One rank's way through a run.
+    """The training loop of one rank.
 
     Args:
-        plan: what to do.
-        engine: does it.
+        plan: the plan of the run.
+        engine: runs the steps.
         world: this rank.
-        loaders: what to train on.
+        loaders: training and validation batches.
         tracker: receives all metrics and notes; a `NoTracker` on all ranks but one.
         saver: writes checkpoints.
         stop: set by signals.
         recipe_hash: goes into checkpoints' manifests.
-        peak_flops: dense FLOP/s of one GPU, for MFU; None where it is not known.
+        peak_flops: dense FLOP/s of one GPU, for MFU; None if unknown.
         after_step: called after every step.
-        stop_after: save and stop after this step, as a signal would make it.
-        evaluation_due: whether the step to resume from has still to be evaluated (see `pending`).
-        watch: raises an alarm where the loss explodes.
+        stop_after: save and stop after this step, as after a signal.
+        evaluation_due: whether the step to resume from still has to be evaluated (see `pending`).
+        watch: raises an alarm at a loss spike.
         failed_saves: steps whose checkpoint could not be written, and why.
-        waited: seconds the loop waited for a save that is still being written, by step.
+        waited: seconds that the loop was blocked by a save that is still being written, by step.
         losses: training loss of every step of this start.
         valid_loss: the last one, in nats per token.
-        unread: why the last evaluation came to nothing, on some rank.
+        unread: why the last evaluation could not read its data, on some rank.
     """
 
     plan: Plan
@@ -103,12 +103,12 @@ class Loop:
     unread: UserError | None = None
 
     def run(self, progress: Progress) -> Outcome:
-        """Train from `progress` to the last step, or until asked to stop.
+        """Train from `progress` to the last step, or until told to stop.
 
         Raises:
             NonFinite: a loss or gradient norm is not finite.
-            UserError: the last checkpoint could not be written, or a rank could not read its data; then the last whole
-                step is saved.
+            UserError: the last checkpoint could not be written, or a rank could not read its data; in that case the
+                last complete step is saved.
         """
         train = self.plan.recipe.train
         with closing(self.loaders.train(progress.consumed_samples)) as batches:
@@ -138,7 +138,7 @@ class Loop:
                         self._save(progress)
                         saved = progress.step
             self._report_saves(self.saver.poll())
-            # Asked to stop, a run leaves an evaluation for when it is resumed, that of the last step too.
+            # When told to stop, an evaluation is left for the resumed run, even that of the last step.
             if stopping and (evaluating or not last):
                 self._finish(saved)
                 return self._stopped(progress)
@@ -229,7 +229,7 @@ class Loop:
             )
 
     def _evaluate(self, progress: Progress) -> bool:
-        """Evaluate and report; False if some rank was asked to stop meanwhile, or could not read."""
+        """Evaluate and report; False if a rank was told to stop meanwhile, or could not read its data."""
         if self.loaders.valid is None:
             return True
         started = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Evaluations that a signal interrupted: they are done first when the run is resumed.
+"""Evaluations that were interrupted by a signal: the resumed run does them first.
 
-So the curve of a resumed run has every point of an uninterrupted one. metrics.jsonl says which one is missing.
+So the curve of a resumed run has every point of an uninterrupted one. metrics.jsonl shows which one is missing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def is_evaluated(step: int, recipe: Recipe) -> bool:
 
 
 def evaluation_due(step: int, recipe: Recipe, metrics: Path, world: World) -> bool:
-    """Whether the step to resume from should have been evaluated and was not; the same on every rank.
+    """Whether the evaluation of the step to resume from is missing; the same on every rank.
 
     Args:
-        step: the step the run is resumed from; 0 for a new run.
+        step: the step to resume from; 0 for a new run.
         recipe: the resolved recipe.
         metrics: the run's metrics.jsonl, read on the first rank.
         world: this rank.

@@ -1,4 +1,4 @@
-"""What a rank of any world does first and last: read its orders, and say in one message what users can mend."""
+"""Entry and exit of every rank: reads its spec, and reports user errors as one message."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def rank_main(kind: type[S], run: Callable[[S], ExitCode]) -> NoReturn:
     """Entry point of a rank: `python -m <module> <spec.json>`.
 
     Args:
-        kind: of the spec.
-        run: what to do with it; gives the exit code.
+        kind: class of the spec.
+        run: runs the rank; returns the exit code.
     """
-    # Nothing is lost before training begins: until then a signal ends this process at once, without a traceback.
+    # Nothing is lost before training starts: until then a signal ends this process immediately, without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if launcher := os.environ.pop(LAUNCHER, ""):  # not for the processes that this one starts
@@ -38,7 +38,7 @@ def rank_main(kind: type[S], run: Callable[[S], ExitCode]) -> NoReturn:
 
 
 def guarded(run: Callable[[S], ExitCode], spec: S) -> int:
-    """Run a rank and turn what users can mend into one message; returns the exit code."""
+    """Run a rank and print a user error as one message; returns the exit code."""
     from llmrecipes.faults.memory import out_of_memory
 
     try:
@@ -52,11 +52,11 @@ def guarded(run: Callable[[S], ExitCode], spec: S) -> int:
         explained = found
     print(f"error: {explained}", file=sys.stderr, flush=True)
     if os.environ.get("RANK", "0") != "0":
-        # All ranks raise most of these, and only the first one's is shown: launchers kill the rest when one has ended.
+        # Most errors are raised on all ranks, and launchers kill the others when one exits: let rank 0 report first.
         time.sleep(SECONDS_BEHIND_THE_FIRST)
     return int(explained.code)
 
 
 def nodes() -> int:
-    """Nodes of this world: launchers start as many ranks on each."""
+    """Nodes of this world; each has the same number of ranks."""
     return max(1, int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

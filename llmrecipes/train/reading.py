@@ -1,4 +1,4 @@
-"""Reading that may fail on one rank: all ranks learn of it between two steps, when the state can be saved."""
+"""Data reads that may fail on one rank: all ranks learn of it between two steps, when the state can be saved."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from llmrecipes.errors import UserError
 class ReadAhead:
     """Micro-batches of this rank, read one step before they are used.
 
-    So a rank that cannot read knows it while it computes its last whole step, and its flag travels with that step's
-    loss. Each micro-batch that is used makes room for one, so reading stays spread over the step.
+    A rank whose read fails knows it while it computes its last complete step, and its flag travels with that step's
+    loss. One micro-batch is read for each one used, so that reading stays spread over the step.
 
     Args:
         batches: micro-batches from the next step on.
-        per_step: of them in a step.
-        steps: that are left.
+        per_step: micro-batches in a step.
+        steps: remaining steps.
     """
 
     def __init__(self, batches: Iterator[Batch], per_step: int, steps: int) -> None:
@@ -52,11 +52,11 @@ class ReadAhead:
 
 
 class HeldOut:
-    """Validation micro-batches of this rank; where they cannot be read, empty ones that weigh nothing.
+    """Validation micro-batches of this rank; if they cannot be read, fully masked ones.
 
     Args:
         batches: to read.
-        shape: of a micro-batch.
+        shape: [micro_batch_size, seq_length].
     """
 
     def __init__(self, batches: Iterator[Batch], shape: tuple[int, int]) -> None:
@@ -77,18 +77,18 @@ class HeldOut:
 
 
 def first_failure(failure: UserError | None, device: torch.device) -> UserError | None:
-    """What some rank could not read, the same on every rank; None where all could. All ranks have to call it.
+    """The read failure of some rank, the same on every rank; None if there is none. A collective of all ranks.
 
     Args:
         failure: of this rank.
-        device: where collectives are.
+        device: for the collective.
     """
-    # The failure that forbids a restart goes first.
-    mine = -1 if failure is None else (int(failure.code) << 32) + dist.get_rank()
-    worst = torch.tensor(mine, dtype=torch.int64, device=device)
+    # A failure that forbids a restart takes precedence.
+    own = -1 if failure is None else (int(failure.code) << 32) + dist.get_rank()
+    worst = torch.tensor(own, dtype=torch.int64, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     if worst.item() < 0:
         return None
-    told = [failure]
-    dist.broadcast_object_list(told, src=int(worst.item()) & 0xFFFFFFFF)
-    return told[0]
+    shared = [failure]
+    dist.broadcast_object_list(shared, src=int(worst.item()) & 0xFFFFFFFF)
+    return shared[0]

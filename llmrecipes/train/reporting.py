@@ -57,7 +57,7 @@ def describe(
 def open_tracker(
     spec: RunSpec, plan: Plan, implementation: Implementation, world: World, progress: Progress
 ) -> Iterator[Tracker]:
-    """The tracker of this rank: a real one on the first, none elsewhere."""
+    """The tracker of this rank: a real one on rank 0, a `NoTracker` elsewhere."""
     if not world.is_first:
         yield NoTracker()
         return

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """Where a start of a run begins: `notes` say what had to be put out of the way for it."""
+    """Where a run starts; `notes` record what was moved aside for it."""
 
     progress: Progress
     notes: tuple[Note, ...] = ()
@@ -28,21 +28,21 @@ class Start:
 def resume(engine: Engine, store: CheckpointStore, world: World, *, from_scratch: bool = False) -> Start:
     """Restore the newest valid checkpoint into the engine.
 
-    Checkpoints that are damaged are set aside, so that their steps can be written again.
+    Damaged checkpoints are renamed, so that their steps can be saved again.
 
     Args:
-        engine: what is restored.
-        store: the checkpoints, in the directory of the run.
+        engine: restored in place.
+        store: the checkpoints, in the run directory.
         world: this rank.
-        from_scratch: move what the run has recorded out of the way first.
+        from_scratch: first move the run's history aside.
 
     Returns:
-        How far the run is: the beginning, where it has never saved a checkpoint.
+        The progress of the run; step 0 if it has never saved a checkpoint.
 
     Raises:
-        UserError: on every rank: it has saved one, and none is valid (`ExitCode.STOP`), or the checkpoint does not fit.
+        UserError: on every rank: none of its checkpoints is valid (`ExitCode.STOP`), or the checkpoint does not match.
     """
-    # One rank decides: on a shared file system another might see a different listing.
+    # Rank 0 decides: ranks may see different listings of a shared file system.
     found: list[Any] = [_found(store, from_scratch) if world.is_first else None]
     dist.broadcast_object_list(found, src=0)
     if isinstance(found[0], dict):
@@ -52,7 +52,7 @@ def resume(engine: Engine, store: CheckpointStore, world: World, *, from_scratch
         return Start(Progress(), notes)
     if entry.manifest.engine != engine.name:
         raise UserError(
-            f"this checkpoint was written by engine {entry.manifest.engine}, and the recipe asks for {engine.name}",
+            f"this checkpoint was written by engine {entry.manifest.engine}, but the recipe uses {engine.name}",
             where=str(entry.path),
             rule="a run keeps its engine",
             fix=f"engine={entry.manifest.engine}, or a new run id",
@@ -68,7 +68,7 @@ def resume(engine: Engine, store: CheckpointStore, world: World, *, from_scratch
 
 
 def _found(store: CheckpointStore, from_scratch: bool) -> tuple[Entry | None, tuple[Note, ...]] | dict[str, Any]:
-    """What rank 0 tells the others: the checkpoint to resume from, or the arguments of the error they all raise."""
+    """What rank 0 broadcasts: the checkpoint to resume from, or the arguments of the error that all ranks raise."""
     try:
         return _from_scratch(store) if from_scratch else _newest(store)
     except UserError as error:

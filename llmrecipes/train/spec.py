@@ -1,4 +1,4 @@
-"""What the ranks of a run are told by the process that starts them."""
+"""Specs that the launching process passes to the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmrecipes.recipe.schema import Recipe
 
 
 class RankSpec(BaseModel):
-    """What the ranks of any world are told: to train, to verify or to measure."""
+    """Common part of the specs for training, verification and benchmarks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,15 +25,15 @@ class RunOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     overfit_batch: bool = False
-    """Train on the first global batch alone, to see whether the model can learn it by heart."""
+    """Train only on the first global batch, to check that the model can overfit it."""
     anomaly: bool = False
     """Check every module's output and every backward function for NaN and infinity."""
     profile_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps to profile, after two of warm-up; 0 for none."""
+    """Steps to profile, after two warm-up steps; 0 for none."""
     from_scratch: bool = False
-    """Move what the run has recorded out of the way, and start at step 0."""
+    """Move the run's history aside, and start at step 0."""
     sample: bool = True
-    """End with a text sample."""
+    """Print a text sample at the end."""
 
 
 class RunSpec(RunOptions, RankSpec):
@@ -42,8 +42,8 @@ class RunSpec(RunOptions, RankSpec):
     run_dir: Path
     runs_dir: Path
     stop_after: Annotated[int, Field(gt=0)] | None = None
-    """Save and stop after this step, as a signal would make it."""
+    """Save and stop after this step, as after a signal."""
     restart: Annotated[int, Field(ge=0)] = 0
     """How often a scheduler has started this job again."""
     tags: dict[str, str] = {}
-    """What MLflow is told about where the run is, such as the number of its job."""
+    """MLflow tags about the environment of the run, such as its job id."""

@@ -6,13 +6,13 @@ import statistics
 
 from llmrecipes.commandline import command_line
 from llmrecipes.console import console
-from llmrecipes.data import heldout
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.train.yardsticks import Yardstick, cheap, counting, table
 
 PROMPTS = {"stdlib": "def "}
 SAMPLE_TOKENS = 120
@@ -24,25 +24,45 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     """Print the summary. Called on the first rank.
 
     Raises:
-        UserError: an overfitting run did not learn its batch.
+        UserError: a run with `overfit_batch` did not overfit its batch.
     """
     if spec.overfit_batch:
         console().print(overfit_verdict(loop.losses, loop.plan.recipe.model.hidden_dropout), markup=False)
         return
     if loop.valid_loss is not None:
-        bits = loop.loaders.bits_per_byte(loop.valid_loss)
-        gzip = heldout.gzip_bits_per_byte(prepared, "valid")
-        console().print(
-            f"\nheld-out text: {bits:.3f} bits per byte (loss {loop.valid_loss:.4f}); gzip -9 needs {gzip:.3f}",
-            markup=False,
-        )
+        for line in learnt(prepared, loop, loop.valid_loss):
+            console().print(line, markup=False)
     if spec.sample and loop.world.holds_whole_model:
         _sample(spec, prepared, loop)
     console().print(f"\nagain: {generate_command(spec)}", markup=False)
 
 
+def learnt(prepared: Prepared, loop: Loop, loss: float) -> list[str]:
+    """The model's bits per byte in a table of yardsticks.
+
+    N-grams are only counted on a CPU: elsewhere, devices would wait for it.
+
+    Args:
+        prepared: the run's data.
+        loop: the finished run.
+        loss: on the validation split, in nats per token.
+    """
+    bits = loop.loaders.bits_per_byte
+    others = cheap(loop.plan.recipe, prepared, bits)
+    notes: list[str] = []
+    if loop.engine.platform.name == "cpu":
+        try:
+            others += counting(loop.plan.recipe, prepared, bits)
+        except (UserError, OSError) as error:  # the run is finished and saved; this is no reason to fail it
+            notes = [f"note: no n-grams were counted: {error}"]
+    else:
+        notes = ["n-gram models are compared on CPU runs only"]
+    head = "\nheld-out text, in bits per byte (8 as it is; less is better):"
+    return [head, *table(Yardstick(f"this model (loss {loss:.4f})", bits(loss)), others), *notes]
+
+
 def sample_prompt(recipe: Recipe) -> str:
-    """What the sample continues: text of the kind that the first source has."""
+    """Prompt of the sample, chosen by the type of the first source."""
     return PROMPTS.get(recipe.data.sources[0].type, "The ")
 
 
@@ -60,7 +80,7 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
         dropout: `model.hidden_dropout`, which keeps the loss from falling to zero.
 
     Raises:
-        UserError: it was not; with the likeliest cause.
+        UserError: it was not; with the most likely cause.
     """
     final = statistics.fmean(losses[-5:])
     if final < OVERFIT_LOSS:

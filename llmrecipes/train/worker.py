@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def run(spec: RunSpec) -> ExitCode:
-    """Train, and return how it ended.
+    """Train, and return the exit code.
 
     Raises:
-        UserError: what the user can mend.
+        UserError: a problem the user can fix.
     """
-    # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
+    # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
     from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.data.prepared import open_prepared
@@ -30,7 +30,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.plan.derive import derive
     from llmrecipes.recipe.load import recipe_hash
     from llmrecipes.train.debug import anomaly_mode, profiled
-    from llmrecipes.train.folder import require_there, stop_when_deleted
+    from llmrecipes.train.folder import require_exists, stop_when_deleted
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, Outcome
     from llmrecipes.train.pending import evaluation_due
@@ -74,11 +74,11 @@ def run(spec: RunSpec) -> ExitCode:
         if spec.anomaly:
             for module in engine.modules:
                 stack.enter_context(anomaly_mode(module))
-        look = stop_when_deleted(spec.run_dir, stop, world)
+        check_folder = stop_when_deleted(spec.run_dir, stop, world)
 
         def after_step() -> None:
             profile_step()
-            look()
+            check_folder()
 
         peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
         loop = Loop(
@@ -95,13 +95,13 @@ def run(spec: RunSpec) -> ExitCode:
             stop_after=spec.stop_after,
             evaluation_due=evaluation_due(progress.step, recipe, spec.run_dir / "metrics.jsonl", world),
         )
-        # What is here now stays to the end: the collector, which megatron-core calls at each save, need not look again.
+        # All objects of now live to the end: exclude them from the collections that megatron-core runs at each save.
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
         outcome = loop.run(progress)
-        require_there(spec.run_dir, world, lambda: tracker.close("FAILED"))
-        # The progress display ends before anything else is printed.
+        require_exists(spec.run_dir, world, lambda: tracker.close("FAILED"))
+        # Close the progress display before printing anything else.
         tracker.close("FINISHED" if outcome is Outcome.FINISHED else "KILLED")
         with engine.params_synced():
             if world.is_first and outcome is Outcome.FINISHED:

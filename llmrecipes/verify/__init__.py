@@ -1,1 +1,1 @@
-"""Proof that a parallel layout computes the same training as one process."""
+"""Verification that a parallel layout computes the same training as one process."""

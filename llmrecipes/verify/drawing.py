@@ -59,7 +59,7 @@ def svg(result: Result, title: str) -> str:
 
 
 def _axes(steps: int) -> list[str]:
-    """A frame, and the numbers of at most ten steps under it."""
+    """A frame, with at most ten step numbers below it."""
     frame = f'<rect x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbbbbb"/>'
     every = -(-steps // 10)
     numbers = (

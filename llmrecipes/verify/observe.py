@@ -1,4 +1,4 @@
-"""A few steps of training, with their losses, gradient norms, weights and gradients written down."""
+"""A few steps of training that record losses, gradient norms, weights and gradients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from llmrecipes.verify import replicas, shards
 from llmrecipes.verify.spec import Record, ReplicaDifference, Step
 
 FINAL, BEFORE, GRADIENTS = "final", "before", "gradients"
-"""Weights after the last step, weights that the kept step started from, and its gradients."""
+"""Weights after the last step, weights before the kept step, and its gradients."""
 
 Keep = Callable[[int, Step], bool]
-"""(step from 1, what it came to) -> whether to keep its weights and gradients."""
+"""(step from 1, its loss and gradient norm) -> whether to keep its weights and gradients."""
 
 
 @dataclass
@@ -41,15 +41,15 @@ def observe(
     folder: Path,
     keep: Keep,
 ) -> Record:
-    """Train, and write down this rank's part of the weights; all ranks take part.
+    """Train, and write this rank's part of the weights; a collective of all ranks.
 
     Args:
         engine: of the model, not yet trained.
         plan: its plan on this world.
         batches: micro-batches of this data-parallel rank.
         iters: steps.
-        folder: receives `<FINAL, BEFORE or GRADIENTS>/<rank>.pt`.
-        keep: asked after every step until one is kept; the first rank's answer counts.
+        folder: output directory for `<FINAL, BEFORE or GRADIENTS>/<rank>.pt`.
+        keep: called after every step until one is kept; rank 0 decides.
     """
     snapshot = _Snapshot()
     engine.watch_gradients(snapshot.take)
@@ -61,7 +61,7 @@ def observe(
         result = engine.train_step(batches)
         steps.append(Step(loss=result.loss, grad_norm=math.nan if result.grad_norm is None else result.grad_norm))
         differing = differing or _replicas(snapshot.before, number - 1)
-        if kept is None and _agreed(keep(number, steps[-1]), engine.platform.device):
+        if kept is None and _from_first(keep(number, steps[-1]), engine.platform.device):
             kept = number
             shards.write(folder / BEFORE / file, snapshot.before)
             shards.write(folder / GRADIENTS / file, snapshot.gradients)
@@ -76,7 +76,7 @@ def _replicas(weights: list[Shard], step: int) -> ReplicaDifference | None:
     return replicas.first_difference(replicas.gathered(replicas.digests(weights)), step)
 
 
-def _agreed(answer: bool, device: torch.device) -> bool:
-    flag = torch.tensor([float(answer)], device=device)
+def _from_first(value: bool, device: torch.device) -> bool:
+    flag = torch.tensor([float(value)], device=device)
     dist.broadcast(flag, 0)
     return bool(flag.item())

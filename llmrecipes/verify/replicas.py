@@ -1,4 +1,4 @@
-"""Copies of one weight on several ranks have to be the same bit for bit: their digests are compared, not their data."""
+"""Replicas of a weight on several ranks must be bit-identical: their digests are compared, not their data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Main(NamedTuple):
 
 
 def digests(shards: Iterable[Shard]) -> list[Digest]:
-    """Hashes of this rank's weights: about 100 bytes for each tensor, whatever its size."""
+    """Hashes of this rank's weights: about 100 bytes per tensor, whatever its size."""
     return [
         (shard.name, shard.offset, hashlib.blake2b(shard.tensor.numpy().tobytes(), digest_size=16).digest())
         for shard in shards
@@ -30,22 +30,22 @@ def digests(shards: Iterable[Shard]) -> list[Digest]:
 
 
 def gathered(own: list[Digest]) -> list[list[Digest]]:
-    """Every rank's digests; all ranks take part."""
-    everyones: list[list[Digest]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, own)
-    return everyones
+    """Every rank's digests; a collective of all ranks."""
+    by_rank: list[list[Digest]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, own)
+    return by_rank
 
 
-def first_difference(everyones: Sequence[Sequence[Digest]], step: int) -> ReplicaDifference | None:
-    """The first tensor, in the order of the ranks and of their model, whose copies are not all the same.
+def first_difference(by_rank: Sequence[Sequence[Digest]], step: int) -> ReplicaDifference | None:
+    """The first tensor, by rank and model order, whose replicas differ.
 
     Args:
-        everyones: digests by rank.
+        by_rank: digests of each rank.
         step: optimizer steps so far.
     """
     main: dict[tuple[str, tuple[int, ...]], _Main] = {}
     copies, different = 0, []
-    for rank, own in enumerate(everyones):
+    for rank, own in enumerate(by_rank):
         for name, offset, digest in own:
             known = main.setdefault((name, offset), _Main(rank, digest))
             copies += known.rank != rank

@@ -1,4 +1,4 @@
-"""A verification for people: a table with a scale of the differences, the verdict, and a drawing."""
+"""A verification as text: a table with a scale of the differences, and the verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = {"loss": "loss", "grad_norm": "gradient norm"}
 HEADS = {"loss": "loss", "grad_norm": "grad norm"}
 """Short, so that the table fits into 80 columns."""
 SMALLEST, LARGEST, CELLS = -8, 0, 17
-"""The scale goes over powers of ten, in steps of half a power."""
+"""The scale covers powers of ten, in steps of half a power."""
 
 
 def report(result: Result) -> Group:
@@ -40,7 +40,7 @@ def report(result: Result) -> Group:
 
 
 def verdict(result: Result) -> str:
-    """Whether what ran is the same training, or the first thing that differs; and what did not run."""
+    """Whether the layout computes the same, or the first difference; and what did not run."""
     worst = ", ".join(f"{WORDS[quantity]} {_power(result.max_relative(quantity))}" for quantity in QUANTITIES)
     worst += f", weights after step {len(result.steps)} {_power(result.max_rel_param)}"
     if result.ok:
@@ -53,7 +53,7 @@ def verdict(result: Result) -> str:
 
 
 def layout_words(result: Result) -> str:
-    """The degrees above one, and the ranks: `TP2 PP2 DP2 SP, 8 ranks`."""
+    """The degrees above one, and the number of ranks: `TP2 PP2 DP2 SP, 8 ranks`."""
     return f"{degrees(result)}, {result.layout.layout['world_size']} ranks"
 
 
@@ -68,7 +68,7 @@ def degrees(result: Result) -> str:
 
 
 def _first(result: Result) -> list[str]:
-    """What differs first, and copies of a weight that differ."""
+    """The first difference, and replicas that differ."""
     first, replicas = result.first_difference, result.replicas
     lines: list[tuple[str, str]] = []
     if first is not None and first.quantity != REPLICAS:
@@ -104,7 +104,7 @@ def _lines(*rows: tuple[str, str]) -> list[str]:
 
 
 def scale(value: float, tolerance: float) -> str:
-    """A mark on a logarithmic line, with the tolerance on it."""
+    """A mark on a logarithmic scale, with the tolerance."""
     cells = ["·"] * CELLS
     cells[_cell(tolerance)] = "┊"
     cells[_cell(value)] = "●"

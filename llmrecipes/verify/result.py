@@ -1,4 +1,4 @@
-"""What a verification came to."""
+"""Result of a verification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_VERIFIED = "not_verified"
 
 @dataclass(frozen=True)
 class FirstTensor:
-    """The first tensor, in the order of the model, that differs, and how many do."""
+    """The first tensor that differs, in model order, and how many do."""
 
     name: str
     layer: int | None
@@ -32,17 +32,17 @@ class FirstDifference:
     """The first number beyond the tolerance."""
 
     step: int
-    """From 1; of `replicas` the step whose update left them different, 0 where they started so."""
+    """From 1; for `replicas` the step whose update made them differ, 0 if they differed from the start."""
     quantity: str
-    """`loss`, `grad_norm`, `parameters` where all of those agree but the weights after the last step do not, or
-    `replicas` where all of these agree but the copies of a weight on several ranks are not the same bit for bit."""
+    """`loss`; `grad_norm`; `parameters` if those agree but the weights after the last step do not; or `replicas` if all
+    of these agree but the replicas of a weight on several ranks are not bit-identical."""
     reference: float
     layout: float
     tensor: FirstTensor | None
-    """None where every single tensor agrees."""
+    """None if all tensors agree."""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values; numbers that are not finite are null."""
+        """JSON values; non-finite numbers are null."""
         return {
             "step": self.step,
             "quantity": self.quantity,
@@ -55,17 +55,17 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Result:
-    """A layout beside one process."""
+    """A layout compared with one process."""
 
     recipe: str
     tolerance: float
     reference: Record
     layout: Record
     max_rel_param: float
-    """Worst of all weights after the last step."""
+    """Largest difference of all weights after the last step."""
     first_difference: FirstDifference | None
     scaled: Scaled
-    """The recipe's degrees beside those that ran."""
+    """The recipe's degrees and those that ran."""
 
     @property
     def ok(self) -> bool:
@@ -77,7 +77,7 @@ class Result:
 
     @property
     def replicas(self) -> ReplicaDifference | None:
-        """First copy of a weight that differs from another rank's."""
+        """First replica of a weight that differs from another rank's."""
         return self.layout.replicas
 
     @property

@@ -1,4 +1,4 @@
-"""How far two numbers are apart."""
+"""Relative differences of two numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUANTITIES = ("loss", "grad_norm")
 
 
 def relative(value: float, reference: float) -> float:
-    """|value - reference| / |reference|; infinity where one is not finite or only the reference is 0."""
+    """|value - reference| / |reference|; infinity if one is not finite or only the reference is 0."""
     if not (math.isfinite(value) and math.isfinite(reference)):
         return math.inf
     if value == reference:
@@ -20,6 +20,6 @@ def relative(value: float, reference: float) -> float:
 
 
 def first_beyond(step: Step, reference: Step, tolerance: float) -> str | None:
-    """The first quantity of a step that differs by more than the tolerance, relatively."""
+    """The first quantity of a step whose relative difference exceeds the tolerance."""
     values = ((name, getattr(step, name), getattr(reference, name)) for name in QUANTITIES)
     return next((name for name, value, expected in values if relative(value, expected) > tolerance), None)

@@ -1,6 +1,6 @@
-"""Files of the weights and gradients of every rank.
+"""Files with the weights and gradients of every rank.
 
-All ranks write all they have, so that copies of one weight on several ranks can be compared as well.
+Ranks write everything they hold, so that replicas of a weight on several ranks can be compared, too.
 """
 
 from __future__ import annotations

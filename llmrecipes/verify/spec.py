@@ -1,4 +1,4 @@
-"""What the ranks of a verification are told, and what they answer."""
+"""Spec and record of a verification's ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ RECORD = "record.json"
 
 
 class VerifySpec(RankSpec):
-    """One training to observe: as the reference, or in the layout that is compared with it."""
+    """One training to record: the reference, or the layout that is compared with it."""
 
     folder: Path
-    """Where the record goes."""
+    """Output directory of the record."""
     iters: Annotated[int, Field(gt=0)]
     tolerance: Annotated[float, Field(gt=0)]
     reference: Path | None = None
@@ -26,7 +26,7 @@ class VerifySpec(RankSpec):
 
 
 class Step(BaseModel):
-    """What one optimizer step came to."""
+    """Result of one optimizer step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
@@ -37,28 +37,28 @@ class Step(BaseModel):
 
 
 class ReplicaDifference(BaseModel):
-    """The first copy of a weight that is not the one on the lowest rank that holds it."""
+    """The first replica of a weight that differs from the one on the lowest rank that holds it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
-    """Optimizer steps before it was seen; 0: the ranks started with it."""
+    """Optimizer steps before it was detected; 0: from the start."""
     tensor: str
-    """As megatron-core's modules are called, with layer and expert."""
+    """Named like megatron-core's modules, with layer and expert."""
     layer: int | None
-    """Decoder layer, from 0; None for what is outside of the layers."""
+    """Decoder layer, from 0; None outside of the layers."""
     rank: int
-    """The rank whose copy differs."""
+    """The rank whose replica differs."""
     main_rank: int
     """The lowest rank with the same part of the tensor."""
     differing: int
-    """Copies that differ, of all tensors and ranks."""
+    """Replicas that differ, over all tensors and ranks."""
     copies: int
-    """Copies that were compared with a lower rank's."""
+    """Replicas that were compared with a lower rank's."""
 
 
 class Record(BaseModel):
-    """A training as it was observed."""
+    """A recorded training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
@@ -68,7 +68,7 @@ class Record(BaseModel):
     kept_step: int | None
     """Step, from 1, whose weights and gradients were kept."""
     replicas: ReplicaDifference | None
-    """First copy of a weight that differs from that of another rank."""
+    """First replica of a weight that differs from another rank's."""
 
     def write(self, folder: Path) -> None:
         """Write it as JSON."""

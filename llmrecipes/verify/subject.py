@@ -1,4 +1,4 @@
-"""What is verified, and the one-process training it is compared with: pure functions of a recipe."""
+"""The recipe that is verified, and its one-process reference: pure functions of a recipe."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from llmrecipes.recipe.proxy_model import Device
 from llmrecipes.recipe.schema import Parallelism, Recipe
 
 MIN_ADAM_EPS = 1e-6
-"""Some gradients are zero but for rounding (that of a key bias: the softmax cancels it). Adam divides a gradient by its
-own size, so that with a smaller eps rounding alone would move such weights, in another direction on every layout."""
+"""Some gradients are zero except for rounding (that of a key bias: the softmax cancels it). Adam normalizes a gradient
+by its magnitude, so with a smaller eps rounding alone would move such weights, differently in every layout."""
 
 PLAIN = Parallelism(use_distributed_optimizer=False)
 
 
 def subject(recipe: Recipe, iters: int, device: Device) -> Recipe:
-    """The small version of a recipe whose layout is verified, in fp32 and without random numbers.
+    """The scaled-down version of a recipe whose layout is verified, in fp32 and without random numbers.
 
     Args:
         recipe: the full recipe.
-        iters: steps that will be trained.
-        device: what the ranks will run on.
+        iters: number of steps.
+        device: of the ranks.
 
     Raises:
-        UserError: the recipe computes something else on another layout by intention.
+        UserError: the recipe computes something different in another layout by design.
     """
     small = proxy(recipe, device)
     _require_same_meaning(small)
@@ -42,14 +42,14 @@ def subject(recipe: Recipe, iters: int, device: Device) -> Recipe:
 
 
 def reference(small: Recipe, data_parallel_size: int) -> Recipe:
-    """The same training in one process: no parallelism, no optimizer shards, nothing recomputed.
+    """The same training in one process: no parallelism, no optimizer sharding, no recomputation.
 
     Args:
         small: from `subject`.
         data_parallel_size: of the layout.
     """
-    # A micro-batch has the same sequences in both. The one exception counts the balance of experts over those of all
-    # data-parallel ranks.
+    # Micro-batches have the same sequences in both, except with global_aux_loss, which balances experts over those of
+    # all data-parallel ranks.
     together = data_parallel_size if small.model.moe_router_load_balancing_type == "global_aux_loss" else 1
     train = {
         "micro_batch_size": small.train.micro_batch_size * (together if small.model.num_moe_experts else 1),
@@ -67,7 +67,7 @@ def _require_same_meaning(small: Recipe) -> None:
         raise UserError(
             f"{small.model.moe_expert_capacity_factor:g} with sequences split over {split} ranks",
             where="model.moe_expert_capacity_factor",
-            rule="each rank drops tokens among its own part of a sequence, so other tokens than one process drops: "
+            rule="each rank drops tokens within its own part of a sequence, and so different ones than one process: "
             "the training differs by design",
             fix="model.moe_expert_capacity_factor=null verifies everything else",
         )

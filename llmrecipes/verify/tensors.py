@@ -1,4 +1,4 @@
-"""Comparing the weights or gradients that a layout's ranks hold with those of the reference."""
+"""Comparison of the weights or gradients of a layout's ranks with those of the reference."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from llmrecipes.verify import shards
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How far a global tensor is from the reference's."""
+    """Difference of a global tensor from the reference's."""
 
     name: str
-    """As megatron-core's modules are called, with layer and expert."""
+    """Named like megatron-core's modules, with layer and expert."""
     layer: int | None
-    """Decoder layer, from 0; None for what is outside of the layers."""
+    """Decoder layer, from 0; None outside of the layers."""
     relative: float
-    """‖a - b‖ / ‖b‖ (Frobenius); of copies on several ranks the worst counts. Infinity where it is not finite."""
+    """‖a - b‖ / ‖b‖ (Frobenius), the maximum over replicas. Infinity if not finite."""
     norm: float
     """‖a‖ in the layout."""
     reference_norm: float
@@ -31,17 +31,17 @@ class TensorDifference:
 
 
 def differences(reference: Path, layout: Path) -> list[TensorDifference]:
-    """Every tensor's difference, in the order of the model: embedding, layers, final norm, output.
+    """Differences of all tensors, in model order: embedding, layers, final norm, output.
 
     Args:
-        reference: folder with one rank's file, which has everything.
+        reference: folder with the file of the single rank.
         layout: folder with a file for every rank.
 
     Raises:
         RuntimeError: the ranks together do not hold exactly the reference's tensors.
     """
     whole = _whole(reference)
-    # name -> offset -> the worst (squared difference, squared norm) of the ranks that hold this part
+    # name -> offset -> the largest (squared difference, squared norm) of the ranks that hold this part
     parts: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {name: {} for name in whole}
     held = dict.fromkeys(whole, 0)
     for file in sorted(layout.glob("*.pt")):
@@ -55,12 +55,12 @@ def differences(reference: Path, layout: Path) -> list[TensorDifference]:
             parts[shard.name][shard.offset] = max(known or squares, squares, key=lambda pair: pair[0])
     partial = [name for name, tensor in whole.items() if held[name] != tensor.numel()]
     if partial:
-        raise RuntimeError(f"the ranks do not hold the whole of {', '.join(partial)}")
+        raise RuntimeError(f"the ranks do not hold all of {', '.join(partial)}")
     return [_difference(name, tensor, list(parts[name].values())) for name, tensor in whole.items()]
 
 
 def readable(name: str) -> tuple[str, int | None]:
-    """Name of a global tensor with its layer and expert where its modules have them, and the decoder layer.
+    """Name of a global tensor with its layer and expert, if any, and the decoder layer.
 
     Args:
         name: see `model.init.global_name`: `decoder.layers.mlp.experts.experts.linear_fc1.weight[2,5]`.
@@ -95,5 +95,5 @@ def _square(tensor: torch.Tensor) -> float:
 def _difference(name: str, expected: torch.Tensor, squares: Sequence[tuple[float, float]]) -> TensorDifference:
     difference, norm = (math.sqrt(math.fsum(column)) for column in zip(*squares, strict=True))
     reference_norm = math.sqrt(_square(expected))
-    # Of a tensor that is zero in the reference, the difference itself.
+    # For a tensor that is zero in the reference, the absolute difference.
     return TensorDifference(*readable(name), difference / (reference_norm or 1.0), norm, reference_norm)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def run(spec: VerifySpec) -> ExitCode:
-    """Join the ranks a launcher started, or be a world of one, and `train`.
+    """Join the ranks that a launcher started, or form a world of one, and `train`.
 
     Raises:
-        UserError: what the user can mend.
+        UserError: a problem the user can fix.
     """
-    # Imports are here, because a rank that was told nonsense should say so before torch is loaded.
+    # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.engine.registry import backend
 
     engines = backend(spec.recipe)
@@ -33,7 +33,7 @@ def run(spec: VerifySpec) -> ExitCode:
 
 
 def train(spec: VerifySpec, engines: Backend, world: World, platform: Platform) -> None:
-    """Train as the spec says, and write this rank's part of the record."""
+    """Train according to the spec, and write this rank's part of the record."""
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive

@@ -17,6 +17,7 @@ from llmrecipes.hardware.profile import Measured
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import from_slurm
 from llmrecipes.plan.derive import default_world_size, derive
+from llmrecipes.units import GIB, KIB, MIB
 
 
 def is_task(environment: Mapping[str, str]) -> bool:
@@ -64,7 +65,7 @@ def sizes(text: str) -> tuple[int, ...]:
     Raises:
         UserError: one of them is no size.
     """
-    units = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+    units = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB}
     found = []
     for word in text.split(","):
         number = word.strip().rstrip("BKMGibkmgI")

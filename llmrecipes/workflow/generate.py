@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from llmrecipes.commandline import resume_command
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
@@ -51,7 +52,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
         raise UserError(
             "no valid checkpoint",
             where=str(run_dir / "checkpoints"),
-            fix=f"train it first: llmrecipes train {recipe.name} --run-id {run_dir.name}",
+            fix=f"train it first: {resume_command(run_dir, data_dir=data_dir)}",
         )
     tokenizer = open_prepared(recipe, data_dir).tokenizer()
     prompt = tokenizer.encode(request.prompt)

@@ -10,8 +10,8 @@ from pathlib import Path
 from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly, early_signals
+from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import load
-from llmrecipes.tracking.files import write_atomic
 from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train

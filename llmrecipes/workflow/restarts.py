@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.tracking.files import write_atomic
+from llmrecipes.io import write_atomic
 
 logger = logging.getLogger(__name__)
 

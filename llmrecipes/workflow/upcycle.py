@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from llmrecipes.commandline import resume_command
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
+from llmrecipes.io import write_atomic
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.recipe.upcycling import load_upcycled
 from llmrecipes.tracking.events import Note
-from llmrecipes.tracking.files import write_atomic
 from llmrecipes.tracking.status import StatusSink
 
 if TYPE_CHECKING:

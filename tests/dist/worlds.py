@@ -206,8 +206,8 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from llmrecipes.engine.megatron.balance import _aux_losses
     from llmrecipes.engine.megatron.platform import select
+    from llmrecipes.engine.megatron.versions import auxiliary_losses
 
     global _to_the_test
     _to_the_test = pipe
@@ -227,7 +227,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         except Exception:
             ok, answer = False, traceback.format_exc()
         pipe.send(("answer", (time.monotonic(), ok, answer)))
-        _aux_losses().clear()  # megatron-core keeps them for a process, as many as its first model has layers
+        auxiliary_losses().clear()  # megatron-core keeps them for a process, as many as its first model has layers
         if rendezvous is not None:
             dist.destroy_process_group()
         gc.collect()

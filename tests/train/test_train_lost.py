@@ -204,7 +204,7 @@ def test_a_directory_that_is_deleted_ends_the_run_with_its_state_saved(
         return real(engine, *arguments, **options)
 
     monkeypatch.setattr(MegatronEngine, "train_step", step)
-    monkeypatch.setattr(folder, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(folder, "SECONDS_BETWEEN_CHECKS", 0.0)
     code, printed = train("checkpoint.save_interval=100")
     assert code == ExitCode.STOP
     require_message(printed, run_dir)

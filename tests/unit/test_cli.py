@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -54,7 +55,7 @@ def test_show_prints_the_resolved_recipe_and_the_plan(capsys: pytest.CaptureFixt
     code, out, _ = run(capsys, "show", "gpt-tiny", "optimizer.lr=1e-3", "--nproc", "1")
     assert code == 0
     assert "\n  lr: 0.001\n" in out
-    assert "4,273,664" in out
+    assert "2,458,752" in out
     assert "\nfits " in out
     shown = json.loads(run(capsys, "show", "gpt-tiny", "optimizer.lr=1e-3", "--nproc", "1", "--json")[1])
     assert shown["hash"] == load("gpt-tiny", ["optimizer.lr=1e-3"]).hash
@@ -78,9 +79,9 @@ def test_show_plan_leaves_the_recipe_out_and_the_time_open(capsys: pytest.Captur
     assert "num_layers:" not in out
     rows = {line.split("  ")[0]: line for line in out.splitlines()}
     assert "unknown" in rows["time of a step"] and "llmrecipes bench step gpt-tiny" in rows["time of a step"]
-    assert "65 MiB" in rows["checkpoint"]
+    assert "38 MiB" in rows["checkpoint"]
     measured = run(capsys, "show", "gpt-tiny", "--nproc", "1", "--plan", "--step-seconds", "2")[1]
-    assert "16m40s" in measured and "unknown" not in measured
+    assert "26m40s" in measured and "unknown" not in measured
     assert json.loads(run(capsys, "show", "gpt-tiny", "--nproc", "1", "--json")[1])["step_seconds"] is None
 
 
@@ -110,6 +111,54 @@ def test_wrong_use_gets_one_message_and_exit_2(
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     require_message(err, where, rule=rule)
+
+
+def test_without_a_command_it_says_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "")
+    steps = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  llmrecipes ")]
+    commands = [words[: len(shlex.split(step))] for words, (step, _) in zip(steps, cli.FIRST_STEPS, strict=True)]
+    assert len(commands) == 3
+    for words in commands:
+        # Training takes minutes; its plan says that it would begin.
+        assert run(capsys, *(["show", *words[1:]] if words[0] == "train" else words))[0] == 0
+    assert run(capsys, "bench")[0] == 0
+
+
+def test_help_has_every_command_once_with_a_whole_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for title, commands in cli.SECTIONS.items():
+        lines = out.partition(f"\n{title}:\n")[2].partition("\n\n")[0].splitlines()
+        assert [line.split()[0] for line in lines] == list(commands)
+    shown = [line for line in out.splitlines() if line.startswith("  ") and "-" not in line.split()[0]]
+    assert not [line for line in shown if line.endswith("...")], "a summary is too long for one line"
+
+
+def leaves() -> list[list[str]]:
+    """Every command with the words that call it."""
+    single = [[name] for commands in cli.SECTIONS.values() for name in commands if name != "bench"]
+    return [*single, *(["bench", name] for name in ("collectives", "step", "data"))]
+
+
+@pytest.mark.parametrize("words", leaves(), ids=" ".join)
+def test_every_command_fails_in_json_where_json_is_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["no-such-thing", "--json"], ["--no-such-option", "--json"]):
+        code, out, err = run(capsys, *words, *arguments)
+        assert (code, err) == (2, "")
+        answer = json.loads(out)
+        assert answer.keys() == {"error", "where", "rule", "fix", "exit_code"}
+        assert answer["exit_code"] == 2 and answer["error"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_behind_dashes_is_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "show", "--", "--json")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
 
 
 def test_errors_for_programs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from pydantic import create_model
 
 from llmrecipes.data import corpus as corpus_module
 from llmrecipes.data import heldout, index, pool, write
@@ -23,7 +25,8 @@ from llmrecipes.data.manifest import FORMAT, stem
 from llmrecipes.data.prepare import Prepared, fingerprint, open_prepared, prepare
 from llmrecipes.data.split import SPLITS, SplitRule, check_disjoint, digest
 from llmrecipes.data.tokenizer import EOD
-from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
+from llmrecipes.recipe.load import load
+from llmrecipes.recipe.schema import Data, Recipe, Source, Tokenizer
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 
@@ -165,11 +168,43 @@ def test_the_fingerprint_names_what_tokens_depend_on(tmp_path: Path) -> None:
     assert len({fingerprint(r) for r in [base, *other]}) == 1 + len(other)
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "found"),
+    [
+        ("gpt-tiny", (), "619f01c5c4e786c3"),
+        ("gpt-125m", (), "e8748d117c2e12bc"),
+        ("llama3-8b", (), "05d63dc73c412c24"),
+        ("gpt-tiny", ("data.tokenizer.type=huggingface", "data.tokenizer.path=gpt2", "data.split=[90,5,5]"),
+         "0f702118d45f8cea"),
+    ],
+)  # fmt: skip
+def test_data_prepared_by_earlier_versions_is_found(name: str, overrides: tuple[str, ...], found: str) -> None:
+    # A new data key changes these: leave it out of `content` where it has the value that does what was done before.
+    assert fingerprint(load(name, overrides).recipe) == found
+
+
+@pytest.mark.parametrize("section", ["data", "tokenizer", "source"])
+def test_a_new_data_key_makes_other_tokens(section: str) -> None:
+    new: Any = {"new_key": (int, 0)}
+    source = create_model("NewSource", __base__=Source, **new)
+    tokenizer = create_model("NewTokenizer", __base__=Tokenizer, **new)
+    fields: Any = {"sources": (tuple[source, ...], ...), "tokenizer": (tokenizer, ...)}  # type: ignore[valid-type]
+    longer = create_model("NewData", __base__=Data, **new, **fields)
+
+    def changed(value: int) -> Recipe:
+        found: dict[str, dict[str, Any]] = {"data": {}, "tokenizer": {}, "source": {"type": "stdlib"}}
+        found[section]["new_key"] = value
+        data = longer(sources=(source(**found["source"]),), tokenizer=tokenizer(**found["tokenizer"]), **found["data"])
+        return recipe(Source(type="stdlib")).model_copy(update={"data": data})
+
+    assert fingerprint(changed(1)) == fingerprint(changed(1)) != fingerprint(changed(2))
+
+
 def test_open_says_when_nothing_is_prepared(tmp_path: Path) -> None:
     used = recipe(Source(type="stdlib"))
     with refused(tmp_path / fingerprint(used)) as caught:
         open_prepared(used, tmp_path)
-    assert caught.value.fix == f"llmrecipes prepare {used.name}"
+    assert caught.value.fix == f"llmrecipes prepare {used.name} --data-dir {tmp_path}"
 
 
 def test_a_truncated_bin_is_named_with_both_sizes(copied: tuple[Recipe, Path, Path]) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.hardware import cluster
-from llmrecipes.hardware.cluster import MIB, detect, peak_tflops, select_gpus
+from llmrecipes.hardware.cluster import FIELDS, detect, peak_tflops, select_gpus
+from llmrecipes.hardware.nvidia import rows
+from llmrecipes.units import MIB
 
 LISTING = """\
 0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559, 80000
@@ -19,14 +21,17 @@ LISTING = """\
 """
 
 
+LISTED = rows(LISTING, FIELDS)
+
+
 def test_gpus_of_a_listing_and_what_the_environment_leaves() -> None:
-    both = select_gpus(LISTING, None)
+    both = select_gpus(LISTED, None)
     assert [gpu.memory_free_bytes // MIB for gpu in both] == [80000, 500]
     assert both[0].peak_tflops == 989.4
-    assert [gpu.memory_free_bytes // MIB for gpu in select_gpus(LISTING, "1,0")] == [500, 80000]
-    assert select_gpus(LISTING, "GPU-bb") == both[1:]
-    assert select_gpus(LISTING, "0,7,1") == both[:1]
-    assert select_gpus(LISTING, "") == select_gpus(LISTING, "-1") == ()
+    assert [gpu.memory_free_bytes // MIB for gpu in select_gpus(LISTED, "1,0")] == [500, 80000]
+    assert select_gpus(LISTED, "GPU-bb") == both[1:]
+    assert select_gpus(LISTED, "0,7,1") == both[:1]
+    assert select_gpus(LISTED, "") == select_gpus(LISTED, "-1") == ()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ LAYOUTS = [
     ("gpt-tiny-3d", 8, ("parallelism.context_parallel_size=2",)),
     ("gpt-tiny", 8, ("parallelism.pipeline_model_parallel_size=2", "parallelism.context_parallel_size=2")),
     ("gpt-tiny", 4, ("parallelism.pipeline_model_parallel_size=2",
-                     "parallelism.virtual_pipeline_model_parallel_size=2", SMALL)),
+                     "parallelism.virtual_pipeline_model_parallel_size=2", "model.num_layers=4", SMALL)),
     ("gpt-tiny", 2, ("parallelism.pipeline_model_parallel_size=2",
                      "parallelism.num_layers_in_first_pipeline_stage=1")),
     ("moe-tiny", 4, (SMALL,)),

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import create_model
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.nested import leaves
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
@@ -26,19 +28,26 @@ DEGREES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
 )  # fmt: skip
-KEPT_PARALLELISM = (
-    "sequence_parallel", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32",
-)  # fmt: skip
-KEPT_MODEL = (
-    "position_embedding_type", "rotary_base", "rope_scaling", "normalization", "layernorm_epsilon", "activation_func",
-    "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "share_embeddings_and_output_weights",
-    "attention_dropout", "hidden_dropout", "init_method", "init_method_std", "multi_latent_attention",
-    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias",
-    "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_dtype", "moe_input_jitter_eps",
-    "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy",
-    "moe_token_dispatcher_type", "mtp_loss_scaling_factor",
-)  # fmt: skip
+MAY_CHANGE = {
+    "name", "description", "data.sources", "data.tokenizer.type", "data.tokenizer.path", "data.tokenizer.revision",
+    "data.num_workers", "checkpoint.save_interval", "checkpoint.keep_interval", "scheduler.lr_decay_iters",
+    "scheduler.lr_warmup_iters", "scheduler.lr_wsd_decay_iters", "tracking.mlflow", "tracking.tensorboard",
+    "tracking.wandb", "tracking.system_metrics_interval", "train.eval_interval", "train.eval_iters",
+    "train.global_batch_size", "train.log_interval", "train.micro_batch_size", "train.train_iters",
+    "train.recompute_num_layers", "train.torch_compile", *(f"parallelism.{name}" for name in DEGREES),
+    "parallelism.expert_tensor_parallel_size", "parallelism.num_layers_in_first_pipeline_stage",
+    "parallelism.num_layers_in_last_pipeline_stage",
+    *(f"tracking.wandb_{name}" for name in ("project", "exp_name", "entity", "save_dir")),
+    *(f"model.{name}" for name in (
+        "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+        "seq_length", "max_position_embeddings", "rotary_percent", "vocab_size", "make_vocab_size_divisible_by",
+        "transformer_impl", "mtp_num_layers", "num_moe_experts", "moe_router_topk", "moe_router_pre_softmax",
+        "moe_router_num_groups", "moe_router_group_topk", "moe_ffn_hidden_size", "moe_layer_freq",
+        "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+        "v_head_dim",
+    )),
+}  # fmt: skip
+"""What a rehearsal may have otherwise than its recipe; every other key it has to keep."""
 
 
 def assert_rehearses(recipe: Recipe) -> None:
@@ -58,10 +67,8 @@ def assert_rehearses(recipe: Recipe) -> None:
         if name == "expert_model_parallel_size" and recipe.model.num_moe_experts:
             there = max(there, recipe.parallelism.tensor_model_parallel_size)  # ranks that share experts in some way
         assert here == there if there in (None, 1) else here == 2, name
-    for name in KEPT_PARALLELISM:
-        assert getattr(small.parallelism, name) == getattr(recipe.parallelism, name), name
-    for name in KEPT_MODEL:
-        assert getattr(small.model, name) == getattr(recipe.model, name), name
+    whole, scaled_down = (dict(leaves(each.model_dump())) for each in (recipe, small))
+    assert {name for name in whole if whole[name] != scaled_down[name]} <= MAY_CHANGE
     for name in ("num_moe_experts", "moe_shared_expert_intermediate_size", "mtp_num_layers", "num_query_groups",
                  "q_lora_rank", "moe_router_num_groups"):  # fmt: skip
         assert (getattr(small.model, name) is None) == (getattr(recipe.model, name) is None), name
@@ -107,6 +114,26 @@ def test_what_a_cpu_cannot_run_is_said() -> None:
     found = scaled(dense, derive(proxy(dense), 1, LAPTOP).layout.as_dict())
     assert not [name for name in found.asked if name.startswith("expert_")]
     assert found.lines("not verified") == []
+
+
+@pytest.mark.parametrize("section", [name for name in Recipe.model_fields if name not in ("name", "description")])
+def test_a_new_key_reaches_the_rehearsal(section: str) -> None:
+    whole = load("moe-tiny").recipe
+    old = getattr(whole, section)
+    longer = create_model("WithNewKey", __base__=type(old), new_key=(int, 0)).model_validate(
+        {**dict(old), "new_key": 1}
+    )
+    assert getattr(proxy(whole.model_copy(update={section: longer})), section).new_key == 1
+
+
+def test_keys_that_no_shipped_recipe_sets_are_kept_too() -> None:
+    assert_rehearses(
+        load("deepseek-v3", [
+            "data.split=[70,20,10]", "data.prefetch_factor=7", "data.pin_memory=false", "tracking.experiment=e",
+            "tracking.wandb=true", "tracking.wandb_project=p", "optimizer.adam_eps=1e-5", "train.label_smoothing=0.1",
+            "train.seed=7", "checkpoint.async_save=false", "parallelism.overlap_grad_reduce=true",
+        ]).recipe
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", names())

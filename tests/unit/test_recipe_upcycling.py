@@ -20,7 +20,7 @@ def dense(tmp_path: Path) -> Path:
 
 def write(folder: Path, *overrides: str) -> Path:
     path = folder / "recipe.yaml"
-    path.write_text(to_yaml(load("gpt-tiny", list(overrides)).recipe), "utf-8")
+    path.write_text(to_yaml(load("gpt-tiny", ["model.hidden_size=256", *overrides]).recipe), "utf-8")
     return path
 
 
@@ -77,7 +77,7 @@ def test_all_reasons_are_in_one_message(dense: Path) -> None:
 
 
 def test_biases_of_the_dense_model_have_no_place_in_experts(tmp_path: Path) -> None:
-    biased = write(tmp_path)
+    biased = write(tmp_path, "model.add_bias_linear=true")
     with refused("model.add_bias_linear", rule="num_moe_experts"):
         load_upcycled(biased, [EIGHT])
     with refused("model.add_bias_linear", rule="model.add_bias_linear=false"):

@@ -12,6 +12,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,7 +27,7 @@ LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 
 # Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
 LAYERS = (
-    ("errors", "console", "commandline"),
+    ("errors", "console", "commandline", "units", "nested", "io", "secret"),
     ("recipe",),
     ("hardware",),
     ("plan", "tracking"),
@@ -39,7 +40,7 @@ LAYERS = (
     ("api",),
     ("cli",),
 )
-LIGHT = ("errors", "console", "commandline", "recipe", "hardware", "plan", "launch", "doctor", "api", "cli")
+LIGHT = (*LAYERS[0], "recipe", "hardware", "plan", "launch", "doctor", "api", "cli")
 HEAVY = {
     "torch",
     "megatron",
@@ -78,10 +79,20 @@ def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute module) of every import in a file, wherever it stands."""
+def nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from nodes_that_run(node)
+
+
+def imported_modules(path: Path, *, running: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import in a file, wherever it stands; of those that `running` executes."""
     package = ("llmrecipes", *path.relative_to(PACKAGE).parts[:-1]) if path.is_relative_to(PACKAGE) else ()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    for node in nodes_that_run(tree) if running else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -119,6 +130,72 @@ def test_imports_go_one_way() -> None:
     assert not wrong, "\n".join(wrong)
     both_ways = sorted(edge for edge in edges if edge[::-1] in edges)
     assert not both_ways, f"parts that import each other: {both_ways}"
+
+
+def module_name(path: Path) -> str:
+    names = ("llmrecipes", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
+def test_modules_do_not_import_each_other() -> None:
+    """No cycles, those of imports inside functions among them; a name for the type checker alone is no import."""
+    modules = {module_name(path): path for path in sources()}
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        imported = (module for _, module in imported_modules(path, running=True))
+        # `from a.b import c` is the module a.b.c, or a name of a.b.
+        nearest = (each if each in modules else each.rpartition(".")[0] for each in imported)
+        found[name] = {each for each in nearest if each in modules and each != name}
+    assert sum(map(len, found.values())) > len(found), "no import was seen: this test has gone blind"
+    try:
+        TopologicalSorter(found).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_engine_alone_imports_megatron() -> None:
+    """And data/, for megatron-core's datasets."""
+    wrong = [
+        f"{relative(path)}:{line}: {module}"
+        for path in sources()
+        if part(path) != "engine"
+        for line, module in imported_modules(path)
+        if module.split(".")[0] == "megatron"
+        and not (part(path) == "data" and module.startswith("megatron.core.datasets"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+HOMES = {
+    r"\b[KMG]IB = |1 << 30\b|2 ?\*\* ?30\b": ("units",),
+    r'"nvidia-smi"': ("hardware.nvidia",),
+    r"sched_getaffinity|cpu\.max": ("hardware.cluster",),
+    r"os\.fsync\(": ("io", "tracking.jsonl", "doctor.storage"),  # both on a file they go on writing
+    r"\|SECRET\|": ("secret",),
+}
+"""What is written down in one place, and the modules that may."""
+
+
+@pytest.mark.parametrize("pattern", HOMES)
+def test_what_is_written_down_once(pattern: str) -> None:
+    text = re.compile(pattern)
+    found = {module_name(path) for path in sources() if text.search(path.read_text(encoding="utf-8"))}
+    assert found == {f"llmrecipes.{name}" for name in HOMES[pattern]}
+
+
+VERSIONS = "llmrecipes.engine.megatron.versions"
+
+
+def test_one_module_knows_megatrons_version() -> None:
+    """It says what a version does; others ask it that, and not for numbers."""
+    asking = re.compile(r"package_info|\bMAJOR\b|\bMINOR\b|megatron\.core\.__version__|hasattr\([^)]*\).*#.*0\.\d\d")
+    found = {
+        f"{relative(path)}:{number}"
+        for path in sources()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if part(path) == "engine" and module_name(path) != VERSIONS and asking.search(line)
+    }
+    assert not found, sorted(found)
 
 
 def heavy_after(code: str) -> set[str]:

@@ -30,7 +30,7 @@ from rich.console import Console
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking import ui, web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
-from llmrecipes.tracking.mlflow.mirror import LOCK
+from llmrecipes.tracking.mlflow.config import LOCK
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.tracking.store import redact, tracking_uri
 from tests.refusals import refused

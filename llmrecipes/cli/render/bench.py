@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llmrecipes.units import GIB, KIB, MIB
+
 if TYPE_CHECKING:
     from llmrecipes.bench.compare import Comparison
     from llmrecipes.bench.spec import Collectives
@@ -39,7 +41,7 @@ def comparison(name: str, compared: list[Comparison]) -> str:
 
 
 def _size(size: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= unit:
             return f"{size / unit:g} {name}"
     return f"{size} B"

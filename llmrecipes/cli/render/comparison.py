@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.cli.render.table import aligned
 from llmrecipes.console import number
+from llmrecipes.units import GIB
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -19,7 +20,6 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 AXES = ("step", "tokens")
 HEIGHT = 12
 LONGEST_VALUE = 40
-GIB = 1 << 30
 
 
 def lines(comparison: Comparison, axis: str, *, width: int, colours: bool) -> Iterator[str | Text]:

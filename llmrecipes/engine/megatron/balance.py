@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
 from llmrecipes.engine.base import Balance
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
+from llmrecipes.engine.megatron.versions import auxiliary_losses, auxiliary_values
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import LayerBalance
 
@@ -50,13 +50,17 @@ class RouterBalance:
     def start(self) -> None:
         """Count from here on."""
         self._sums.zero_()
-        _aux_losses().clear()
+        auxiliary_losses().clear()
         self._counting = True
 
     def collect(self) -> Balance:
         """Stop counting, and add up the counts of all ranks, each of which has to call this."""
         self._counting = False
-        losses = [_values(entry).sum() for name, entry in _aux_losses().items() if name.endswith("balancing_loss")]
+        losses = [
+            auxiliary_values(entry).sum()
+            for name, entry in auxiliary_losses().items()
+            if name.endswith("balancing_loss")
+        ]
         for loss in losses:
             self._sums[-1, 0] += loss
         dist.all_reduce(self._sums)
@@ -113,18 +117,3 @@ def _routers(modules: Sequence[RecipeGPTModel], num_layers: int) -> Iterator[tup
                 yield router.layer_number, router
             else:
                 yield num_layers + module.mtp.layers[int(predicting[1])].layer_number, router
-
-
-def _aux_losses() -> dict[str, Any]:
-    """megatron-core's sums of auxiliary losses, which it keeps for a process and never clears by itself."""
-    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # 0.19
-        metrics: dict[str, Any] = moe_utils.get_moe_metrics_tracker().metrics
-        return metrics
-    tracker: dict[str, Any] = moe_utils.get_moe_layer_wise_logging_tracker()
-    return tracker
-
-
-def _values(entry: Any) -> torch.Tensor:
-    """Sum over micro-batches for each layer."""
-    values: torch.Tensor = entry["values"] if isinstance(entry, dict) else entry.values
-    return values

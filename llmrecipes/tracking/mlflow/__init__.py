@@ -1,1 +1,1 @@
-"""MLflow: a process of its own reads metrics.jsonl and passes it on."""
+"""MLflow: a separate process copies metrics.jsonl to it."""

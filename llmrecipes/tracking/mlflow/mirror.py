@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from llmrecipes.tracking.experts import expert_metrics
-from llmrecipes.tracking.mirror import Ending, Mirror, MirrorConfig, numbers, serve
+from llmrecipes.tracking.mirror import Ending, Mirror, numbers, serve
+from llmrecipes.tracking.mlflow.config import MlflowConfig
 from llmrecipes.tracking.store import redact
 
 if TYPE_CHECKING:
@@ -17,30 +17,11 @@ if TYPE_CHECKING:
 
     from llmrecipes.tracking.mlflow.run import MlflowRun
 
-LOCK = ".mlflow.lock"
 VALUES_IN_A_BATCH = 1000  # MLflow refuses more in one request
 
 
-@dataclass(frozen=True, kw_only=True)
-class MlflowConfig(MirrorConfig):
-    """What the mirror of MLflow needs to know.
-
-    Attributes:
-        uri: MLflow store.
-        artifact_root: place for artifacts of a new experiment; None lets the server choose.
-        experiment: MLflow experiment.
-        params: parameters, already text.
-    """
-
-    uri: str
-    artifact_root: str | None
-    experiment: str
-    params: dict[str, str] = field(default_factory=dict)
-    lock: str = LOCK
-
-
 class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
-    """Sends metrics, and for each kind of note a tag."""
+    """Sends metrics, and one tag per kind of note."""
 
     def __init__(self, config: MlflowConfig, ending: Ending, messages: BinaryIO) -> None:
         super().__init__(config, f"MLflow at {redact(config.uri)}", ending, messages)
@@ -80,7 +61,7 @@ class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
         self._offset = end
 
     def _sample(self, run: MlflowRun) -> None:
-        """Measure the machine with MLflow's own collectors; their thread and retries are not needed here."""
+        """Sample system metrics with MLflow's own collectors, without their thread and retries."""
         from mlflow.entities import Metric
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
@@ -111,7 +92,7 @@ def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
         text = json.dumps({"step": values["step"], **(values.get("details") or {})})
         return [], [RunTag(f"note.{values['event']}"[:250], text[:5000])]
     when = int(values.get("time", 0) * 1000)
-    # Of experts first: a step whose loss has arrived counts as delivered.
+    # Experts first: a step counts as delivered once its loss has arrived.
     found = expert_metrics(values.get("experts", ())) | numbers(values)
     return [Metric(key, value, when, values["step"]) for key, value in found.items()], []
 

@@ -1,4 +1,4 @@
-"""One MLflow run for one run directory, however often the run is resumed."""
+"""One MLflow run per run directory, however often the run is resumed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.tracking import MlflowClient
 
-from llmrecipes.tracking.files import write_atomic
+from llmrecipes.io import write_atomic
 from llmrecipes.tracking.store import redact
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from llmrecipes.tracking.mlflow.mirror import MlflowConfig
+    from llmrecipes.tracking.mlflow.config import MlflowConfig
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,13 @@ METRICS_IN_A_BATCH = 1000
 
 
 class MlflowRun:
-    """The MLflow run of a run directory, created or opened again with the status RUNNING.
+    """The MLflow run of a run directory, created or reopened with the status RUNNING.
 
-    mlflow.json in the run directory has a random key, written before the MLflow run is created and kept as its tag: a
-    process that dies in between, or an answer that gets lost, makes no second run.
+    mlflow.json in the run directory has a random key, written before the MLflow run is created and set as its tag, so
+    that a process that dies in between, or a lost response, does not lead to a second run.
 
     Raises:
-        MlflowException and what databases and networks raise: the caller tries again later.
+        MlflowException, and database and network errors: the caller retries later.
     """
 
     def __init__(self, config: MlflowConfig) -> None:
@@ -83,7 +83,7 @@ class MlflowRun:
         return run if run.info.lifecycle_stage == "active" else None
 
     def _identity(self) -> dict[str, str]:
-        """What mlflow.json says about this store; a new key for a run or a store seen for the first time."""
+        """Contents of mlflow.json for this store; with a new key for a new run or store."""
         store = redact(self._config.uri)
         try:
             known = json.loads(self._file.read_bytes())
@@ -115,19 +115,19 @@ class MlflowRun:
         for name in self._config.artifacts:
             try:
                 self._client.log_artifact(self.run_id, str(Path(self._config.run_dir) / name))
-            except Exception:  # an artifact store that is missing its library or rights must not keep metrics away
+            except Exception:  # an artifact store without its library or permissions must not block metrics
                 logger.warning("MLflow run %s: %s was not uploaded", self.run_id, name, exc_info=True)
 
     def last_step(self, key: str) -> int:
-        """The last step MLflow has of a metric, -1 if none."""
+        """The last step of a metric in MLflow, -1 if none."""
         return max((metric.step for metric in self._client.get_metric_history(self.run_id, key)), default=-1)
 
     def has(self, values: dict[str, Any]) -> bool:
-        """The point is in MLflow since an earlier attempt at this run. MLflow cannot take points back."""
+        """Whether an earlier attempt at this run has sent this point. MLflow cannot delete points."""
         return any(key in values and values["step"] <= last for key, last in self._last.items())
 
     def log(self, metrics: list[Metric], tags: list[RunTag]) -> None:
-        """Send points in order, in one transaction if they are few enough; sending them again changes nothing."""
+        """Send points in order, in one transaction if they are few enough; idempotent."""
         while len(metrics) > METRICS_IN_A_BATCH:  # one step of a deep model with many experts
             self._client.log_batch(self.run_id, metrics=metrics[:METRICS_IN_A_BATCH])
             metrics = metrics[METRICS_IN_A_BATCH:]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
+from llmrecipes.nested import leaves
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.mirror_sink import MirrorSink
-from llmrecipes.tracking.mlflow.mirror import MlflowConfig
+from llmrecipes.tracking.mlflow.config import MlflowConfig
 from llmrecipes.tracking.store import process_environment, redact
 
 LONGEST_PARAM = 6000  # MLflow's limits, in characters
@@ -35,18 +35,8 @@ class MlflowSink(MirrorSink):
 
 def flatten(recipe: Recipe) -> dict[str, str]:
     """Recipe as MLflow parameters: dotted keys, list items by number, values as JSON (text as it is), visibly cut."""
-    flat: dict[str, str] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for key, item in value.items():
-                walk(f"{prefix}.{key}" if prefix else key, item)
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for index, item in enumerate(value):
-                walk(f"{prefix}.{index}", item)
-        else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            flat[prefix] = text if len(text) <= LONGEST_PARAM else text[: LONGEST_PARAM - len(CUT)] + CUT
-
-    walk("", recipe.model_dump(mode="json"))
+    flat = {}
+    for name, value in leaves(recipe.model_dump(mode="json"), enter=lambda items: isinstance(items[0], dict)):
+        text = value if isinstance(value, str) else json.dumps(value)
+        flat[name] = text if len(text) <= LONGEST_PARAM else text[: LONGEST_PARAM - len(CUT)] + CUT
     return flat

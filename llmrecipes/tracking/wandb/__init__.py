@@ -1,1 +1,1 @@
-"""Weights & Biases: a process of its own reads metrics.jsonl and passes it on."""
+"""Weights & Biases: a separate process copies metrics.jsonl to it."""

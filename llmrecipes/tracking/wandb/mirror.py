@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmrecipes.io import write_atomic
 from llmrecipes.tracking.experts import expert_metrics
-from llmrecipes.tracking.files import write_atomic
 from llmrecipes.tracking.mirror import Mirror, MirrorConfig, numbers, serve
 
 if TYPE_CHECKING:
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 FILE = "wandb.json"
 STARTS_WITHIN_SECONDS = 20.0
 FINISHES_WITHIN_SECONDS = 25.0
-"""Less than the training process waits for this one, so that the end is reported and not cut off."""
+"""Less than the training process waits for this one, so that the end is reported."""
 KINDS = ("loss", "valid_loss", "event")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig(MirrorConfig):
-    """What the mirror of W&B needs to know.
+    """Configuration of the W&B mirror.
 
     Attributes:
-        project, entity: where the run belongs in W&B; without an entity it is the one of the API key.
-        save_dir: W&B's own files are in `wandb/` in it.
+        project, entity: of the run in W&B; the default entity is that of the API key.
+        save_dir: directory for W&B's own files, in `wandb/`.
         recipe: becomes the run's config.
-        pid: process whose memory and processor time W&B samples.
+        pid: process whose memory and CPU time W&B samples.
     """
 
     project: str
@@ -46,8 +46,8 @@ class WandbConfig(MirrorConfig):
 class WandbRun:
     """The W&B run of a run directory, however often that is resumed.
 
-    wandb.json in the run directory has the id of the W&B run, written before it is first used, and the last step that
-    W&B was handed of each kind, which cannot take points back.
+    wandb.json in the run directory has the id of the W&B run, written before its first use, and the last step of each
+    kind that was sent, because W&B cannot delete points.
     """
 
     def __init__(self, config: WandbConfig) -> None:
@@ -62,7 +62,7 @@ class WandbRun:
             console="off",
             silent=True,
             disable_code=True,
-            disable_git=True,  # the commit of the recipes is among the tags; the working directory's would be another
+            disable_git=True,  # the tags have our commit; that of the working directory may differ
             x_save_requirements=False,  # env.json has the versions
             x_disable_stats=interval is None,
             x_stats_sampling_interval=interval or 15.0,
@@ -71,7 +71,7 @@ class WandbRun:
             finish_timeout=FINISHES_WITHIN_SECONDS,
             finish_timeout_raises=True,
         )
-        # A file system that is full or read-only says so here, and not in a warning that W&B gives to nobody.
+        # Raises for a full or read-only file system, for which W&B only logs a warning.
         Path(config.save_dir, "wandb").mkdir(parents=True, exist_ok=True)
         self.run: Run = wandb.init(
             project=config.project,
@@ -84,18 +84,18 @@ class WandbRun:
             allow_val_change=True,  # a resumed run may change some keys of its recipe
             settings=settings,
         )
-        # Points carry their step: W&B's own count only goes up, and a resumed run would lose what it evaluates again.
+        # Points carry their step: W&B's own only increases, so repeated evaluations of a resumed run would be lost.
         self.run.define_metric("*", step_metric="step")
         for name in config.artifacts:
             self.run.save(str(Path(config.run_dir) / name), base_path=config.run_dir, policy="now")
 
     def has(self, values: dict[str, Any]) -> bool:
-        """The point went to W&B in an earlier attempt at this run. Notes replace each other, and may be sent again."""
+        """Whether an earlier attempt at this run has sent this point. Notes overwrite each other, and may be resent."""
         kind = _kind(values)
         return kind != "event" and values["step"] <= self._earlier.get(kind, -1)
 
     def log(self, values: dict[str, Any]) -> None:
-        """Hand a line of metrics.jsonl to W&B; of a note, only the last of its kind is kept."""
+        """Send a line of metrics.jsonl to W&B; only the last note of each kind is kept."""
         if "event" in values:
             self.run.summary[f"note/{values['event']}"] = {"step": values["step"], **(values.get("details") or {})}
         else:
@@ -103,7 +103,7 @@ class WandbRun:
         self._sent[_kind(values)] = values["step"]
 
     def remember(self) -> None:
-        """Keep what was sent, for the next attempt at this run."""
+        """Record what was sent, for the next attempt at this run."""
         if self._sent:
             self._known["sent"] |= self._sent
             self._sent = {}
@@ -116,7 +116,7 @@ class WandbRun:
         self.run.finish(exit_code=0 if status == "FINISHED" else 1)
 
     def _identity(self, config: WandbConfig) -> dict[str, Any]:
-        """What wandb.json says about this project; a new id for a run or a project seen for the first time."""
+        """Contents of wandb.json for this project; with a new id for a new run or project."""
         try:
             known = json.loads(self._file.read_bytes())
             if known["project"] == config.project and known["entity"] == config.entity and known["id"]:
@@ -132,7 +132,7 @@ class WandbRun:
 
 
 class WandbMirror(Mirror[WandbConfig, WandbRun]):
-    """Sends metrics, and the last note of each kind. W&B samples the machine by itself."""
+    """Sends metrics, and the last note of each kind. W&B samples system metrics itself."""
 
     def _connect(self) -> tuple[WandbRun, str | None]:
         found = WandbRun(self._config)
@@ -160,7 +160,7 @@ def _kind(values: dict[str, Any]) -> str:
 
 def main() -> None:
     """Entry of the process."""
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # nothing goes to W&B's makers but the run
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # send nothing to W&B but the run
     serve(lambda values: WandbConfig(**values), lambda config, ending, out: WandbMirror(config, "W&B", ending, out))
 
 

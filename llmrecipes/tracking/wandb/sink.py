@@ -26,14 +26,14 @@ class WandbSink(MirrorSink):
 
 
 def require_library(recipe: Recipe) -> None:
-    """Refuse a recipe that wants W&B where its library is not installed.
+    """Refuse a recipe with W&B if its library is not installed.
 
     Raises:
-        UserError: it is not.
+        UserError: the library is missing.
     """
     if recipe.tracking.wandb and find_spec("wandb") is None:
         raise UserError(
-            "true, and the package wandb is not installed",
+            "true, but the package wandb is not installed",
             where="tracking.wandb",
             rule="W&B is optional: its library is in the extra wandb",
             fix="pip install -e '.[wandb]' in the checkout, or tracking.wandb=false",
@@ -43,7 +43,7 @@ def require_library(recipe: Recipe) -> None:
 def wandb_config(
     recipe: Recipe, run_dir: Path, tags: Mapping[str, str], artifacts: list[str], resumed_step: int, total_steps: int
 ) -> WandbConfig:
-    """What the mirror is told. The API key is not in it: W&B's library takes that from the environment or ~/.netrc."""
+    """Configuration of the mirror, without the API key: W&B's library reads that from the environment or ~/.netrc."""
     settings = recipe.tracking
     return WandbConfig(
         run_dir=str(run_dir.resolve()),

@@ -33,6 +33,7 @@ from llmrecipes.checkpoint.manifest import FileRecord, digest
 from llmrecipes.checkpoint.writer import os_error
 from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, encode
 from llmrecipes.engine.megatron.checkpoint.snapshot import Staging
+from llmrecipes.nested import leaves
 
 BACKEND = "torch_dist"
 
@@ -151,7 +152,7 @@ def require_plain(state: dict[str, Any]) -> None:
     Raises:
         TypeError: names the entry that is not plain data.
     """
-    for key, value in _leaves(state):
+    for key, value in _saved(state):
         buffer = io.BytesIO()
         torch.save(value, buffer)
         buffer.seek(0)
@@ -161,14 +162,9 @@ def require_plain(state: dict[str, Any]) -> None:
             raise TypeError(f"{key} of the state dict is not plain data: {problem}") from problem
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{key}.{index}")
-    elif isinstance(value, ShardedObject):
-        yield value.key, value.data
-    elif not isinstance(value, ShardedTensor | LocalNonpersistentObject):
-        yield key, value
+def _saved(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in leaves(state, enter=lambda _: True):
+        if isinstance(value, ShardedObject):
+            yield value.key, value.data
+        elif not isinstance(value, ShardedTensor | LocalNonpersistentObject):
+            yield key, value

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from megatron.core.package_info import MAJOR, MINOR
+
+from llmrecipes.engine.megatron.versions import PREDICTION_LOSSES_ARE_SCALED
 
 
 def own_chunks(batch: dict[str, torch.Tensor], size: int, rank: int) -> dict[str, torch.Tensor]:
@@ -37,7 +38,7 @@ def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) ->
     Returns:
         [b, s / size] for each further token; nothing where megatron-core's own ratio is right.
     """
-    if size == 1 or (MAJOR, MINOR) < (0, 19):
+    if size == 1 or not PREDICTION_LOSSES_ARE_SCALED:
         return []
     weights = []
     for depth in range(1, depths + 1):

@@ -26,3 +26,20 @@ def write_atomic(path: Path, data: str | bytes, *, durable: bool = True) -> None
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Have what a file or folder holds on disk: of a folder, the names of its entries."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file, on disk when this returns; for folders that are published as a whole (else `write_atomic`)."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

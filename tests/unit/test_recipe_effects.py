@@ -1,0 +1,474 @@
+"""Every key of the schema changes something: the plan, megatron-core's configuration, the data, or the loop."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from pydantic import create_model
+from rich.console import Console
+
+from llmrecipes.data import index
+from llmrecipes.data.prepare import prepare
+from llmrecipes.data.prepared import fingerprint, open_prepared
+from llmrecipes.engine import registry
+from llmrecipes.engine.base import Progress
+from llmrecipes.engine.megatron.model import config as engine_config
+from llmrecipes.engine.megatron.model.config import transformer_config
+from llmrecipes.engine.megatron.schedule import learning_rate
+from llmrecipes.faults.signals import StopRequest
+from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.engines import ENGINES
+from llmrecipes.recipe.keys import ITEM, keys
+from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.tracking import run_tracker
+from llmrecipes.train import loaders, worker
+from llmrecipes.train.loaders import DataLoaders
+from llmrecipes.train.loop import Loop
+from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow import train as workflow
+from tests.helpers import MODEL, ROOMY, TRAIN, RandomTokens, built, engine_of, random_batches, tiny
+
+pytestmark = pytest.mark.usefixtures("world")
+
+See = Callable[[Recipe, Path, pytest.MonkeyPatch], Any]
+
+NODE = Cluster((Gpu("any", 1 << 50, 1 << 50, None),) * 8, 8, 1 << 50, 1 << 50, 0)
+
+
+# -- what can be seen of a recipe ------------------------------------------------------------------------------------
+
+
+def planned(recipe: Recipe) -> Plan:
+    return derive(recipe, smallest_world(recipe.parallelism), NODE)
+
+
+def plan(recipe: Recipe, *_: Any) -> dict[str, Any]:
+    return planned(recipe).as_dict()
+
+
+def config(recipe: Recipe, *_: Any) -> dict[str, Any]:
+    found = transformer_config(planned(recipe), on_gpu=False, transformer_engine=False)
+    return {each.name: getattr(found, each.name) for each in fields(found)}
+
+
+def model(recipe: Recipe, *_: Any) -> Any:
+    """What a model computes, from the weights it starts with."""
+    made = built(recipe)
+    torch.manual_seed(0)
+    ids = torch.arange(recipe.model.seq_length)[None] % 97
+    return made.module.train()(ids, ids, None, labels=ids, loss_mask=torch.ones_like(ids).float()).tolist()
+
+
+def implementation(recipe: Recipe, *_: Any) -> tuple[str, str]:
+    made = built(recipe)
+    return made.implementation, made.reason
+
+
+def optimizer(recipe: Recipe, *_: Any) -> dict[str, Any]:
+    engine = engine_of(recipe)
+    try:
+        part = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])[0]
+        return {
+            **vars(part.config),
+            **{f"ddp.{name}": value for name, value in vars(engine.chunks[0].ddp_config).items()},
+        }
+    finally:
+        engine.close()
+
+
+def schedule(recipe: Recipe, *_: Any) -> list[float]:
+    return [learning_rate(recipe, step) for step in range(1, recipe.train.train_iters + 1)]
+
+
+def tokens(recipe: Recipe, *_: Any) -> str:
+    return fingerprint(recipe)
+
+
+def order(recipe: Recipe, folder: Path, _: pytest.MonkeyPatch) -> str:
+    return index.folder(recipe, open_prepared(recipe, folder / "data")).name
+
+
+class Recorded(Exception):
+    """Ends what is observed where it builds the thing that is asked for."""
+
+
+def recorder(*arguments: Any, **options: Any) -> Any:
+    raise Recorded(arguments, options)
+
+
+def loader(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(loaders, "build", lambda *_: RandomTokens(recipe))
+    monkeypatch.setattr("llmrecipes.data.loader.DataLoader", recorder)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    here: Any = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1)
+    prepared: Any = None
+    with pytest.raises(Recorded) as found:
+        next(loaders.open_loaders(recipe, prepared, here, pin_memory=True).train(0))
+    options = found.value.args[1]
+    return {name: options[name] for name in ("num_workers", "prefetch_factor", "pin_memory")}
+
+
+def tracking(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Everything that metrics are sent to, and what it is told."""
+    found: dict[str, Any] = {}
+    for name in ("ProgressSink", "TensorBoardSink", "MlflowSink", "WandbSink"):
+        monkeypatch.setattr(run_tracker, name, lambda *a, name=name, **told: found.update({name: (a, told)}))
+    for name in ("require_library", "flatten"):  # the parameters that MLflow is told have every key
+        monkeypatch.setattr(run_tracker, name, lambda _: {})
+    for name in ("to_yaml", "recipe_hash"):
+        monkeypatch.setattr(run_tracker, name, lambda _: "")
+    monkeypatch.setattr("llmrecipes.recipe.schema.Recipe.model_dump", lambda *_, **__: {})
+    plain: dict[str, Any] = {"plan": {}, "environment": {}, "resumed_step": 0, "total_steps": 9}
+    console = Console(file=io.StringIO())
+    run_tracker.RunTracker.open(recipe, run_dir=folder / "r", runs_dir=folder, console=console, **plain)
+    # Objects to print to are others each time.
+    return {
+        name: repr([each for each in (*a, *told.items()) if "object at" not in repr(each)])
+        for name, (a, told) in found.items()
+    }
+
+
+def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("llmrecipes.checkpoint.saver.AsyncSaver", recorder)
+    monkeypatch.setattr("llmrecipes.checkpoint.saver.saver_group", lambda: None)
+    engine = SimpleNamespace(close=lambda: None, checkpoint_format=lambda: None)
+    backend = SimpleNamespace(
+        platform=lambda _: SimpleNamespace(name="cpu"),
+        join=lambda *_: nullcontext(SimpleNamespace(size=1, is_first=True)),
+        build=lambda *_: engine,
+    )
+    monkeypatch.setattr("llmrecipes.engine.registry.backend", lambda _: backend)
+    for name in ("data.prepared.open_prepared", "train.loaders.open_loaders"):
+        monkeypatch.setattr(f"llmrecipes.{name}", lambda *_, **__: None)
+    with pytest.raises(Recorded) as found:
+        worker.run(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder))
+    return found.value.args[1]
+
+
+def backend_of(recipe: Recipe, *_: Any) -> str:
+    return type(registry.backend(recipe)).__name__
+
+
+def grace(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(workflow, "run_ranks", recorder)
+    (folder / "r" / "logs").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(Recorded) as found:
+        spec = RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder)
+        workflow.start(spec, derive(recipe, 1, ROOMY), ROOMY, separate_process=True)
+    return float(found.value.args[1]["grace"].seconds)
+
+
+@dataclass
+class Ran:
+    """What a loop did, by step."""
+
+    saved: list[int] = field(default_factory=list)
+    evaluated: list[tuple[int, float]] = field(default_factory=list)
+    trained: list[tuple[int, int]] = field(default_factory=list)
+
+    def save(self, _state: object, info: Any) -> None:
+        self.saved.append(info.step)
+
+    def poll(self) -> list[Any]:
+        return []
+
+    wait = poll
+
+    def step(self, metrics: Any) -> None:
+        self.trained.append((metrics.step, metrics.consumed_samples))
+
+    def eval(self, metrics: Any) -> None:
+        self.evaluated.append((metrics.step, metrics.valid_loss))
+
+    def note(self, _note: object) -> None: ...
+
+
+def loop(recipe: Recipe, *_: Any) -> dict[str, Any]:
+    engine, ran = engine_of(recipe), Ran()
+    batches: Any = random_batches
+    fed = DataLoaders(train=lambda _: batches(recipe), valid=lambda: batches(recipe), bits_per_byte=lambda loss: loss)
+    here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_size=1)
+    sink: Any = ran
+    Loop(
+        engine.plan, engine, here, fed, sink, sink, StopRequest(), recipe_hash="", peak_flops=None,
+        after_step=lambda: None,
+    ).run(Progress())  # fmt: skip
+    engine.close()
+    return asdict(ran)
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Another value of a key, what shows it, what the recipe has besides, and what has to change with the key."""
+
+    value: Any
+    see: See
+    base: Mapping[str, Any] = field(default_factory=dict)
+    along: Mapping[str, Any] = field(default_factory=dict)
+
+
+ROPE = {"model.position_embedding_type": "rope"}
+SCALED = {**ROPE, "model.rope_scaling": True}
+MOE = {"model.num_moe_experts": 4, "model.add_bias_linear": False}
+SIGMOID = {**MOE, "model.moe_router_score_function": "sigmoid"}
+GROUPS = {**MOE, "model.num_moe_experts": 8, "model.moe_router_num_groups": 4, "model.moe_router_group_topk": 1}
+MLA = {
+    **ROPE, "model.multi_latent_attention": True, "model.kv_lora_rank": 32, "model.qk_head_dim": 16,
+    "model.qk_pos_emb_head_dim": 16, "model.v_head_dim": 16, "model.add_bias_linear": False,
+}  # fmt: skip
+MTP = {**ROPE, "model.mtp_num_layers": 1}
+TP = {"parallelism.tensor_model_parallel_size": 2}
+PP = {"parallelism.pipeline_model_parallel_size": 2, "model.num_layers": 8, "train.global_batch_size": 8}
+EMBEDDING, LOSS = (f"parallelism.account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
+SEVEN = {**PP, "model.num_layers": 7}
+FULL = {
+    "train.recompute_granularity": "full", "train.recompute_method": "uniform", "train.recompute_num_layers": 1,
+}  # fmt: skip
+FP16 = {"train.precision": "fp16"}
+WSD = {"scheduler.lr_decay_style": "WSD", "scheduler.lr_wsd_decay_iters": 4}
+HUB = {"data.sources.N.type": "hub", "data.sources.N.path": "allenai/c4"}
+FILES = {"data.sources.N.type": "jsonl", "data.sources.N.path": "a"}
+TOKENIZER = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": "gpt2"}
+WANDB = {"tracking.wandb": True}
+
+CASES: dict[str, Case] = {
+    "engine": Case("plain", backend_of),
+    "model.num_layers": Case(3, config),
+    "model.hidden_size": Case(128, config),
+    "model.num_attention_heads": Case(2, config),
+    "model.seq_length": Case(32, model),
+    "model.vocab_size": Case(1000, plan),
+    "model.ffn_hidden_size": Case(96, config),
+    "model.num_query_groups": Case(2, config),
+    "model.kv_channels": Case(32, config),
+    "model.max_position_embeddings": Case(128, plan),
+    "model.position_embedding_type": Case("rope", model),
+    "model.rotary_base": Case(500.0, model, ROPE),
+    "model.rotary_percent": Case(0.5, model, ROPE),
+    "model.rope_scaling": Case(True, model, ROPE),
+    "model.rope_scaling_factor": Case(2.0, model, SCALED),
+    "model.normalization": Case("RMSNorm", config),
+    "model.layernorm_epsilon": Case(1e-3, config),
+    "model.activation_func": Case("silu", config),
+    "model.gated_linear_unit": Case(True, config),
+    "model.add_bias_linear": Case(False, config),
+    "model.add_qkv_bias": Case(True, config, {"model.add_bias_linear": False}),
+    "model.qk_layernorm": Case(True, config),
+    "model.share_embeddings_and_output_weights": Case(False, plan),
+    "model.attention_dropout": Case(0.5, config),
+    "model.hidden_dropout": Case(0.5, config),
+    "model.init_method": Case("xavier_uniform", model),
+    "model.init_method_std": Case(0.1, model),
+    "model.num_moe_experts": Case(8, config, MOE),
+    "model.moe_router_topk": Case(3, config, MOE),
+    "model.moe_ffn_hidden_size": Case(96, config, MOE),
+    "model.moe_shared_expert_intermediate_size": Case(96, config, MOE),
+    "model.moe_layer_freq": Case([0, 1], config, MOE),
+    "model.moe_router_load_balancing_type": Case("seq_aux_loss", config, MOE),
+    "model.moe_aux_loss_coeff": Case(0.1, config, MOE),
+    "model.moe_z_loss_coeff": Case(0.1, config, MOE),
+    "model.moe_router_enable_expert_bias": Case(True, config, SIGMOID),
+    "model.moe_router_bias_update_rate": Case(0.1, config, {**SIGMOID, "model.moe_router_enable_expert_bias": True}),
+    "model.moe_router_score_function": Case("sigmoid", config, MOE),
+    "model.moe_router_pre_softmax": Case(True, config, MOE),
+    "model.moe_router_topk_scaling_factor": Case(2.0, config, MOE),
+    "model.moe_router_num_groups": Case(2, config, GROUPS),
+    "model.moe_router_group_topk": Case(2, config, GROUPS),
+    "model.moe_router_dtype": Case("fp64", config, MOE),
+    "model.moe_input_jitter_eps": Case(0.1, config, MOE),
+    "model.moe_expert_capacity_factor": Case(2.0, config, MOE),
+    "model.moe_pad_expert_input_to_capacity": Case(True, config, {**MOE, "model.moe_expert_capacity_factor": 2.0}),
+    "model.moe_token_drop_policy": Case("position", config, {**MOE, "model.moe_expert_capacity_factor": 2.0}),
+    "model.moe_token_dispatcher_type": Case("allgather", config, MOE),
+    "model.multi_latent_attention": Case(True, config, ROPE),
+    "model.q_lora_rank": Case(32, config, MLA),
+    "model.kv_lora_rank": Case(64, config, MLA),
+    "model.qk_head_dim": Case(32, config, MLA),
+    "model.qk_pos_emb_head_dim": Case(32, config, MLA),
+    "model.v_head_dim": Case(32, config, MLA),
+    "model.mtp_num_layers": Case(2, config, MTP),
+    "model.mtp_loss_scaling_factor": Case(0.5, config, MTP),
+    "model.make_vocab_size_divisible_by": Case(999, plan),
+    "model.transformer_impl": Case("local", implementation),
+    "parallelism.tensor_model_parallel_size": Case(2, config),
+    "parallelism.pipeline_model_parallel_size": Case(4, config, PP),
+    "parallelism.virtual_pipeline_model_parallel_size": Case(2, config, PP),
+    "parallelism.context_parallel_size": Case(2, config),
+    "parallelism.expert_model_parallel_size": Case(2, config, MOE),
+    "parallelism.expert_tensor_parallel_size": Case(
+        1, config, {**MOE, **TP, "parallelism.sequence_parallel": True, "parallelism.expert_model_parallel_size": 2}
+    ),
+    "parallelism.sequence_parallel": Case(True, config, TP),
+    "parallelism.num_layers_in_first_pipeline_stage": Case(2, config, PP),
+    "parallelism.num_layers_in_last_pipeline_stage": Case(2, config, PP),
+    # One of them has to be counted, or 7 layers would not divide over 2 stages.
+    "parallelism.account_for_embedding_in_pipeline_split": Case(True, config, {**SEVEN, LOSS: True}, {LOSS: False}),
+    "parallelism.account_for_loss_in_pipeline_split": Case(
+        True, config, {**SEVEN, EMBEDDING: True}, {EMBEDDING: False}
+    ),
+    "parallelism.use_distributed_optimizer": Case(False, optimizer),
+    "parallelism.overlap_grad_reduce": Case(True, optimizer),
+    "parallelism.overlap_param_gather": Case(True, optimizer, {"parallelism.overlap_grad_reduce": True}),
+    "parallelism.grad_reduce_in_fp32": Case(False, optimizer, {"train.precision": "bf16"}),
+    "train.train_iters": Case(4, loop),
+    "train.micro_batch_size": Case(4, plan),
+    "train.global_batch_size": Case(4, loop),
+    "train.precision": Case("bf16", config),
+    "train.seed": Case(7, model),
+    "train.eval_interval": Case(3, loop),
+    "train.eval_iters": Case(1, loop),
+    "train.log_interval": Case(5, tracking),
+    "train.label_smoothing": Case(0.5, model),
+    "train.recompute_granularity": Case("selective", config),
+    "train.recompute_method": Case("block", config, FULL),
+    "train.recompute_num_layers": Case(2, config, FULL),
+    "train.torch_compile": Case(True, config),
+    "train.initial_loss_scale": Case(16.0, optimizer, FP16),
+    "train.min_loss_scale": Case(2.0, optimizer, FP16),
+    "train.loss_scale_window": Case(7, optimizer, FP16),
+    "train.hysteresis": Case(1, optimizer, FP16),
+    "train.exit_grace_seconds": Case(1.0, grace),
+    "optimizer.lr": Case(1e-2, schedule),
+    "optimizer.min_lr": Case(1e-4, schedule),
+    "optimizer.weight_decay": Case(0.0, optimizer),
+    "optimizer.adam_beta1": Case(0.5, optimizer),
+    "optimizer.adam_beta2": Case(0.5, optimizer),
+    "optimizer.adam_eps": Case(1e-4, optimizer),
+    "optimizer.clip_grad": Case(0.5, optimizer),
+    "scheduler.lr_decay_style": Case("linear", schedule),
+    "scheduler.lr_warmup_iters": Case(3, schedule),
+    "scheduler.lr_decay_iters": Case(6, schedule),
+    "scheduler.lr_wsd_decay_iters": Case(6, schedule, WSD),
+    "scheduler.lr_wsd_decay_style": Case("linear", schedule, WSD),
+    "data.sources.N.type": Case("parquet", tokens, FILES),
+    "data.sources.N.path": Case("b", tokens, FILES),
+    "data.sources.N.name": Case("en", tokens, HUB),
+    "data.sources.N.split": Case("validation", tokens, HUB),
+    "data.sources.N.revision": Case("0" * 40, tokens, HUB),
+    "data.sources.N.text_key": Case("body", tokens, FILES),
+    "data.sources.N.weight": Case(3.0, order),
+    "data.tokenizer.type": Case("huggingface", tokens, along={"data.tokenizer.path": "gpt2"}),
+    "data.tokenizer.path": Case("gpt3", tokens, TOKENIZER),
+    "data.tokenizer.revision": Case("0" * 40, tokens, TOKENIZER),
+    "data.split": Case([80.0, 10.0, 10.0], tokens),
+    "data.num_workers": Case(3, loader),
+    "data.prefetch_factor": Case(7, loader),
+    "data.pin_memory": Case(False, loader),
+    "checkpoint.save_interval": Case(3, loop),
+    "checkpoint.async_save": Case(False, saver),
+    "checkpoint.most_recent_k": Case(5, saver),
+    "checkpoint.keep_interval": Case(2000, saver),
+    "tracking.mlflow": Case(True, tracking),
+    "tracking.experiment": Case("e", tracking, {"tracking.mlflow": True}),
+    "tracking.tensorboard": Case(True, tracking),
+    "tracking.wandb": Case(True, tracking),
+    "tracking.wandb_project": Case("p", tracking, WANDB),
+    "tracking.wandb_exp_name": Case("n", tracking, WANDB),
+    "tracking.wandb_entity": Case("e", tracking, WANDB),
+    "tracking.wandb_save_dir": Case("d", tracking, WANDB),
+    "tracking.system_metrics_interval": Case(None, tracking, WANDB),
+}
+"""One line for each key. A new key gets one here, or it has no effect that anybody has seen."""
+
+NAMES = {
+    "name": "names the run's folder",
+    "description": "documentation alone",
+    "data.sources": "its items have lines of their own",
+}
+"""Keys without a line, and why."""
+
+
+def made(*changes: Mapping[str, Any]) -> Recipe:
+    """The tiny recipe with dotted keys set, those of N in its one source."""
+    values: dict[str, Any] = {
+        "model": dict(MODEL), "train": dict(TRAIN), "optimizer": {"lr": 1e-3},
+        "tracking": {"mlflow": False, "tensorboard": False},
+        "data": {"sources": [{"type": "stdlib"}]},
+    }  # fmt: skip
+    for name, value in {name: value for change in changes for name, value in change.items()}.items():
+        *sections, key = name.split(".")
+        inside: Any = values
+        for section in sections:
+            inside = inside[0] if section == ITEM else inside.setdefault(section, {})
+        inside[key] = value
+    return Recipe.model_validate({"name": "tiny", **values})
+
+
+@pytest.fixture(autouse=True)
+def second_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "plain", "tests.engines.plain:PlainBackend")
+
+
+def test_every_key_has_its_line() -> None:
+    known = {name for name, key in keys().items() if not key.section}
+    assert known - set(NAMES) == set(CASES)
+    assert set(NAMES) <= known
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_key_changes_something(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    before, after = made(case.base), made(case.base, case.along, {name: case.value})
+    if case.see is order:
+        before, after = (_on_two_sources(each, tmp_path) for each in (before, after))
+    else:
+        assert check(before) == check(after) == []
+    seen = []
+    for recipe in (before, after):
+        with monkeypatch.context() as patch:
+            seen.append(case.see(recipe, tmp_path, patch))
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("see", {case.see: None for case in CASES.values() if case.see is not order})
+def test_the_same_recipe_looks_the_same(see: See, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            seen.append(see(made(), tmp_path, patch))
+    assert seen[0] == seen[1]
+
+
+def test_a_new_key_of_megatrons_name_reaches_it() -> None:
+    section = create_model("WithNewKey", __base__=Model, attention_softmax_in_fp32=(bool, True))
+    for value in (False, True):
+        longer = section.model_validate({**made().model.model_dump(), "attention_softmax_in_fp32": value})
+        recipe = made().model_copy(update={"model": longer})
+        assert config(recipe)["attention_softmax_in_fp32"] is value
+
+
+def test_the_exceptions_are_keys_of_both() -> None:
+    ours = {
+        name for section in ("model", "parallelism", "train") for name in type(getattr(made(), section)).model_fields
+    }
+    theirs = {each.name for each in fields(MLATransformerConfig)}
+    exceptions = engine_config.TRANSLATED | engine_config.NOT_PASSED
+    assert not engine_config.TRANSLATED & engine_config.NOT_PASSED
+    assert exceptions <= ours & theirs
+
+
+def _on_two_sources(recipe: Recipe, folder: Path) -> Recipe:
+    sources = []
+    for name, kept in (("one", recipe.data.sources[0].weight), ("two", 1.0)):
+        (folder / name).mkdir(exist_ok=True)
+        for number in range(20):
+            (folder / name / f"{number}.txt").write_text(f"{name} {number} " + "some words of a text " * 40)
+        sources.append({"type": "text", "path": str(folder / name), "weight": kept})
+    both = tiny(data={"sources": sources, "split": [90.0, 5.0, 5.0]})
+    prepare(both, folder / "data", workers=1)
+    return both
