@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmrecipes.errors import UserError
+from llmrecipes.tracking.mlflow.database import require_database
 from llmrecipes.tracking.store import artifact_root, is_local, process_environment, redact, tracking_uri
 from llmrecipes.tracking.web import HOST, free_port, started, until_interrupted
 
@@ -28,6 +29,8 @@ def server(runs_dir: Path, port: int) -> Iterator[tuple[str, subprocess.Popen[by
     uri = tracking_uri(runs_dir)
     if is_local(uri) and not runs_dir.is_dir():
         raise UserError("no runs yet", where=str(runs_dir), fix="train something first: make train")
+    if is_local(uri):
+        require_database(uri, artifact_root(runs_dir))
     port = free_port(port)
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     command += ["--default-artifact-root", artifact_root(runs_dir), "--uvicorn-opts", "--log-level warning"]

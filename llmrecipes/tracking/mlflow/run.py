@@ -14,7 +14,8 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.tracking import MlflowClient
 
 from llmrecipes.io import write_atomic
-from llmrecipes.tracking.store import redact
+from llmrecipes.tracking.mlflow.database import require_database
+from llmrecipes.tracking.store import is_local, redact
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -42,6 +43,8 @@ class MlflowRun:
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
         self._file = Path(config.run_dir) / FILE
+        if is_local(config.uri):
+            require_database(config.uri, config.artifact_root or "")
         self._client = MlflowClient(config.uri)
         experiment_id = self._experiment()
         run = self._find(experiment_id)

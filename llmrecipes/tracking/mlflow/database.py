@@ -1,0 +1,46 @@
+"""The SQLite database of runs that have no MLflow server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from filelock import FileLock
+
+from llmrecipes.io import sync
+
+
+def require_database(uri: str, artifacts: str) -> None:
+    """Create the database of a `sqlite:` store where there is none.
+
+    MLflow creates its tables one by one, and SQLite commits each: a process that is killed meanwhile leaves a database
+    that no later one can open. Here it appears under its name once it is complete.
+
+    Args:
+        uri: the store.
+        artifacts: URI of the directory for artifacts.
+    """
+    from sqlalchemy.engine import make_url
+
+    database = make_url(uri).database
+    if not database or database == ":memory:":
+        return
+    path = Path(database)
+    if path.exists():
+        return
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        for unfinished in path.parent.glob(f".{path.name}.*.part*"):
+            unfinished.unlink(missing_ok=True)
+        if not path.exists():
+            _create(path, artifacts)
+
+
+def _create(path: Path, artifacts: str) -> None:
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+    from sqlalchemy.engine import URL
+
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    store = SqlAlchemyStore(URL.create("sqlite", database=str(part)).render_as_string(), artifacts)
+    store.engine.dispose()
+    part.replace(path)
+    sync(path.parent)
