@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from llmrecipes.commandline import resume_command
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
-from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.schema import Parallelism
+from llmrecipes.plan.check import gib
+from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.workflow.recorded import run_recipe
+from llmrecipes.workflow.run import on_one_rank, require_checkpoint
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,19 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     Raises:
         UserError: no valid checkpoint, no tokenizer, or a prompt that cannot be continued.
     """
-    from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.engine.registry import backend
 
     recipe = run_recipe(run_dir)
-    entry = CheckpointStore(run_dir / "checkpoints").latest_valid()
-    if entry is None:
-        raise UserError(
-            "no valid checkpoint",
-            where=str(run_dir / "checkpoints"),
-            fix=f"train it first: {resume_command(run_dir, data_dir=data_dir)}",
-        )
+    entry = require_checkpoint(run_dir, data_dir)
+    plan = derive(on_one_rank(recipe), 1, detect())
+    _require_memory(plan)
     tokenizer = open_prepared(recipe, data_dir).tokenizer()
     prompt = tokenizer.encode(request.prompt)
     engines = backend(recipe)
     platform = engines.platform()
-    # One process holds the whole model, whatever layout trained it.
-    recipe = recipe.model_copy(update={"parallelism": Parallelism()})
-    with engines.join(recipe, platform):
-        model = engines.load_weights(derive(recipe, 1, detect()), platform, entry)
+    with engines.join(plan.recipe, platform):
+        model = engines.load_weights(plan, platform, entry)
         for number in range(request.num_samples):
             sampling = replace(request.sampling, seed=request.sampling.seed + number)
             ids = model.generate(
@@ -73,3 +66,13 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
             )
             new = list(ids)
             yield Sample(entry.step, request.prompt, tokenizer.decode(new), len(new))
+
+
+def _require_memory(plan: Plan) -> None:
+    if plan.memory.weights > plan.memory_capacity_bytes:
+        raise UserError(
+            f"its weights take {gib(plan.memory.weights)}, and there are {gib(plan.memory_capacity_bytes)} here",
+            where=f"recipe {plan.recipe.name}",
+            rule="one process holds the whole model",
+            fix="generate on a machine with more memory",
+        )

@@ -8,18 +8,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from llmrecipes.commandline import resume_command
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, default_world_size, derive
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.tracking.status import read
 from llmrecipes.train.history import require_complete
 from llmrecipes.train.spec import RunOptions, RunSpec
 from llmrecipes.workflow.recorded import require_same_recipe
+
+if TYPE_CHECKING:
+    from llmrecipes.checkpoint.store import Entry
 
 Log = Callable[[str], None]
 RUN_ID = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-"
@@ -65,6 +70,35 @@ def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> Plan
     plan = derive(recipe, default_world_size(recipe, cluster) if ranks is None else ranks, cluster)
     check(plan, cluster)
     return plan
+
+
+def require_checkpoint(run_dir: Path, data_dir: Path | None = None) -> Entry:
+    """The newest valid checkpoint of a run.
+
+    Args:
+        run_dir: of the run.
+        data_dir: where its prepared data is kept, for the command that the error gives; None: the default.
+
+    Raises:
+        UserError: there is none.
+    """
+    from llmrecipes.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(run_dir / "checkpoints")
+    entry = store.latest_valid()
+    if entry is None:
+        raise UserError(
+            "no valid checkpoint",
+            where=str(store.directory),
+            fix=f"train it first: {resume_command(run_dir, data_dir=data_dir)}",
+        )
+    return entry
+
+
+def on_one_rank(recipe: Recipe) -> Recipe:
+    """The recipe for one process that holds the whole model: checkpoints are the same in every layout."""
+    alone = Parallelism(use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer)
+    return recipe.model_copy(update={"parallelism": alone})
 
 
 def prepare_data(recipe: Recipe, data_dir: Path, log: Log, spec: RunSpec | None = None) -> None:

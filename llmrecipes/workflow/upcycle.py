@@ -8,17 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmrecipes.commandline import resume_command
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.io import write_atomic
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import recipe_hash, to_yaml
-from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.upcycling import load_upcycled
 from llmrecipes.tracking.events import Note
 from llmrecipes.tracking.status import StatusSink
+from llmrecipes.workflow.run import on_one_rank, require_checkpoint
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import CheckpointStore, Entry
@@ -68,18 +68,12 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
     if (run_dir / "recipe.yaml").exists():
         raise UserError(f"run {run_id} already exists", where=str(run_dir), fix="another --run-id, or none")
     cluster = detect()
-    whole_dense, whole_moe = _on_one_rank(dense), _on_one_rank(moe)
+    whole_dense, whole_moe = _plainly(dense), _plainly(moe)
     plans = derive(whole_dense, 1, cluster), derive(whole_moe, 1, cluster)
     _require_memory(*plans, cluster)
     from llmrecipes.checkpoint.store import CheckpointStore
 
-    entry = CheckpointStore(dense_run / "checkpoints").latest_valid()
-    if entry is None:
-        raise UserError(
-            "no valid checkpoint",
-            where=str(dense_run / "checkpoints"),
-            fix=f"train it first: {resume_command(dense_run)}",
-        )
+    entry = require_checkpoint(dense_run)
     result = Upcycled(
         run_dir=str(run_dir),
         dense_run=str(dense_run),
@@ -98,14 +92,13 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
     return result
 
 
-def _on_one_rank(recipe: Recipe) -> Recipe:
-    """The recipe for one process: checkpoints are the same in every layout and layer implementation."""
-    alone = Parallelism(use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer)
-    return recipe.model_copy(
+def _plainly(recipe: Recipe) -> Recipe:
+    """The recipe for one process, with layers that every machine has; they do not show in a checkpoint."""
+    alone = on_one_rank(recipe)
+    return alone.model_copy(
         update={
-            "parallelism": alone,
-            "model": recipe.model.model_copy(update={"transformer_impl": "local"}),
-            "train": recipe.train.model_copy(update={"torch_compile": False}),
+            "model": alone.model.model_copy(update={"transformer_impl": "local"}),
+            "train": alone.train.model_copy(update={"torch_compile": False}),
         }
     )
 

@@ -78,6 +78,13 @@ def test_attention_is_megatron_cores(groups: int) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
+def test_a_fraction_of_the_rotary_base_counts() -> None:
+    frequencies = built(tiny(model={**LLAMA, "rotary_base": 10000.5})).module.rotary_pos_emb.inv_freq
+    channels = 2 * len(frequencies)
+    expected = torch.tensor([10000.5 ** -(2 * index / channels) for index in range(len(frequencies))])
+    assert torch.allclose(frequencies, expected, rtol=1e-6, atol=0)
+
+
 def test_attention_refuses_masks_it_would_ignore() -> None:
     attention = SdpaCoreAttention(built(tiny()).config, 1, AttnMaskType.causal, "self")
     q = torch.zeros(4, 1, HEADS, 16)

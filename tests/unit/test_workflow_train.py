@@ -232,6 +232,16 @@ def test_generate_without_a_checkpoint_explains_how_to_get_one(command: Command,
     require_message(printed, run / "checkpoints", rule="--run-id empty")
 
 
+def test_generate_refuses_a_model_that_is_larger_than_the_memory_here(
+    command: Command, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 20, memory_available_bytes=1000, disk_free_bytes=1 << 30)
+    monkeypatch.setattr("llmrecipes.workflow.generate.detect", lambda: small)
+    code, printed = command("generate", str(trained / "runs/tiny/first"))
+    assert code == 2
+    require_message(printed, "recipe tiny", rule="MiB")
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 

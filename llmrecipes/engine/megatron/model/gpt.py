@@ -171,7 +171,7 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
-        rotary_base=int(model.rotary_base),
+        rotary_base=model.rotary_base,  # megatron-core says int, and computes with any number
         rope_scaling=model.rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         mtp_block_spec=mtp_spec(config, block, implementation, stage),
