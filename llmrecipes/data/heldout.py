@@ -33,12 +33,10 @@ def bytes_per_token(prepared: Prepared, split: HeldOutSplit = "valid", seq_lengt
     Args:
         prepared: the opened folder.
         split: valid or test.
+        seq_length: sources shorter than one such sequence are excluded, as in training.
 
     Returns:
-        Bytes per token; NaN where the split is empty.
-
-    Returns:
-        Bytes per token; NaN where the split is empty.
+        Bytes per token; NaN if the split is empty.
     """
     every = [prepared.manifest.sources[n].splits[split] for n in prepared.usable(split, seq_length)]
     weights = [prepared.weights[n] for n in prepared.usable(split, seq_length)]
