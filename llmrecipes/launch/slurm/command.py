@@ -174,7 +174,7 @@ def check(request: Request, profile: Profile, options: Options) -> None:
 
 
 def _segment(nodes: int, segment: int) -> int:
-    """The largest segment size that divides the number of nodes, as Slurm requires."""
+    """The largest size up to `segment` that divides the number of nodes, as Slurm requires."""
     return next(size for size in range(min(nodes, segment), 0, -1) if nodes % size == 0)
 
 
