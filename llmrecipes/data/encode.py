@@ -31,9 +31,7 @@ WORDS = "|".join(
 
 _MAX_WORDS = 1 << 20  # entries of the table: some 200 MB at most
 _MAX_PIECE = 1 << 20  # characters that are cut into words at once
-_CUT = re.compile(
-    f"(?<=[^{_SPACE}]\n)(?=[^{_SPACE}])"
-)  # after a lone newline: it is a word regardless of what follows
+_CUT = re.compile(f"(?<=[^{_SPACE}]\n)(?=[^{_SPACE}])")  # after a lone newline: it is a word regardless of what follows
 
 
 @dataclass(frozen=True)
