@@ -216,7 +216,7 @@ def _hub(source: Source) -> Iterator[str | None]:
     path = _path(source)
     try:
         dataset = datasets.load_dataset(path, source.name, split=source.split or "train", revision=source.revision)
-    except Exception as error:  # HTTP, DNS, authentication, parsing: each library below has errors of its own
+    except Exception as error:  # HTTP, DNS, authentication, parsing: each library below has its own errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"cannot load dataset {path!r}: {reason}",

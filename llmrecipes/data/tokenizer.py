@@ -139,7 +139,7 @@ def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Toke
             section.path, revision=section.revision or "main", trust_remote_code=False
         )
         backend = tokenizers.Tokenizer.from_str(found.backend_tokenizer.to_str())
-    except Exception as error:  # HTTP, DNS, missing files, unknown classes: each library below has errors of its own
+    except Exception as error:  # HTTP, DNS, missing files, unknown classes: each library below has its own errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"cannot load tokenizer {section.path!r}: {reason}",

@@ -191,11 +191,11 @@ class _PerToken:
             tables = 4 * element * model.qk_pos_emb_head_dim
         else:
             rope = model.position_embedding_type == "rope"
-            # Rotation and norm make new queries and keys, while the values keep the whole projection alive.
+            # Rotation and norm allocate new queries and keys, while the values keep the full projection alive.
             inner += element * (s.query_size + s.key_size) * (rope + model.qk_layernorm)
             tables = 4 * element * s.kv_channels if rope else 0  # cosines and sines, for queries and for keys
         if self.layout.context_parallel_size > 1 and self.device == "cpu":
-            # Our attention gathers the keys and values of the whole sequence; TransformerEngine's passes them around.
+            # Our attention gathers keys and values of the full sequence; TransformerEngine's uses a ring.
             inner += element * (s.key_size + s.value_size) * self.layout.context_parallel_size
         return outside + inner / tensor + tables + self.core
 

@@ -58,7 +58,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     prompt = tokenizer.encode(request.prompt)
     engines = backend(recipe)
     platform = engines.platform()
-    # One process holds the whole model, whatever layout trained it.
+    # One process holds the full model, whatever layout trained it.
     recipe = recipe.model_copy(update={"parallelism": Parallelism()})
     with engines.join(recipe, platform):
         model = engines.load_weights(derive(recipe, 1, detect()), platform, entry)

@@ -52,7 +52,7 @@ class SmokeResult:
         return {**values, **self.scaled.as_dict("not_run"), "ok": self.ok}
 
     def as_text(self) -> str:
-        """Lines for people."""
+        """Human-readable lines."""
         if self.first_difference is not None:
             compared = f"DIFFERS from the uninterrupted run at step {self.first_difference}"
         else:

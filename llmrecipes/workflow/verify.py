@@ -71,7 +71,7 @@ def verify(
         paths: where runs and data are kept; `<runs>/<recipe>-verify/<id>/` receives verify.json and verify.svg.
         options: steps, tolerance and ranks.
         log: receives one line for each slow step.
-        train_layout: trains as the spec says, on a number of ranks.
+        train_layout: trains according to the spec, on a number of ranks.
 
     Raises:
         UserError: the layout cannot run here, the reference has non-finite values, or a rank failed.
