@@ -83,7 +83,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, read from its directory each time it is asked, so that it may still be training."""
+    """A run, read from its directory on each access, so that it may still be training."""
 
     path: Path
     data_dir: Path
@@ -121,7 +121,7 @@ class Run:
         Numbers that are not finite are None, with their names in `non_finite`.
 
         Raises:
-            UserError: another kind, or a file that cannot be read.
+            UserError: an unknown kind, or a file that cannot be read.
         """
         from llmrecipes.tracking.jsonl import METRICS, parse
 
@@ -130,7 +130,7 @@ class Run:
         path = self.path / METRICS
         try:
             with path.open("rb") as lines:
-                found = [parse(line) for line in lines]  # the last line may be half written
+                found = [parse(line) for line in lines]  # the last line may be incomplete
         except FileNotFoundError:  # no step yet
             return []
         except OSError as error:
@@ -213,9 +213,9 @@ def train_recipe(
 ) -> TrainResult:
     """Prepare the data and train a recipe on this machine, or resume a run; returns when it has ended.
 
-    Every rank is a process of its own, started as `python -m`, so that a script needs no `if __name__ == "__main__"`
-    and this process keeps no memory of the training. The first rank prints to this process's stdout. Signals are
-    forwarded to the ranks, for which this has to be the main thread.
+    Every rank is a separate process, started as `python -m`, so that a script needs no `if __name__ == "__main__"`
+    and this process holds no memory after training. The first rank prints to this process's stdout. Signals are
+    forwarded to the ranks, for which this must be the main thread.
 
     Args:
         recipe: a recipe, or its name or path.
@@ -223,9 +223,9 @@ def train_recipe(
         run_id: name of the run; an existing run is resumed. Default: a new name.
         runs_dir: default: `LLMRECIPES_RUNS`, else `runs`.
         data_dir: default: `LLMRECIPES_DATA`, else `data`.
-        max_restarts: restart failed ranks at most so often.
+        max_restarts: maximum number of restarts after failures.
         accept_changes: resume even if this changes the learning rate or the data order.
-        quiet: do not print what is prepared; the ranks still print.
+        quiet: do not print the progress of data preparation; the ranks still print.
 
     Raises:
         UserError: nothing was started: the recipe, its data or the machine does not allow it.
@@ -260,7 +260,7 @@ def train_recipe(
 
 
 def open_run(name: str | Path, *, runs_dir: str | Path | None = None, data_dir: str | Path | None = None) -> Run:
-    """Open a run that was trained before, or that is training.
+    """Open a finished or running run.
 
     Args:
         name: run directory, recipe/run-id, run id, or recipe name (its newest run).
@@ -268,7 +268,7 @@ def open_run(name: str | Path, *, runs_dir: str | Path | None = None, data_dir: 
         data_dir: where its prepared data is, for `Run.generate`; default: `LLMRECIPES_DATA`, else `data`.
 
     Raises:
-        UserError: there is none, or several have that run id.
+        UserError: there is no such run, or several have that run id.
     """
     from llmrecipes.workflow.runs import find_run
 

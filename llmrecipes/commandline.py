@@ -1,4 +1,4 @@
-"""The commands that users are told to run: the one place that writes them, quoted for a shell."""
+"""Commands suggested to users, quoted for a shell; the only module that formats them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 PROGRAM = "llmrecipes"
 RUNS_DIR, DATA_DIR = Path("runs"), Path("data")
-"""What `--runs-dir` and `--data-dir` are where neither the option nor its variable is set."""
+"""Defaults of `--runs-dir` and `--data-dir` if neither the option nor its variable is set."""
 RUNS_VARIABLE, DATA_VARIABLE = "LLMRECIPES_RUNS", "LLMRECIPES_DATA"
 
 Value = str | int | float | Path | bool | None
@@ -29,8 +29,8 @@ def command_line(
         name: of the command, for example `train` or `bench step`.
         arguments: positional ones.
         overrides: `key.path=value`, which follow them.
-        options: by name without dashes, as `run-id`; None and False leave an option out, True is a flag.
-        runs_dir, data_dir: left out where they are the default in every shell, this one included; None: the command
+        options: by name without dashes, such as `run-id`; None and False omit an option, True is a flag.
+        runs_dir, data_dir: omitted if they are the default in every shell, including this one; None: the command
             does not have the option.
     """
     given: dict[str, Value] = dict(options or {})
@@ -42,7 +42,7 @@ def command_line(
     positional = [str(each) for each in (*arguments, *overrides)]
     dashed = any(word.startswith("-") for word in positional)
     flags = [word for option, value in given.items() for word in _option(option, value)]
-    # Everything behind `--` is positional, so the options go in front of it.
+    # Everything after `--` is positional, so the options go before it.
     words += [*flags, "--", *positional] if dashed else [*positional, *flags]
     return shlex.join(words)
 

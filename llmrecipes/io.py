@@ -1,4 +1,4 @@
-"""Small files written whole or not at all."""
+"""Atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, data: str | bytes, *, durable: bool = True) -> None:
-    """Replace `path` by rename, so that a reader or a kill never sees half of it.
+    """Replace `path` by rename, so that a partial file is never visible, even after a kill.
 
     Args:
-        durable: also survive a power cut (fsync); leave it out for files that are written often.
+        durable: also survive a power failure (fsync); disable it for files that are written often.
 
     Raises:
         OSError: nothing was replaced.
@@ -29,7 +29,7 @@ def write_atomic(path: Path, data: str | bytes, *, durable: bool = True) -> None
 
 
 def sync(path: Path) -> None:
-    """Have what a file or folder holds on disk: of a folder, the names of its entries."""
+    """Sync a file or folder to disk; for a folder, the names of its entries."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -38,7 +38,7 @@ def sync(path: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file, on disk when this returns; for folders that are published as a whole (else `write_atomic`)."""
+    """Write a file and sync it to disk; for folders that are published atomically (else `write_atomic`)."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

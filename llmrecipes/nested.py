@@ -1,4 +1,4 @@
-"""Nested mappings as flat ones."""
+"""Flattens nested mappings."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 def leaves(
     value: Any, name: str = "", *, enter: Callable[[list[Any]], bool] = lambda _: False
 ) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything inside nested mappings; an empty mapping is a value.
+    """(dotted name, value) of all leaves of nested mappings; an empty mapping is a leaf.
 
     Args:
-        value: a mapping, or what is inside one.
-        name: its own.
-        enter: which lists are nested too, their items named by number; the others are values.
+        value: a mapping, or a value inside one.
+        name: of `value`.
+        enter: which lists are flattened too, with items named by index; other lists are leaves.
     """
     if isinstance(value, Mapping) and value:
         inside = ((str(key), inner) for key, inner in value.items())

@@ -1,4 +1,4 @@
-"""A small recipe, batches without a corpus, the program as users start it, and what a run leaves behind."""
+"""A small recipe, batches without a corpus, the program as users start it, and the output of a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRAIN = {
 
 
 def tiny(name: str = "tiny", **sections: dict[str, Any]) -> Recipe:
-    """A recipe of 150,000 parameters; sections and their keys are added to or replace the defaults here."""
+    """A recipe of 150,000 parameters; sections and keys extend or override the defaults here."""
     base: dict[str, dict[str, Any]] = {
         "model": MODEL,
         "train": TRAIN,
@@ -69,7 +69,7 @@ def write_recipe(recipe: Recipe, folder: Path) -> str:
 
 
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
-    """Samples that depend on their number alone; a part of each, never the same, does not count for the loss."""
+    """Samples that depend only on their index; a varying part of each is masked from the loss."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._length, self._vocab = recipe.model.seq_length, recipe.model.vocab_size
@@ -102,19 +102,19 @@ def random_batches(recipe: Recipe, *, consumed: int = 0, rank: int = 0, ranks: i
 
 
 def built(recipe: Recipe) -> BuiltModel:
-    """The initialised model of a world that has been joined."""
+    """The initialised model; requires a joined world."""
     return build(derive(recipe, torch.distributed.get_world_size(), ROOMY), select())
 
 
 def engine_of(recipe: Recipe) -> MegatronEngine:
-    """An engine in a world that has been joined."""
+    """An engine; requires a joined world."""
     plan = derive(recipe, torch.distributed.get_world_size(), ROOMY)
     platform = select()
     return MegatronEngine(plan, build(plan, platform), platform)
 
 
 def steps(engine: MegatronEngine, number: int, batches_of_rank: Iterator[Batch] | None = None) -> list[StepResult]:
-    """Some optimizer steps, on random tokens if nothing else is given."""
+    """A number of optimizer steps, by default on random tokens."""
     source = random_batches(engine.recipe) if batches_of_rank is None else batches_of_rank
     return [engine.train_step(source) for _ in range(number)]
 
@@ -137,7 +137,7 @@ def start_command(*arguments: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], code: int, timeout: float = 240) -> str:
-    """What a command printed; it has to end with `code`."""
+    """Output of a command, which must exit with `code`."""
     try:
         printed, _ = process.communicate(timeout=timeout)
     finally:
@@ -158,7 +158,7 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, time
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    """All whole lines of metrics.jsonl."""
+    """All complete lines of metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     text = path.read_text("utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -170,14 +170,14 @@ def train_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def steps_done(printed: str) -> int:
-    """From which step a command says that it resumes, in the row `steps` of its summary."""
+    """The step that a command resumes from, in the row `steps` of its summary."""
     found = re.search(r"\bsteps +(\d+) ", printed)
     assert found, printed
     return int(found[1])
 
 
 def curve(run_dir: Path) -> list[tuple[Any, ...]]:
-    """What must not depend on interruptions: every step's and every evaluation's numbers, in file order."""
+    """Values that must not depend on interruptions: those of every step and evaluation, in file order."""
     numbers = ("step", "loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "valid_loss")
     return [
         tuple(line.get(key) for key in numbers) for line in lines(run_dir) if "loss" in line or "valid_loss" in line
@@ -185,7 +185,7 @@ def curve(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def require_same_checkpoints(one: Path, other: Path) -> None:
-    """Every tensor (weights, optimizer, random states) and every number of two checkpoints is the same, bit for bit."""
+    """Two checkpoints are equal bit for bit: every tensor (weights, optimizer, random states) and every number."""
     first, second = checkpoint_values(one), checkpoint_values(other)
     assert first.keys() == second.keys()
     assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in first)
@@ -197,7 +197,7 @@ def require_same_checkpoints(one: Path, other: Path) -> None:
 def checkpoint_values(checkpoint: Path) -> dict[str, Any]:
     """Every tensor and number of a checkpoint, by name."""
     found: dict[str, Any] = {}
-    planner = _EmptyStateDictLoadPlanner()  # asks for everything there is
+    planner = _EmptyStateDictLoadPlanner()  # requests all entries
     _load_state_dict(found, storage_reader=FileSystemReader(checkpoint), planner=planner, no_dist=True)
     return dict(_flat(found))
 

@@ -1,4 +1,4 @@
-"""Finds tests that repeat the words of an error, so that no message could be improved without editing them."""
+"""Finds tests that quote the prose of an error, so that rewording a message would break them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 PROGRAMS = {"llmrecipes", "make", "scontrol", "sbatch", "kubectl"}  # a command may be two words
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-# Of each function: what it returns that is an error's text; the numbers of items of a tuple, or None for all of it.
+# For each function: which of its results are the text of an error; indices of tuple items, or None for the result.
 Messages = Mapping[str, Set[int | None]]
 
 
 def is_prose(text: str) -> bool:
-    """Whether a text has words that only the author of a message chose: two in a row, or one alone."""
+    """Whether a text has words that are the author's choice: two in a row, or a single one."""
     words = [word.strip("()").rstrip(".,;!?") for word in text.split()]
     plain = [bool(re.fullmatch(r"[A-Z]?[a-z]+(?:'[a-z]+)?", word)) and word not in PROGRAMS for word in words]
     return (plain == [True] and text.islower()) or any(a and b for a, b in pairwise(plain))
@@ -32,7 +32,7 @@ def in_file(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def own_raises(path: Path) -> Iterator[int]:
-    """Lines that expect a `UserError` without saying what it is about."""
+    """Lines that expect a `UserError` without naming what it is about."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
         if not isinstance(node, ast.Call) or ast.unparse(node.func) != "pytest.raises":
             continue
@@ -51,7 +51,7 @@ def _in_function(function: Function, messages: Messages) -> Iterator[tuple[int, 
 
 
 def _tested(node: ast.AST, known: set[str]) -> Iterator[ast.expr]:
-    """What an error's text is compared with."""
+    """The values that an error's text is compared with."""
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.Eq):
         sides = (node.left, node.comparators[0])
         if _is_message(sides[1], known):
@@ -66,7 +66,7 @@ def _tested(node: ast.AST, known: set[str]) -> Iterator[ast.expr]:
 
 
 def _is_message(expression: ast.expr, known: set[str]) -> bool:
-    """Whether an expression is an error's text: of a `UserError`, or what a command printed."""
+    """Whether an expression is an error's text: of a `UserError`, or the output of a command."""
     for node in ast.walk(expression):
         if isinstance(node, ast.Name) and node.id in known:
             return True
@@ -80,7 +80,7 @@ def _is_message(expression: ast.expr, known: set[str]) -> bool:
 
 
 def _messages_in(function: Function, messages: Messages) -> set[str]:
-    """Names in a function that are an error's text, or of a function or fixture that returns one."""
+    """Names in a function that hold an error's text, or name a function or fixture that returns one."""
     known = {name for name, items in messages.items() if None in items}
     for node in ast.walk(function):
         if not isinstance(node, ast.Assign | ast.NamedExpr):
@@ -95,7 +95,7 @@ def _messages_in(function: Function, messages: Messages) -> set[str]:
 
 
 def _returned(function: Function) -> set[int | None]:
-    """Items of `Messages`, also of what a fixture hands out: the function within it."""
+    """Items of `Messages`, also for a fixture that returns a function."""
     known, found = _messages_in(function, {}), set[int | None]()
     for node in ast.walk(function):
         if isinstance(node, ast.Return) and node.value and not function.name.startswith("test_"):
@@ -107,7 +107,7 @@ def _returned(function: Function) -> set[int | None]:
 
 
 def _table(function: Function) -> dict[str, list[ast.expr]]:
-    """The values that each parameter of a parametrized test takes."""
+    """The values of each parameter of a parametrized test."""
     found: dict[str, list[ast.expr]] = {}
     for mark in function.decorator_list:
         if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith("parametrize"):

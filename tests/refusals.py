@@ -1,6 +1,6 @@
-"""What a test asserts of an error that users see: the key, option or path it is about, its tokens and its exit code.
+"""Assertions on errors that users see: the key, option or path they are about, their tokens and exit code.
 
-A token is a key, option, path, number, name or value. The words around it may be rewritten without editing a test.
+A token is a key, option, path, number, name or value. The words around it can change without editing a test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.prose import is_prose
 
 
 def has_token(text: str, token: str) -> bool:
-    """Whether a text has a token, whole: `train.lr` is neither in `train.lr_decay` nor in `x.train.lr`."""
+    """Whether a text contains a complete token: `train.lr` is neither in `train.lr_decay` nor in `x.train.lr`."""
     start = r"(?<![\w.-])" if re.match(r"\w", token) else ""
     end = r"(?![\w-])(?!\.\w)" if re.search(r"\w$", token) else ""
     return re.search(f"{start}{re.escape(token)}{end}", text) is not None
@@ -27,11 +27,11 @@ def has_token(text: str, token: str) -> bool:
 def refused(
     where: str | Path, *, rule: str | tuple[str, ...] = (), code: ExitCode = ExitCode.BAD_INPUT
 ) -> Iterator[pytest.ExceptionInfo[UserError]]:
-    """The block raises a `UserError` about something.
+    """The block raises a `UserError` about a key, option or path.
 
     Args:
-        where: the key, option or path that the error names as its place; of several errors in one, that of any.
-        rule: tokens of its text, where one key has several rules.
+        where: the key, option or path that the error names; if it lists several errors, that of any of them.
+        rule: tokens of its text, if one key has several rules.
         code: exit code of the process.
     """
     with pytest.raises(UserError) as caught:
@@ -46,7 +46,7 @@ def require_refusal(
     rule: str | tuple[str, ...] = (),
     code: ExitCode = ExitCode.BAD_INPUT,
 ) -> None:
-    """What `refused` asserts, of an error that was caught elsewhere."""
+    """The assertions of `refused`, for an error that was caught elsewhere."""
     assert error.code == code, error
     about = [each for each in (error, *error.parts) if has_token(each.where, str(where))]
     assert about, f"not about {where}: {error}"
@@ -56,7 +56,7 @@ def require_refusal(
 
 
 def require_message(printed: str, where: str | Path, *, rule: str | tuple[str, ...] = ()) -> None:
-    """What a command printed has one error, and its first line names the key, option or path that it is about."""
+    """The output of a command has one error, whose first line names the key, option or path that it is about."""
     assert "Traceback" not in printed
     errors = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, printed

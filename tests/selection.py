@@ -1,4 +1,4 @@
-"""Which tests belong to `make test-version`, and which of them pytest-xdist gives to one process."""
+"""Which tests belong to `make test-version`, and which ones pytest-xdist runs in one process."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ VERSION = (
     "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects", "unit/test_train_",
     "unit/test_workflow_smoke", "unit/test_workflow_train", "unit/test_workflow_upcycle",
 )  # fmt: skip
-"""Beginnings of the paths of tests whose results depend on the versions of Python, torch and megatron-core."""
+"""Path prefixes of tests whose results depend on the versions of Python, torch and megatron-core."""
 
 VERSION_SLOW = ("dist/test_layouts", "unit/test_checkpoint_")
-"""Those of them whose slow tests do so too, and do more than start the same processes with other options."""
+"""Those whose slow tests do so too, and do more than start the same processes with other options."""
 
 RANKS = "ranks"
-"""Group of all tests that need the worlds: they are started in one process only."""
+"""Group of all tests that need the worlds: these are started in one process only."""
 
 APART = "train/test_train_faults"
-"""Module whose tests share nothing that is dear, so that any process may run each of them."""
+"""Module whose tests share nothing expensive, so that any process may run each of them."""
 
 FIRST = (
     RANKS, "train/test_train_signals", "unit/test_benchmark_layouts", "unit/test_tracking_mlflow", "unit/test_bench",
     "train/",
 )  # fmt: skip
-"""Groups that take long, the longest first: what starts last should be short."""
+"""Slow groups, the slowest first, so that short ones run last."""
 
 
 def of_the_version(path: str, slow: bool = False) -> bool:
@@ -40,22 +40,22 @@ def of_the_version(path: str, slow: bool = False) -> bool:
 
     Args:
         path: of its module, relative to `tests`.
-        slow: whether `make test` leaves it out.
+        slow: whether `make test` excludes it.
     """
     return path.startswith(VERSION_SLOW if slow else VERSION)
 
 
 @cache
 def needs_ranks(path: str) -> bool:
-    """Whether a module has tests that use the pool of rank processes: it names the fixture, or one that has it."""
+    """Whether a module has tests that use the pool of rank processes: it names the fixture, or one that uses it."""
     return path.startswith("dist/") or re.search(r"\bworlds\b", (TESTS / path).read_text("utf-8")) is not None
 
 
 def group(nodeid: str) -> str:
-    """Tests of the same group run in one process, after one another: by default those of a module.
+    """Tests of the same group run in one process, sequentially: by default those of a module.
 
     Args:
-        nodeid: as pytest has it, from the root of the checkout.
+        nodeid: pytest's, from the root of the checkout.
     """
     path = nodeid.partition("::")[0].removeprefix("tests/")
     if needs_ranks(path):
@@ -64,13 +64,13 @@ def group(nodeid: str) -> str:
 
 
 def rank(nodeid: str) -> int:
-    """Position of a test's group among all: small is early."""
+    """Position of a test's group in the run; lower runs earlier."""
     name = group(nodeid).removeprefix("tests/")
     return next((number for number, first in enumerate(FIRST) if name.startswith(first)), len(FIRST))
 
 
 class Groups(LoadScopeScheduling):
-    """Gives pytest-xdist's processes one group after another."""
+    """Distributes whole groups to pytest-xdist's processes."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group(nodeid)

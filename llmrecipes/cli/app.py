@@ -1,6 +1,6 @@
-"""The `llmrecipes` program: its commands, its help, and how it ends.
+"""The `llmrecipes` program: its commands, help and exit codes.
 
-Every command imports its work when it runs, so that all of them start fast.
+Every command imports its implementation when it runs, so that all of them start fast.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ app = build()
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code; users' mistakes become one message, without a traceback."""
+    """Run one command and return its exit code; a `UserError` is printed as one message, without a traceback."""
     as_json = "--json" in itertools.takewhile("--".__ne__, arguments)
     completion.enable()
     try:
@@ -157,7 +157,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _usage_error(error: typer.TyperException) -> UserError:
-    """A mistake in options or arguments; one that is a recipe key, as Megatron-LM's `--num-layers` is, is named."""
+    """An error in options or arguments; for an option such as Megatron-LM's `--num-layers`, with the recipe key."""
     context = getattr(error, "ctx", None)
     option: str = getattr(error, "option_name", "")
     if option.startswith("--"):
@@ -185,8 +185,8 @@ def main() -> None:
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (`head`) has seen enough; typer ends a longer output the same way
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+    except BrokenPipeError:  # the reader (`head`) has exited; typer ends longer output the same way
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter prints an error at exit
         code = 1
     sys.exit(code)
 

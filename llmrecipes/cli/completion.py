@@ -1,6 +1,6 @@
-"""Shell completion: the scripts, and what recipes, recipe keys, cluster profiles and runs complete to.
+"""Shell completion: the scripts, and candidates for recipes, recipe keys, cluster profiles and runs.
 
-Nothing here loads torch or reads a run's contents, and a broken recipe or directory completes to nothing.
+Nothing here loads torch or reads a run's contents, and an invalid recipe or directory has no completions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bas
 
 
 def script(shell: Shell) -> str:
-    """What the shell has to source."""
+    """The script that the shell sources."""
     from typer.completion import get_completion_script
 
     text = get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell.value)
@@ -56,7 +56,7 @@ def enable() -> None:
 
 
 def recipes(incomplete: str) -> list[str]:
-    """Names of recipes; paths are left to the shell."""
+    """Names of recipes; the shell completes paths."""
     from llmrecipes.recipe.load import names
 
     return _beginning(names(), incomplete)
@@ -70,9 +70,9 @@ def clusters(incomplete: str) -> list[str]:
 
 
 def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
-    """`key.path=` by the schema, section by section of the list's first item, then the values that a key takes.
+    """`key.path=` from the schema, one section at a time and lists by their first item, then the values of a key.
 
-    bash takes `key=value` for three words, and completes the last of them.
+    bash splits `key=value` into three words, and completes the last one.
     """
     words: list[str] = ctx.params.get("overrides") or []
     key, equals, value = incomplete.partition("=")
@@ -105,7 +105,7 @@ def _keys() -> Iterator[str]:
 
 
 def _values(name: str) -> Iterator[str]:
-    """The values of an enumeration, a switch or null; nothing for numbers and text."""
+    """The values of an enumeration, a boolean or null; none for numbers and text."""
     from llmrecipes.recipe.keys import options_of
 
     for option in options_of(name):

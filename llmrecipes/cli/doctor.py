@@ -78,7 +78,7 @@ def doctor(
     parameters = count(loaded.model, shape(loaded.model)).total if loaded else 0
     several = len(hosts) > 1
     number = _number(hosts) if several else 0
-    # Pods of a Job look at themselves alone; Kubernetes numbers them.
+    # Pods of a Job only check their own node; Kubernetes numbers them.
     leads = number == 0 and os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
     found = examine(DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads))
     if several:
@@ -97,7 +97,7 @@ def doctor(
 
 
 def as_text(findings: list[Finding], quiet: bool) -> str:
-    """Lines for people, node by node, what is wrong with its fix."""
+    """Human-readable lines, node by node, problems with their fixes."""
     hosts = list(dict.fromkeys(finding.node for finding in findings))
     shown = [each for each in findings if not quiet or each.status in ("warn", "fail")]
     width = max((len(each.check) for each in shown), default=0)

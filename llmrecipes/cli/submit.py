@@ -183,7 +183,7 @@ def cancel(
 
 
 def _require_own(to: str, place: Launcher, given: dict[str, Any]) -> None:
-    """UserError where an option of another launcher is given: it would have no effect."""
+    """UserError for an option of another launcher, which would have no effect."""
     foreign = [f"--{name}" for name, value in given.items() if value is not None and name not in place.takes]
     if foreign:
         raise UserError(f"given with --to {to}", where=foreign[0], rule="it belongs to another scheduler",
@@ -191,7 +191,7 @@ def _require_own(to: str, place: Launcher, given: dict[str, Any]) -> None:
 
 
 def _wait(job: JobHandle, changed: Callable[[JobStatus], None]) -> JobResult:
-    """The result of a job; Ctrl-C ends the waiting only."""
+    """The result of a job; Ctrl-C only stops waiting."""
     try:
         job.wait(changed=changed)
     except KeyboardInterrupt:
@@ -204,7 +204,7 @@ def _wait(job: JobHandle, changed: Callable[[JobStatus], None]) -> JobResult:
 
 
 def _tell(status: JobStatus) -> None:
-    """On stderr, so that the output is the result."""
+    """Print to stderr, so that stdout is the result."""
     restarts = f", restart {status.restarts}" if status.restarts else ""
     reason = f" ({status.reason[:LONGEST_REASON]})" if status.reason else ""
     print(f"{clock.strftime('%H:%M:%S')} {status.state}{restarts}{reason}", file=sys.stderr, flush=True)
@@ -230,7 +230,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _print_preview(preview: Preview, dry_run: bool) -> None:
-    """On stderr, so that a dry run's output can be piped; of what was submitted, warnings alone."""
+    """Print to stderr, so that a dry run's output can be piped; after a submission, only warnings."""
     sys.stdout.flush()
     lines = preview.lines() if dry_run else (f"warning: {text}" for text in preview.warnings)
     for line in lines:

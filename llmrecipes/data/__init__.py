@@ -1,1 +1,1 @@
-"""From sources of text to batches: `prepare` writes token files once, training only reads them."""
+"""From text sources to batches: `prepare` writes token files once, training only reads them."""

@@ -1,4 +1,4 @@
-"""Building the order of a run's samples, which `prepare` does once."""
+"""Builds the order of a run's samples, once, in `prepare`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmrecipes.recipe.schema import Recipe
 
 
 def build(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> None:
-    """Build the indices of all splits, and publish them by one rename.
+    """Build the indices of all splits, and publish them with one rename.
 
     Raises:
         UserError: a source is too short for one sequence of training.
@@ -34,7 +34,7 @@ def build(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> Non
         contents = checked.describe(part, prepared.ids)
         files = {name: File(bytes=content.bytes, sha256=content.sha256) for name, content in contents.items()}
         (part / listing.NAME).write_text(listing.text(files), encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)  # without its listing or without hashes
+        shutil.rmtree(target, ignore_errors=True)  # it has no listing or no hashes
         part.rename(target)
         checked.remember(prepared.path, {f"{target.relative_to(prepared.path)}/{n}": c for n, c in contents.items()})
     finally:

@@ -1,8 +1,8 @@
-"""Prepared files against their hashes, when they are first used on a machine.
+"""Checks prepared files against their hashes, when they are first used on a machine.
 
-What was checked is remembered by size, times and inode: beside the data where that can be written, so that all nodes of
-a shared file system need one check; else in the user's cache or in a temporary folder of this machine. A copy has
-another inode and another change time, so it is checked again.
+Results are cached by size, times and inode: beside the data if that is writable, so that all nodes of a shared file
+system need one check; else in the user's cache or in a temporary folder of this machine. A copy has a different inode
+and change time, so it is checked again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from llmrecipes.io import sync
 
 REMEMBERED = ".verified.json"
 _CHUNK = 8 << 20
-_THREADS = 8  # hashing leaves the interpreter; more threads than this outrun most file systems
+_THREADS = 8  # hashing releases the GIL; more threads than this outrun most file systems
 
 
 class Content(Record):
-    """What a file holds: size, SHA-256 and, of tokens, the smallest and largest id."""
+    """Content of a file: size, SHA-256 and, for tokens, the smallest and largest id."""
 
     bytes: int
     sha256: str
@@ -39,7 +39,7 @@ class Content(Record):
 
 
 class Seen(Record):
-    """A file as it was when it was checked, and what it held then."""
+    """A file when it was checked, and its content then."""
 
     mtime_ns: int
     ctime_ns: int
@@ -58,14 +58,14 @@ _SEEN = TypeAdapter(dict[str, Seen])
 
 @dataclass(frozen=True)
 class Ids:
-    """What token ids may be: the NumPy name of their type, and one more than the largest."""
+    """Valid token ids: the NumPy name of their type, and one more than the largest."""
 
     dtype: str
     vocab_size: int
 
 
 def describe(folder: Path, ids: Ids) -> dict[str, Content]:
-    """What every file of a folder holds; each is on disk for good when this returns."""
+    """Content of every file of a folder; each is synced to disk when this returns."""
     files, stop = sorted(folder.iterdir()), threading.Event()
     for file in files:
         sync(file)
@@ -78,7 +78,7 @@ def describe(folder: Path, ids: Ids) -> dict[str, Content]:
 
 
 def remember(folder: Path, contents: Mapping[str, Content]) -> None:
-    """Note files that were just written as checked.
+    """Record files that were just written as checked.
 
     Args:
         folder: a prepared folder.
@@ -90,17 +90,17 @@ def remember(folder: Path, contents: Mapping[str, Content]) -> None:
 def require(
     folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str], None], *, again: bool = False
 ) -> None:
-    """Check files that were not checked on this machine yet: one process of it reads, the others wait.
+    """Check files that were not checked on this machine yet: one process reads, the others wait.
 
     Args:
         folder: a prepared folder.
-        files: what they should be, by path in the folder; `.bin` files hold ids.
-        ids: what these may be.
-        say: told when something is read.
-        again: read all of them, whatever is remembered.
+        files: expected files, by path in the folder; `.bin` files hold ids.
+        ids: the valid ids.
+        say: called when files are read.
+        again: read all of them, ignoring the cache.
 
     Raises:
-        UserError: the first file that is missing, is another one, or has ids outside the vocabulary.
+        UserError: the first file that is missing, differs, or has ids outside the vocabulary.
     """
     found = {} if again else _known(folder, files)
     if missing := {name: file for name, file in files.items() if name not in found}:
@@ -129,7 +129,7 @@ def _known(folder: Path, files: Mapping[str, File]) -> dict[str, Content]:
 
 
 def _read(folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str], None]) -> dict[str, Content]:
-    """Read files and compare them with what they should be; those that are right are remembered, whatever happens."""
+    """Read files and compare them with the expected ones; those that match are cached even if another fails."""
     right: dict[str, Seen] = {}
     stop = threading.Event()
     by_size = sorted(files, key=lambda name: files[name].bytes)
@@ -170,7 +170,7 @@ def _examine(file: Path, ids: Ids, stop: threading.Event) -> Seen:
 
 
 def _fill(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> int:
-    """Bytes read into the buffer; fewer than it holds only at the end of the file."""
+    """Bytes read into the buffer; fewer than its size only at the end of the file."""
     filled = 0
     while filled < len(buffer) and (count := readinto(buffer[filled:])):
         filled += count
@@ -194,7 +194,7 @@ def _another(file: Path, found: Content, expected: File) -> UserError:
 
 
 def _outside(file: Path, ids: Ids) -> UserError:
-    """The first id outside the vocabulary, found by reading the file once more."""
+    """The first id outside the vocabulary, found by reading the file again."""
     tokens = np.memmap(file, ids.dtype, mode="r")
     position, token = next(
         (start + int(bad[0]), int(part[bad[0]]))
@@ -210,11 +210,11 @@ def _outside(file: Path, ids: Ids) -> UserError:
     )
 
 
-# -- what is remembered, and where -----------------------------------------------------------------------------------
+# -- the cache of results, and its location ----------------------------------------------------------------------------
 
 
 def _places(folder: Path) -> list[Path]:
-    """Where it may be remembered what was checked, the best place first."""
+    """Possible locations of the cache, the best one first."""
     name = f"verified-{_key(folder)}.json"
     places = [folder / REMEMBERED]
     with suppress(RuntimeError):  # a user without a home, as in a container
@@ -229,14 +229,14 @@ def _key(folder: Path) -> str:
 
 
 def _private() -> Path | None:
-    """A folder of this user and machine alone; None where there is none."""
+    """A folder private to this user and machine; None if there is none."""
     folder = Path(tempfile.gettempdir(), f"llmrecipes-{os.geteuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         stat = folder.lstat()
     except OSError:
         return None
-    ours = stat.st_uid == os.geteuid() and not stat.st_mode & 0o022  # others could write into it what they like
+    ours = stat.st_uid == os.geteuid() and not stat.st_mode & 0o022  # else others could write to it
     return folder if ours and folder.is_dir() and not folder.is_symlink() else None
 
 
@@ -244,11 +244,11 @@ def _load(place: Path) -> dict[str, Seen]:
     try:
         return _SEEN.validate_json(place.read_bytes())
     except (OSError, ValueError):
-        return {}  # damaged or not there: the files are read
+        return {}  # damaged or missing: the files are read
 
 
 def _write(folder: Path, seen: Mapping[str, Seen]) -> bool:
-    """Add to what is remembered, in the first place that can be written; False where there is none."""
+    """Add to the cache in the first writable location; False if there is none."""
     if not seen:
         return True
     for place in _places(folder):
@@ -266,7 +266,7 @@ def _write(folder: Path, seen: Mapping[str, Seen]) -> bool:
 
 @contextmanager
 def _one_process(folder: Path) -> Iterator[None]:
-    """One process of this machine at a time reads a folder."""
+    """Only one process of this machine reads a folder at a time."""
     from filelock import FileLock
 
     private = _private()

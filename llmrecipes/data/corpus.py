@@ -1,4 +1,4 @@
-"""The documents that count: not empty, valid Unicode, and the first of their kind in any source."""
+"""The documents that are kept: not empty, valid Unicode, and no duplicates of earlier ones in any source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmrecipes.units import MIB
 
 _BATCH_BYTES = MIB
 SAMPLE_BYTES = 64 << 20
-"""Most text a tokenizer is trained on: as much again changes little in a vocabulary and doubles the time."""
+"""Maximum text to train a tokenizer on: twice as much changes little in a vocabulary and doubles the time."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tally:
 
 @dataclass
 class Batch:
-    """Documents of one source, about 1 MiB: what a worker process is given at once."""
+    """Documents of one source, about 1 MiB: the unit of work of a worker process."""
 
     source: int
     documents: list[Document] = field(default_factory=list)
@@ -53,10 +53,10 @@ class Batch:
 
 
 def keep(source: Source, rule: SplitRule, seen: set[bytes], tally: Tally) -> Iterator[Document]:
-    """A source's documents but for the dropped ones.
+    """A source's documents except the dropped ones.
 
     Args:
-        source: where from.
+        source: to read.
         rule: assigns the split.
         seen: digests of documents kept so far, of all sources; grows.
         tally: counts what is read and dropped.

@@ -1,8 +1,7 @@
 """Samples of a split: megatron-core's GPTDataset for each source, blended by weight.
 
-The classes are put together here and not by `BlendedMegatronDatasetBuilder`: the builder waits at barriers of the
-process group, even where every index is cached, and names its caches by absolute path, so that a moved folder would be
-indexed anew.
+`BlendedMegatronDatasetBuilder` is not used: it waits at barriers of the process group even if every index is cached,
+and names its caches by absolute path, so that a moved folder would be indexed again.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | BlendedDataset | None:
-    """Open a split for training: nothing is built, and no rank waits for another but where files are checked first.
+    """Open a split for training: nothing is built, and no rank waits for another except while files are checked.
 
     Args:
         recipe: gives sequence length, seed, batch and weights.
@@ -41,10 +40,10 @@ def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | Blen
 
     Returns:
         A dataset of at least `index.samples(recipe, split)` samples, each with `tokens`, `labels`, `loss_mask` and
-        `position_ids` of [seq_length]; None where no source has a sequence of this held-out split.
+        `position_ids` of [seq_length]; None if no source has a sequence of this held-out split.
 
     Raises:
-        UserError: tokens or indices are not prepared or damaged, or a source is too short to train on.
+        UserError: tokens or indices are not prepared or are damaged, or a source is too short to train on.
     """
     prepared.check([TOKENIZER, *prepared.tokens(split)], logger.info)
     return load(recipe, prepared, split, index.check(recipe, prepared, logger.info), fresh=False)
@@ -63,12 +62,12 @@ def load(
     weights = [prepared.weights[n] / total for n in usable]
     config = _config(recipe, prepared, split, [stem(n, split) for n in usable], weights, cache)
     size = index.samples(recipe, split)
-    # megatron-core opens arrays with `allow_pickle`: it only names them, and they are opened here.
+    # megatron-core would open arrays with `allow_pickle`: it only provides the names, and they are opened here.
     config.defer_npy_index_mmap = not fresh
     if len(usable) == 1:
         opened: GPTDataset | BlendedDataset = _source(prepared, usable[0], split, size, config)
     else:
-        # The blend draws from each source its share, rounded up to one sample more.
+        # The blend draws each source's share, rounded up by one sample.
         shares = [math.ceil(size * weight) + 1 for weight in weights]
         parts = [_source(prepared, n, split, share, config) for n, share in zip(usable, shares, strict=True)]
         opened = _blend(parts, weights, size, config, fresh=fresh)
@@ -112,8 +111,8 @@ def _blend(
 ) -> BlendedDataset:
     """A BlendedDataset whose indices are in the cache.
 
-    megatron-core 0.16 asks for its rank before it writes them, which fails in one process without a group: fresh ones
-    are built in memory and written here under its names.
+    megatron-core 0.16 queries its rank before it writes them, which fails in a process without a group: new ones are
+    built in memory and written here under its names.
     """
     if fresh:
         in_memory = copy.copy(config)

@@ -1,10 +1,9 @@
 """Text to token ids, fast: what the worker processes of `prepare` run. Imports neither torch nor megatron.
 
-The byte-level BPE that is trained here cuts text into words with `WORDS` before it merges bytes. A word's tokens depend
-on nothing but the word, so they are looked up in a table that the library fills: the same ids as `Tokenizer.encode`,
-three times as fast, because text repeats its words and the library tracks the origin of every byte. `WORDS` is spelled
-with explicit ranges, so that Python's `re` and the tokenizer's Oniguruma agree on every character, whatever Unicode
-version they know.
+The byte-level BPE trained here splits text into words with `WORDS` before it merges bytes. A word's tokens depend only
+on the word, so they are looked up in a table that the library fills: the same ids as `Tokenizer.encode`, three times
+as fast, because words repeat and the library tracks the origin of every byte. `WORDS` uses explicit ranges, so that
+Python's `re` and the tokenizer's Oniguruma agree on every character, independent of their Unicode versions.
 """
 
 from __future__ import annotations
@@ -21,25 +20,23 @@ _LETTER = "A-Za-zÀ-\u1fff\u2070-\u2fff\u3040-\U0010ffff"
 _SPACE = " \t\n\r\f\v"
 WORDS = "|".join(
     (
-        f"[^\r\n0-9{_LETTER}]?[{_LETTER}]+",  # a word with one sign or space in front
+        f"[^\r\n0-9{_LETTER}]?[{_LETTER}]+",  # a word with one symbol or space in front
         "[0-9]{1,3}",
         f" ?[^{_SPACE}0-9{_LETTER}]+",
         f"[{_SPACE}]+(?![^{_SPACE}])",  # indentation, less the space that belongs to the next word
         f"[{_SPACE}]+",
     )
 )
-"""How text is cut into words: between GPT-2's and GPT-4's patterns (openai/tiktoken), on explicit ranges."""
+"""How text is split into words: between GPT-2's and GPT-4's patterns (openai/tiktoken), on explicit ranges."""
 
 _MAX_WORDS = 1 << 20  # entries of the table: some 200 MB at most
 _MAX_PIECE = 1 << 20  # characters that are cut into words at once
-_CUT = re.compile(
-    f"(?<=[^{_SPACE}]\n)(?=[^{_SPACE}])"
-)  # behind a lone newline: it is a word with or without what follows
+_CUT = re.compile(f"(?<=[^{_SPACE}]\n)(?=[^{_SPACE}])")  # after a lone newline: it is a word regardless of what follows
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of several documents, each closed by the end-of-document token: their bytes, and tokens a document."""
+    """Token ids of several documents, each with its end-of-document token: their bytes, and tokens per document."""
 
     ids: bytes
     lengths: list[int]
@@ -49,7 +46,7 @@ Encode = Callable[[list[bytes]], Encoded]
 
 
 def load(tokenizer_json: str) -> tokenizers.Tokenizer:
-    """A tokenizer that reads a special token's name in a text as plain text: data cannot end a document."""
+    """A tokenizer that treats names of special tokens in text as plain text: data cannot end a document."""
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     tokenizer.encode_special_tokens = True
     return tokenizer
@@ -60,16 +57,16 @@ def encoder(tokenizer_json: str, eod: int, dtype: str, *, by_word: bool) -> Enco
 
     Args:
         tokenizer_json: the tokenizer's `tokenizer.json`.
-        eod: id that closes each document.
+        eod: id appended to each document.
         dtype: NumPy name of the ids' type.
-        by_word: the tokenizer cuts text with `WORDS` (it was trained by `tokenizer.train`).
+        by_word: the tokenizer splits text with `WORDS` (it was trained by `tokenizer.train`).
     """
     tokenizer = load(tokenizer_json)
     return _by_word(tokenizer, eod, dtype) if by_word else _by_library(tokenizer, eod, dtype)
 
 
 def pieces(text: str, limit: int = _MAX_PIECE) -> Iterator[str]:
-    """Cut a long text where `WORDS` cuts it anyway, so that memory stays bounded."""
+    """Split a long text where `WORDS` splits it anyway, so that memory stays bounded."""
     start = 0
     while len(text) - start > limit:
         found = _CUT.search(text, start + limit)

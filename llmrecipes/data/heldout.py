@@ -1,4 +1,4 @@
-"""The text that the model never saw, for figures in bits per byte."""
+"""Text that the model was not trained on, for bits per byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def name(split: HeldOutSplit) -> str:
 
 
 def text(prepared: Prepared, split: HeldOutSplit = "valid", max_bytes: int | None = None) -> bytes:
-    """The split's documents, one behind the other in their order, as UTF-8; at most `max_bytes` of them."""
+    """The split's documents, concatenated in order, as UTF-8; at most `max_bytes`."""
     path: Path = prepared.path / name(split)
     if split not in prepared.manifest.held_out:
         return b""
@@ -28,15 +28,15 @@ def text(prepared: Prepared, split: HeldOutSplit = "valid", max_bytes: int | Non
 
 
 def bytes_per_token(prepared: Prepared, split: HeldOutSplit = "valid", seq_length: int = 1) -> float:
-    """Bytes of text for one token of the split, end tokens counted, as the samples are drawn: weighted by source.
+    """Bytes of text per token of the split, including end tokens, weighted by source like the samples.
 
     Args:
         prepared: the opened folder.
         split: valid or test.
-        seq_length: sources too short for one such sequence are left out, as in training.
+        seq_length: sources shorter than one such sequence are excluded, as in training.
 
     Returns:
-        Bytes per token; NaN where the split is empty.
+        Bytes per token; NaN if the split is empty.
     """
     every = [prepared.manifest.sources[n].splits[split] for n in prepared.usable(split, seq_length)]
     weights = [prepared.weights[n] for n in prepared.usable(split, seq_length)]

@@ -1,6 +1,6 @@
 """The order of a run's samples: megatron-core's indices, built once (`build_index`) and only loaded by training.
 
-They depend on sequence length, seed, number of samples and weights, and lie in `<prepared folder>/index/<key>/`.
+They depend on sequence length, seed, number of samples and weights, and are in `<prepared folder>/index/<key>/`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from llmrecipes.recipe.schema import Recipe
 
 
 def samples(recipe: Recipe, split: Split) -> int:
-    """Samples a run draws from a split; every evaluation sees the same ones."""
+    """Samples a run draws from a split; every evaluation uses the same ones."""
     train = recipe.train
     return (train.train_iters if split == "train" else train.eval_iters) * train.global_batch_size
 
 
 def folder(recipe: Recipe, prepared: Prepared) -> Path:
-    """Where the indices of this recipe lie."""
+    """Folder of this recipe's indices."""
     identity = {
         "seq_length": recipe.model.seq_length,
         "seed": recipe.train.seed,
@@ -40,7 +40,7 @@ def folder(recipe: Recipe, prepared: Prepared) -> Path:
 
 
 def usable(recipe: Recipe, prepared: Prepared) -> bool:
-    """Whether there is nothing to build: the indices are there, with hashes or where they cannot be written anew.
+    """Whether there is nothing to build: the indices exist, with hashes or on a read-only file system.
 
     Raises:
         UserError: the list of their files is damaged.
@@ -52,15 +52,15 @@ def usable(recipe: Recipe, prepared: Prepared) -> bool:
 
 
 def check(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> Path:
-    """The folder of the indices, once every file in it is known to be what `prepare` wrote.
+    """The folder of the indices, after checking that every file in it is as `prepare` wrote it.
 
     Args:
         recipe: whose indices.
         prepared: the opened folder.
-        say: told when something is read.
+        say: called when files are read.
 
     Raises:
-        UserError: not built for this recipe, or a file is missing, changed, no plain array or not listed.
+        UserError: not built for this recipe, or a file is missing, changed, not a plain array or not listed.
     """
     path = folder(recipe, prepared)
     try:
@@ -81,7 +81,7 @@ def check(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> Pat
 
 
 def require_training(recipe: Recipe, prepared: Prepared) -> None:
-    """Every source must hold one training sequence: its weight is to be kept.
+    """Every source must hold one training sequence, or its weight could not be kept.
 
     Raises:
         UserError: the first one that does not.

@@ -1,7 +1,7 @@
-"""What a folder of sample indices says about itself, and the checks against what it holds.
+"""The listing of a folder of sample indices, and checks of the folder against it.
 
-megatron-core would read its arrays with `allow_pickle`, which can run code. Here every file of the folder has to be
-listed, and an array is opened only as the plain integers that its header says it is.
+megatron-core would read its arrays with `allow_pickle`, which can run code. Here every file of the folder must be
+listed, and an array is opened only if its header declares plain integers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ NAME = "index.json"
 _RULE = "a folder of sample indices is what `prepare` wrote"
 
 _HASHED = TypeAdapter(dict[str, File])
-_SIZES = TypeAdapter(dict[str, int])  # as it was written before there were hashes
+_SIZES = TypeAdapter(dict[str, int])  # the format before hashes were added
 
 
 def text(files: dict[str, File]) -> str:
-    """A listing as it is kept."""
+    """A listing in its file format."""
     return _HASHED.dump_json(files, indent=1).decode() + "\n"
 
 
@@ -55,12 +55,12 @@ def every(prepared: Path) -> Iterator[tuple[Path, dict[str, File]]]:
 
 
 def require_listed(folder: Path, sizes: dict[str, int]) -> None:
-    """Every listed file has its size and, of an array, a header of plain integers; there is no other file.
+    """Every listed file has its size, arrays have a header of plain integers, and there is no other file.
 
     Raises:
-        UserError: the first that is missing, cut off, no such array or not listed.
+        UserError: the first that is missing, truncated, not such an array or not listed.
     """
-    # NFS keeps a deleted file that is open elsewhere under such a name.
+    # NFS renames a deleted file that is still open elsewhere to such a name.
     there = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".nfs")} - {NAME}
     if foreign := sorted(there - set(sizes)):
         raise UserError(f"is not listed in {NAME}", where=str(folder / foreign[0]), rule=_RULE, fix=_again(folder))
@@ -75,13 +75,13 @@ def require_listed(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def array(file: Path) -> np.memmap:
-    """A memory-mapped array of an index; nothing but its header is read.
+    """A memory-mapped array of an index; only its header is read.
 
     Raises:
-        UserError: no `.npy` file of plain integers that fill it.
+        UserError: not a complete `.npy` file of plain integers.
     """
     try:
-        opened = np.lib.format.open_memmap(file, mode="r")  # knows neither archives nor pickles
+        opened = np.lib.format.open_memmap(file, mode="r")  # supports neither archives nor pickles
         if opened.dtype.kind not in "iu" or opened.offset + opened.nbytes != file.stat().st_size:
             raise ValueError(f"{opened.nbytes} bytes of {opened.dtype} in {file.stat().st_size}")
     except (OSError, ValueError) as error:

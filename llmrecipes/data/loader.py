@@ -1,4 +1,4 @@
-"""Micro-batches of a rank, in an order that only consumed samples decide."""
+"""Micro-batches of a rank, in an order that depends only on the consumed samples."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from llmrecipes.faults.parent import end_with_parent
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 _SECONDS_TO_END = 5.0
-"""How long after its connection a process may end."""
+"""Seconds that a process may take to exit after its connection closes."""
 
 
 class ReaderLost(RuntimeError):
-    """A reading process ended; its exit code is minus the signal that killed it."""
+    """A worker process ended; a negative exit code is the signal that killed it."""
 
     def __init__(self, pid: int, exitcode: int) -> None:
         super().__init__(f"data loader process {pid} ended with exit code {exitcode}")
@@ -45,7 +45,7 @@ def sample_ids(
     ranks.
 
     Raises:
-        ValueError: the global batch is no multiple of micro-batch × data-parallel size (the planner refuses it before).
+        ValueError: the global batch is not a multiple of micro-batch × data-parallel size (the planner rejects it).
     """
     stride = micro_batch_size * data_parallel_size
     if global_batch_size % stride:
@@ -69,17 +69,17 @@ def batches(
     prefetch_factor: int,
     pin_memory: bool,
 ) -> Generator[dict[str, torch.Tensor], None, None]:
-    """Micro-batches of this rank from `consumed_samples` on; closing the iterator ends its worker processes.
+    """Micro-batches of this rank from `consumed_samples` on; closing the iterator stops its worker processes.
 
     Args:
         dataset: from `dataset.build`.
-        consumed_samples: samples of all ranks that training has seen.
+        consumed_samples: samples that training has consumed, over all ranks.
         micro_batch_size: sequences in one micro-batch.
         global_batch_size: sequences in one optimizer step.
         data_parallel_rank: this rank.
         data_parallel_size: ranks that share a global batch.
-        num_workers: reading processes; 0 reads here.
-        prefetch_factor: micro-batches that each process keeps ready.
+        num_workers: worker processes; 0 reads in this process.
+        prefetch_factor: micro-batches that each process prefetches.
         pin_memory: page-locked tensors; no effect without a GPU.
 
     Yields:
@@ -87,7 +87,7 @@ def batches(
 
     Raises:
         ReaderLost: a worker process was killed.
-        OSError: a file could not be read, here or there.
+        OSError: a file could not be read, in this process or a worker.
     """
     ids = sample_ids(
         len(dataset),  # type: ignore[arg-type]
@@ -105,20 +105,20 @@ def batches(
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=pin_memory and torch.cuda.is_available(),
         worker_init_fn=partial(_begin_worker, os.getpid()),
-        # The seed of the workers, which draw nothing, otherwise comes from the generator that dropout uses on a CPU: a
-        # resumed run, which opens its loader once more, would drop other values than an uninterrupted one.
+        # Otherwise torch draws the workers' seed, which they do not use, from dropout's generator on a CPU: a resumed
+        # run, which opens its loader once more, would have different dropout masks than an uninterrupted one.
         generator=torch.Generator(),
-        # Forked: the memory-mapped indices are shared, not copied; the workers touch no GPU.
+        # Forked: the memory-mapped indices are shared, not copied; the workers do not use the GPU.
         multiprocessing_context="fork" if num_workers else None,
     )
-    # A worker is forked with these held back, and takes them when it has handlers; before, they would end it.
+    # A worker is forked with these blocked, and unblocks them once it has handlers; before, they would kill it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     on_child = signal.getsignal(signal.SIGCHLD)
     try:
         stream = iter(loader)
     finally:
-        # torch's handler raises wherever the program is when a worker dies, in the middle of an update too; without it
-        # the death is found by the next read.
+        # torch's handler raises wherever the program is when a worker dies, even during an update; without it
+        # the next read detects it.
         if signal.getsignal(signal.SIGCHLD) is not on_child:
             signal.signal(signal.SIGCHLD, on_child or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -128,21 +128,21 @@ def batches(
                 batch = next(stream)
             except StopIteration:
                 return
-            except (RuntimeError, OSError, EOFError):  # of a queue whose other end is gone
+            except (RuntimeError, OSError, EOFError):  # from a queue whose other end is gone
                 _require_alive(getattr(stream, "_workers", []))
                 raise
             if isinstance(batch, OSError):
                 raise batch
             yield batch
     finally:
-        # A traceback may keep the iterator alive. A leaving process would then wait for its workers for ever: it sends
+        # A traceback may keep the iterator alive. An exiting process would then wait for its workers forever: it sends
         # them one SIGTERM, and they ignore the first.
         if num_workers:
             stream._shutdown_workers()  # type: ignore[attr-defined]
 
 
 class _Reads(Dataset[Any]):
-    """Samples, or the error in place of one: torch would send its traceback as text."""
+    """Samples, or the exception instead of one: torch would send its traceback as text."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset = dataset
@@ -181,11 +181,11 @@ def _collate(samples: list[Any]) -> dict[str, torch.Tensor] | OSError:
 
 
 def _begin_worker(trainer: int, _worker: int) -> None:
-    """End with the trainer, and leave signals to it.
+    """Exit with the trainer, and leave signals to it.
 
-    Schedulers and terminals signal every process of a job; only the trainer acts, after it has saved.
+    Schedulers and terminals signal every process of a job; only the trainer reacts, after it has saved.
 
-    A worker ignores the first SIGTERM but not the second, for that is how a parent that leaves abnormally ends it.
+    A worker ignores the first SIGTERM but not the second, with which a parent that exits abnormally stops it.
     """
     end_with_parent(trainer)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

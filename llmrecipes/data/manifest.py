@@ -1,4 +1,4 @@
-"""What a prepared folder says about itself, and the checks against what it holds."""
+"""The manifest of a prepared folder, and checks of the folder against it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IDX_DTYPES = {4: "int32", 8: "uint16"}
 
 
 class Record(BaseModel):
-    """A part of what is kept as JSON."""
+    """A section of the JSON file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -35,7 +35,7 @@ class File(Record):
 
 
 class Counts(Record):
-    """What a split of a source holds: documents, tokens (one end token a document included), bytes of UTF-8 text."""
+    """A split of a source: documents, tokens (with one end token per document), bytes of UTF-8 text."""
 
     documents: int = 0
     tokens: int = 0
@@ -43,7 +43,7 @@ class Counts(Record):
 
 
 class SourceFiles(Record):
-    """The source's files at the time: count, size, hash over names and sizes."""
+    """The source's files when it was read: count, size, hash of names and sizes."""
 
     files: int
     bytes: int
@@ -80,7 +80,7 @@ class HeldOut(Record):
 
 
 class Manifest(Record):
-    """Everything about a prepared folder, in `manifest.json`."""
+    """The content of `manifest.json`."""
 
     format: int
     fingerprint: str
@@ -117,7 +117,7 @@ def load(folder: Path) -> Manifest:
     """Read a folder's manifest.
 
     Raises:
-        UserError: missing, damaged, or written by another format version.
+        UserError: missing, damaged, or of a different format version.
     """
     file = folder / NAME
     try:
@@ -137,7 +137,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     """The quick check: every file has its size, and every index belongs to its tokens.
 
     Raises:
-        UserError: the first file that is missing, cut off or another one.
+        UserError: the first file that is missing, truncated or different.
     """
     for name, expected in manifest.files.items():
         file = folder / name
@@ -157,7 +157,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def document_of(file: Path, place: int) -> tuple[int, int]:
-    """Which document of an `.idx` has a byte of its `.bin`, and how far into the document that byte is."""
+    """The document of an `.idx` that contains a byte of its `.bin`, and the byte's offset in it."""
     import numpy as np
 
     with file.open("rb") as stream:

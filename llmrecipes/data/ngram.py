@@ -1,4 +1,4 @@
-"""An n-gram model, to compare a trained model with: what counting alone learns from the same tokens."""
+"""An n-gram model as a baseline: what counting alone learns from the same tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MAX_VOCAB = {1: 2**62, 2: 2**31, 3: 2**21}
 class KneserNey:
     """Interpolated Kneser-Ney with one discount for each order (Chen and Goodman 1998, section 2.7).
 
-    Each order takes a discount off its counts and gives what it took to the order below; below the highest order, a
-    token counts once for each different token before it. The lowest order is interpolated with equal probabilities.
+    Each order discounts its counts and gives the discounted mass to the order below; below the highest order, a
+    token counts once for each different token before it. The lowest order is interpolated with a uniform one.
 
     Args:
         rows: [samples, length] token ids. N-grams do not cross rows.
@@ -47,7 +47,7 @@ class KneserNey:
             rows: [samples, length] token ids.
 
         Returns:
-            [samples, length - 1]; a token near the beginning of its row has the shorter context that is there.
+            [samples, length - 1]; a token near the beginning of its row has a shorter context.
         """
         found = np.full((rows.shape[0], rows.shape[1] - 1), 1.0 / self._vocab)
         for n, order in enumerate(self._orders, 1):
@@ -59,19 +59,19 @@ class KneserNey:
 
 @dataclass(frozen=True)
 class _Order:
-    """N-grams of one length, sorted, and the contexts that they begin with."""
+    """N-grams of one length, sorted, and their contexts."""
 
     grams: Ids
     shares: Floats
-    """Of each n-gram: its discounted count over the count of its context."""
+    """For each n-gram: its discounted count over the count of its context."""
     contexts: Ids
     left: Floats
-    """Of each context: the probability that goes to the order below."""
+    """For each context: the probability mass given to the order below."""
 
     @classmethod
     def of(cls, grams: Ids, counts: Ids, vocab: int) -> _Order:
         once, twice = int((counts == 1).sum()), int((counts == 2).sum())
-        # Without a single one that occurs once the estimate is 0, and a token never seen would be impossible.
+        # If none occurs exactly once the estimate is 0, and an unseen token would have probability 0.
         discount = once / (once + 2 * twice) if once else 0.5
         contexts, starts, kinds = np.unique(grams // vocab, return_index=True, return_counts=True)
         totals = np.add.reduceat(counts, starts)

@@ -29,7 +29,7 @@ class EncoderSpec:
 
     Args:
         tokenizer: its `tokenizer.json`.
-        identity: SHA-256 of that file; a process may see another one under the same name later.
+        identity: SHA-256 of that file; a process may later see a different file under the same name.
     """
 
     tokenizer: Path
@@ -42,10 +42,10 @@ class EncoderSpec:
 def encode_all(
     batches: Iterable[Batch], spec: EncoderSpec, workers: int
 ) -> Generator[tuple[Batch, Encoded], None, None]:
-    """Each batch with its ids, in the given order; two batches a worker are under way at most.
+    """Each batch with its ids, in the given order; at most two batches per worker are in flight.
 
     The first batches, and all of them with one worker, are encoded in this process. Closing
-    the iterator ends the processes.
+    the iterator stops the processes.
 
     Raises:
         UserError: a process was killed.
@@ -75,12 +75,12 @@ def encode_all(
             fix=f"fewer than --workers {workers}, or more memory",
         ) from error
     finally:
-        # A stopped `prepare` waits for the batches under way, some 1 MiB each, not for those that are queued.
+        # A stopped `prepare` waits for the batches in flight, about 1 MiB each, not for those that are queued.
         pool.shutdown(cancel_futures=True)
 
 
 def _live_with_parent() -> None:
-    """In a worker: leave signals that stop a job to the parent, and do not outlive it when it is killed."""
+    """In a worker: ignore signals that the parent handles, and exit with the parent if it is killed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism

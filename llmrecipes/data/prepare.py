@@ -1,7 +1,7 @@
 """`prepare`: from a recipe's sources to a folder that training only reads.
 
 The folder is written under a temporary name and renamed when it is complete, so a killed `prepare` leaves nothing that
-looks finished. The same recipe again finds it and has nothing to do.
+looks finished. Another call for the same recipe finds it and does nothing.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def prepare(
     workers: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Prepared:
-    """Make sure that the recipe's tokens and sample indices are there. Runs in one process, without a process group.
+    """Ensure that the recipe's tokens and sample indices exist. Runs in one process, without a process group.
 
     Args:
         recipe: whose data.
-        data_dir: folder of all prepared data; made if missing.
-        workers: tokenizing processes, for more than a little text; None: one for each processor this process may use.
-        progress: told what happens, in plain lines.
+        data_dir: folder of all prepared data; created if missing.
+        workers: tokenizing processes, unless there is little text; None: one for each CPU this process may use.
+        progress: receives progress messages.
 
     Returns:
         The opened folder.
@@ -73,7 +73,7 @@ def prepare(
 def _build(recipe: Recipe, target: Path, workers: int, log: Callable[[str], None]) -> None:
     started = time.monotonic()
     part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a killed run; the lock is ours
+    shutil.rmtree(part, ignore_errors=True)  # from a killed run; the lock is ours
     try:
         part.mkdir()
         manifest, contents = _fill(recipe, part, target.name, workers, log)
@@ -98,7 +98,7 @@ def _fill(
 
     every, rule = recipe.data.sources, SplitRule(recipe.data.split)
     for source in every:
-        sources.files(source)  # a missing source is said before minutes of work
+        sources.files(source)  # report a missing source before minutes of work
     tokenizer = _tokenizer(recipe, rule, part, log)
     dtype = DType.optimal_dtype(tokenizer.vocab_size).__name__
     by_word = recipe.data.tokenizer.type == "bpe"
@@ -150,12 +150,12 @@ def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, log: Callable[[str],
 
 
 def _warn_if_changed(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> None:
-    """Prepared data stays what it is; but say so where the files it came from are here and other ones now."""
+    """Warn if the sources exist and have changed; the prepared data is still used."""
     for source, record in zip(recipe.data.sources, prepared.manifest.sources, strict=True):
         try:
             now = sources.listing(source)
         except (UserError, OSError):
-            continue  # prepared elsewhere: the sources need not be here
+            continue  # prepared elsewhere: the sources need not exist here
         then = record.files
         if now and then and now.sha256 != then.sha256:
             log(
@@ -183,7 +183,7 @@ def _lock(data_dir: Path, name: str, log: Callable[[str], None]) -> Iterator[Non
 
 @contextmanager
 def _writable(data_dir: Path) -> Iterator[None]:
-    """Turn a folder that cannot be written, or a full disk, into one message."""
+    """Report a read-only folder or a full disk as one message."""
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         yield

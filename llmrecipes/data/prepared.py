@@ -22,7 +22,7 @@ from llmrecipes.recipe.schema import Recipe
 logger = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
-# Every key of the section data counts as one that tokens depend on, a new one too, but for these.
+# Tokens depend on every key of the section data, including new ones, except these.
 NOT_IN_TOKENS: dict[str, Any] = {
     # How batches reach the model.
     "num_workers": True,
@@ -43,14 +43,14 @@ class Prepared:
 
     @property
     def ids(self) -> checked.Ids:
-        """What its token ids may be."""
+        """Its valid token ids."""
         return checked.Ids(self.manifest.dtype, self.manifest.tokenizer.vocab_size)
 
     def tokenizer(self) -> TextTokenizer:
         """The tokenizer that made the tokens.
 
         Raises:
-            UserError: it is damaged, or another one.
+            UserError: it is damaged or has changed.
         """
         record = self.manifest.tokenizer
         return read(self.path / TOKENIZER, record.eod, record.sha256)
@@ -61,10 +61,10 @@ class Prepared:
         Args:
             names: of the files.
             log: receives a line when files are read.
-            again: read them whatever was done.
+            again: read them even if they were checked before.
 
         Raises:
-            UserError: a file is not in the manifest, is another one, or has ids outside the vocabulary.
+            UserError: a file is not in the manifest, differs from it, or has ids outside the vocabulary.
         """
         files = self.manifest.files
         if unknown := sorted(set(names) - set(files)):
@@ -83,7 +83,7 @@ class Prepared:
         return [f"{stem}{suffix}" for stem in stems for suffix in (".idx", ".bin")]
 
     def verify(self) -> int:
-        """Read every file and check its hash, those of all sample orders too, and that no document is in two splits.
+        """Check the hash of every file, including all sample orders, and that no document is in two splits.
 
         Returns:
             The number of documents.
@@ -108,12 +108,12 @@ class Prepared:
 
 
 def content(recipe: Recipe) -> dict[str, object]:
-    """The part of a recipe that the tokens depend on: the section data but for `NOT_IN_TOKENS`, and the vocabulary."""
+    """The part of a recipe that tokens depend on: the section data without `NOT_IN_TOKENS`, and the vocabulary."""
     return {**recipe.data.model_dump(mode="json", exclude=NOT_IN_TOKENS), "vocab_size": recipe.model.vocab_size}
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Name of the recipe's prepared folder: 16 hex digits over `content`."""
+    """Name of the recipe's prepared folder: 16 hex digits of a hash of `content`."""
     text = json.dumps({"format": manifests.FORMAT, **content(recipe)}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -122,7 +122,7 @@ def open_prepared(recipe: Recipe, data_dir: Path) -> Prepared:
     """Open the recipe's prepared folder after the quick check: sizes and index headers; `Prepared.check` does the rest.
 
     Raises:
-        UserError: not prepared, or a file is missing, cut off or foreign (its name, expected and found size).
+        UserError: not prepared, or a file is missing, truncated or different (its name, expected and actual size).
     """
     path = data_dir / fingerprint(recipe)
     if not path.is_dir():

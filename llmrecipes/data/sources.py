@@ -1,8 +1,8 @@
 """Sources of a recipe as streams of documents.
 
-Files on disk are read row by row here and not through `datasets`: its JSON reader fixes the columns' types from the
-first chunk, so it stops at a row with one more key, and it turns a number in the text column into text without a word.
-Reading rows gives file and line of what is wrong. Hub datasets do come through `datasets`.
+Files on disk are read row by row, not through `datasets`: its JSON reader infers the columns' types from the first
+chunk, so it fails on a row with an additional key, and it silently converts a number in the text column to text.
+Reading rows gives file and line of an error. Hub datasets are read through `datasets`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True)
 class Listing:
-    """What a source's files were when they were read: enough to see later that they changed."""
+    """State of a source's files when they were read, to detect later changes."""
 
     files: int
     bytes: int
@@ -36,7 +36,7 @@ class Listing:
 
 
 def label(source: Source) -> str:
-    """How messages name a source."""
+    """Name of a source in messages."""
     return source.type if source.path is None else f"{source.type} {source.path}"
 
 
@@ -44,7 +44,7 @@ def files(source: Source) -> list[Path]:
     """The files of a source on disk, sorted by name; none for `hub`.
 
     Raises:
-        UserError: nothing is there.
+        UserError: there are none.
     """
     if source.type == "hub":
         return []
@@ -73,11 +73,11 @@ def listing(source: Source) -> Listing | None:
 
 
 def documents(source: Source) -> Iterator[str | None]:
-    """The documents of a source in a fixed order; None stands for one that is not valid Unicode.
+    """The documents of a source in a fixed order; None for one that is not valid Unicode.
 
     Raises:
-        UserError: a missing source, an unreadable row (file and line), a missing text column (with the columns there
-            are), a dataset that cannot be fetched.
+        UserError: a missing source, an unreadable row (file and line), a missing text column (with the existing
+            columns), a dataset that cannot be downloaded.
     """
     if source.type == "hub":
         yield from _hub(source)
@@ -150,7 +150,7 @@ def _text(value: Any, key: str, where: str) -> str | None:
         raise UserError(
             f"{key!r} holds {type(value).__name__}, not text", where=where, fix="set data.sources[].text_key"
         )
-    # A lone surrogate is legal in JSON and no Unicode text.
+    # A lone surrogate is legal in JSON, but not valid Unicode.
     return value if value.isascii() or _is_unicode(value) else None
 
 
@@ -216,7 +216,7 @@ def _hub(source: Source) -> Iterator[str | None]:
     path = _path(source)
     try:
         dataset = datasets.load_dataset(path, source.name, split=source.split or "train", revision=source.revision)
-    except Exception as error:  # HTTP, DNS, authentication, parsing: each library below has errors of its own
+    except Exception as error:  # HTTP, DNS, authentication, parsing: each library below has its own errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"cannot load dataset {path!r}: {reason}",

@@ -1,4 +1,4 @@
-"""Which documents are kept, and the split each belongs to: both follow from the hash of the text alone."""
+"""Which documents are kept, and the split of each: both depend only on the hash of the text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SplitRule:
             return "train"
         if place < train + valid:
             return "valid"
-        # Rounding may put `place` at the very end; it must not open a split of weight 0.
+        # Rounding may put `place` at the very end; it must not select a split of weight 0.
         return "test" if test > 0 else "train"
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: trained here or taken from Hugging Face, kept as one `tokenizer.json` beside the tokens they made."""
+"""Tokenizers, trained here or loaded from Hugging Face, stored as one `tokenizer.json` beside their tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TextTokenizer:
 
     Args:
         backend: the tokenizer itself.
-        eod: id that closes a document.
+        eod: id that ends a document.
         identity: SHA-256 of its `tokenizer.json`; megatron-core names its index files by it.
     """
 
@@ -33,7 +33,7 @@ class TextTokenizer:
     identity: str
 
     pad: int = -1
-    """No token: samples are cut from a stream and never padded, so the loss must not leave out any id."""
+    """No token: samples are cut from a stream and never padded, so the loss must not mask any id."""
 
     @property
     def vocab_size(self) -> int:
@@ -50,7 +50,7 @@ class TextTokenizer:
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; bytes that are no whole character become U+FFFD, special tokens vanish."""
+        """Text of ids; incomplete characters become U+FFFD, special tokens are dropped."""
         return str(self.backend.decode(list(ids)))
 
 
@@ -58,7 +58,7 @@ def read(file: Path, eod: int, identity: str) -> TextTokenizer:
     """Load a prepared folder's `tokenizer.json`.
 
     Raises:
-        UserError: it cannot be read, or is not the one with the SHA-256 `identity`.
+        UserError: it cannot be read, or its SHA-256 is not `identity`.
     """
     fix = "copy the file again from where it was prepared, or delete the folder and prepare again"
     try:
@@ -76,16 +76,16 @@ def read(file: Path, eod: int, identity: str) -> TextTokenizer:
 
 
 def vocabulary(backend: tokenizers.Tokenizer) -> int:
-    """One more than the largest id: Hugging Face vocabularies may have holes."""
+    """One more than the largest id: Hugging Face vocabularies may have gaps."""
     return 1 + max(backend.get_vocab(with_added_tokens=True).values())
 
 
 def train(texts: Iterable[str], vocab_size: int) -> tuple[tokenizers.Tokenizer, int]:
-    """Train a byte-level BPE (arXiv 1508.07909, GPT-2's bytes) with `tokenizers`; any text comes back as it was.
+    """Train a byte-level BPE (arXiv 1508.07909, GPT-2's bytes) with `tokenizers`; decoding is lossless for any text.
 
     Args:
         texts: documents of the train split only.
-        vocab_size: most ids, the 256 bytes and `<|endoftext|>` included; fewer if the texts have fewer pairs to merge.
+        vocab_size: maximum ids, including the 256 bytes and `<|endoftext|>`; fewer if the texts have fewer pairs.
 
     Returns:
         The tokenizer and the id of `<|endoftext|>` (0).
@@ -121,7 +121,7 @@ def train(texts: Iterable[str], vocab_size: int) -> tuple[tokenizers.Tokenizer, 
 
 
 def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Tokenizer, int]:
-    """Take an existing tokenizer, by name or folder, from Hugging Face.
+    """Load an existing Hugging Face tokenizer by name or folder.
 
     Returns:
         The tokenizer and the id of its end-of-text token.
@@ -139,7 +139,7 @@ def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Toke
             section.path, revision=section.revision or "main", trust_remote_code=False
         )
         backend = tokenizers.Tokenizer.from_str(found.backend_tokenizer.to_str())
-    except Exception as error:  # HTTP, DNS, missing files, unknown classes: each library below has errors of its own
+    except Exception as error:  # HTTP, DNS, missing files, unknown classes: each library below has its own errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"cannot load tokenizer {section.path!r}: {reason}",

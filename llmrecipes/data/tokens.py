@@ -11,10 +11,10 @@ import numpy as np
 
 
 class TokenFile:
-    """Reads pieces of a `.bin` file, for megatron-core's `IndexedDataset.bin_reader`.
+    """Reads slices of a `.bin` file, for megatron-core's `IndexedDataset.bin_reader`.
 
-    Not memory-mapped: where a mapped file is cut off or its disk fails, the process is killed by SIGBUS; here the read
-    fails with an `OSError` that names the file. Processes that are forked share the open file.
+    Not memory-mapped: if a mapped file is truncated or its disk fails, the process is killed by SIGBUS; here the read
+    fails with an `OSError` that names the file. Forked processes share the open file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -22,10 +22,10 @@ class TokenFile:
         self._stream = file.open("rb", buffering=0)
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray:
-        """`count` ids from a byte on.
+        """`count` ids from a byte offset.
 
         Raises:
-            OSError: they cannot be read, or the file ends before.
+            OSError: they cannot be read, or the file is too short.
         """
         missing = int(count) * np.dtype(dtype).itemsize
         parts: list[bytes] = []

@@ -1,4 +1,4 @@
-"""What a failure to read means: which file is no longer what it was, or what ended a process that reads."""
+"""Diagnosis of a read failure: the file that has changed, or what killed the worker process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llmrecipes.recipe.schema import Recipe
 
 
 def explain(error: ReaderLost | OSError, recipe: Recipe, prepared: Prepared) -> UserError:
-    """The message for it: `STOP` where prepared data has changed, `REQUEUE` where another start may go well.
+    """The error for it: `STOP` if prepared data has changed, `REQUEUE` if a restart may succeed.
 
     Args:
         error: what the loader raised.
-        recipe: what is trained.
-        prepared: its data, whose files are looked at again.
+        recipe: of the run.
+        prepared: its data, whose files are checked again.
     """
     try:
         folder = index.folder(recipe, prepared)

@@ -1,1 +1,1 @@
-"""What a machine or a site has: detection, cluster profiles, and their loader."""
+"""Hardware of a machine or a site: detection, cluster profiles, and their loader."""

@@ -1,6 +1,6 @@
-"""What a machine, or several nodes of a kind, offer: GPUs, processor, memory, disk.
+"""Resources of a machine, or of several identical nodes: GPUs, CPU, memory, disk.
 
-What is here is found by the operating system and nvidia-smi, without torch.
+Detection uses the operating system and nvidia-smi, not torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 # Peak dense bf16 (V100, T4: fp16) tensor-core TFLOP/s from NVIDIA's data sheets, without sparsity. The first entry
-# whose words all stand in nvidia-smi's name counts, so the special comes before the general.
+# whose words are all in nvidia-smi's name counts, so the more specific comes first.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500.0),  # GB200 NVL72 data sheet: 360 PFLOP/s bf16 with sparsity over 72
     ("B200", 2250.0),  # DGX B200 data sheet: 36 PFLOP/s dense fp8 by 8, half for bf16
@@ -52,10 +52,10 @@ class Gpu:
 class Cluster:
     """The machine a run would use: this one, or some nodes of a site.
 
-    All figures but `nodes` are those of all nodes together. `cpu_cores` may be a fraction where a control group limits
-    processor time. `memory_available_bytes` is what new processes can take without swapping; `disk_free_bytes` belongs
-    to the working directory. `name` is the site's profile, empty for what was found here. `nvlink_domain` is the number
-    of GPUs that reach each other over NVLink where that is more than a node's.
+    All figures except `nodes` are totals over all nodes. `cpu_cores` may be fractional if a control group limits CPU
+    time. `memory_available_bytes` is what new processes can allocate without swapping; `disk_free_bytes` is that of
+    the working directory. `name` is the site's profile, empty for this machine. `nvlink_domain` is the number of GPUs
+    connected by NVLink if that is more than a node's.
     """
 
     gpus: tuple[Gpu, ...]
@@ -69,7 +69,7 @@ class Cluster:
 
     @property
     def gpus_per_domain(self) -> int:
-        """GPUs that are close enough for tensor parallelism: a node's, or an NVLink domain's."""
+        """GPUs connected well enough for tensor parallelism: those of a node, or of an NVLink domain."""
         return min(self.nvlink_domain or len(self.gpus) // self.nodes, len(self.gpus))
 
     def times(self, nodes: int) -> Cluster:
@@ -94,7 +94,7 @@ class Cluster:
 
 
 def detect(directory: Path | None = None) -> Cluster:
-    """This machine as this process may use it: affinity, control-group limits and CUDA_VISIBLE_DEVICES count."""
+    """This machine as far as this process may use it: by affinity, control groups and CUDA_VISIBLE_DEVICES."""
     total, available = _memory()
     return Cluster(
         gpus=_gpus(),
@@ -115,7 +115,7 @@ FIELDS = ("index", "uuid", "name", "memory.total", "memory.free")
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    # A driver that does not answer is a machine without a usable GPU.
+    # If the driver does not answer, there is no usable GPU.
     return select_gpus(nvidia.query(*FIELDS, timeout=20), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -141,7 +141,7 @@ def select_gpus(listed: Sequence[Mapping[str, str]], visible: str | None) -> tup
 
 
 def cpu_cores() -> float:
-    """Processor cores that this process may use: by its affinity, and by the limits of its control groups."""
+    """CPU cores that this process may use: by its affinity, and by the limits of its control groups."""
     cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _cgroups("cpu"):
         quota = _words(group / "cpu.max")  # version 2: "quota period" or "max period"
@@ -172,7 +172,7 @@ def _memory() -> tuple[int, int]:
 
 
 def _file_cache(group: Path) -> int:
-    """Bytes of cached file pages: counted as used although the kernel gives them back on demand."""
+    """Bytes of cached file pages: counted as used, but freed by the kernel on demand."""
     stat = dict(line.split(maxsplit=1) for line in _text(group / "memory.stat").splitlines() if " " in line)
     return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
 

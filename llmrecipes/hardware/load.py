@@ -1,4 +1,4 @@
-"""A cluster profile's file to a checked `Profile`, with every problem named at once."""
+"""A cluster profile's file to a validated `Profile`, with all problems reported at once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def load_profile(name_or_path: str, directory: Path | None = None) -> Profile:
 
 
 def check(profile: Profile, stem: str) -> list[Problem]:
-    """What is wrong with a profile as a whole.
+    """Problems between keys of a profile.
 
     Args:
         profile: of the right types.

@@ -1,4 +1,4 @@
-"""A profile as the machine that the planner plans for."""
+"""Converts a profile to the machine that the planner plans for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def machine(profile: Profile, nodes: int) -> Cluster:
         profile: the site.
         nodes: how many of its nodes, at least 1.
 
-    Its disk is not known and counts as none.
+    Its free disk space is unknown and set to 0.
     """
     gpus: tuple[Gpu, ...] = ()
     if profile.gpu is not None:
@@ -40,11 +40,11 @@ def planned(cluster: str | None, nodes: int | None, ranks: int) -> Cluster:
 
     Args:
         cluster: name or path of a profile; None: this machine.
-        nodes: its nodes; None: as few as the ranks take.
-        ranks: how many there are to be at least.
+        nodes: its nodes; None: the fewest that fit the ranks.
+        ranks: minimum number of ranks.
 
     Raises:
-        UserError: no such profile, a broken one, or nodes without a profile.
+        UserError: no such profile, an invalid one, or nodes without a profile.
     """
     if cluster is None:
         if nodes is not None:

@@ -1,4 +1,4 @@
-"""nvidia-smi: started and read here alone."""
+"""Runs nvidia-smi and parses its output; the only module that does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 
 
 def report(*arguments: str, timeout: float) -> str | None:
-    """What nvidia-smi prints; None where there is no nvidia-smi.
+    """Output of nvidia-smi; None if there is no nvidia-smi.
 
     Raises:
         OSError: it could not be started.
@@ -22,7 +22,7 @@ def report(*arguments: str, timeout: float) -> str | None:
 
 
 def query(*fields: str, timeout: float) -> list[dict[str, str]]:
-    """Fields of every GPU; none where nvidia-smi is missing or its driver does not answer."""
+    """Fields of every GPU; none if nvidia-smi is missing or its driver does not answer."""
     try:
         listing = report(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", timeout=timeout)
     except (OSError, subprocess.SubprocessError):
@@ -31,6 +31,6 @@ def query(*fields: str, timeout: float) -> list[dict[str, str]]:
 
 
 def rows(listing: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
-    """The lines of a CSV listing that have every field."""
+    """Complete rows of a CSV listing."""
     found = csv.reader(listing.splitlines(), skipinitialspace=True)
     return [dict(zip(fields, row, strict=True)) for row in found if len(row) == len(fields)]

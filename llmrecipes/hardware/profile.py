@@ -1,4 +1,4 @@
-"""A cluster profile: what a site's nodes, links and schedulers are. It only holds; nothing here is derived."""
+"""A cluster profile: a site's nodes, links and schedulers. Plain data; nothing here is derived."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class Gpu(Section):
     """One GPU of a node."""
 
     name: str
-    """As nvidia-smi shows it."""
+    """Name in nvidia-smi."""
     memory_gib: PosFloat
-    """GiB that are free on an idle one."""
+    """Free GiB of an idle GPU."""
     peak_tflops: PosFloat
     """Dense bf16 peak in TFLOP/s, without sparsity."""
 
 
 class Link(Section):
-    """How data gets from one GPU (of a node without GPUs: from one process) to another."""
+    """Connection between GPUs, or between processes of nodes without GPUs."""
 
     kind: Literal["nvlink", "pcie", "infiniband", "roce", "efa", "tcpx", "ethernet", "memory"]
-    """What it is."""
+    """Its type."""
     gb_per_s: PosFloat
-    """Gigabytes (1e9 bytes) a second that one GPU can send while all others send as well; a data sheet's figure."""
+    """Gigabytes (1e9 bytes) per second that one GPU can send while all others send as well; from a data sheet."""
 
 
 class Slurm(Section):
-    """Defaults of jobs that `llmrecipes submit --to slurm` hands to this site."""
+    """Defaults of jobs that `llmrecipes submit --to slurm` submits to this site."""
 
     partition: Word | None = None
     """Partition; unset: the site's default."""
     gres: Word | None = None
-    """Generic resources of each node, such as `gpu:h100:8`; unset: none are asked for by name."""
+    """Generic resources of each node, such as `gpu:h100:8`; unset: no --gres."""
     constraint: str | None = None
     """Node features, such as `h100&nvme`; unset: none."""
     container_runtime: Literal["pyxis", "apptainer", "none"] = "none"
@@ -51,11 +51,11 @@ class Slurm(Section):
     mounts: Annotated[tuple[Mount, ...], Field(strict=False)] = ()
     """Folders that a container sees besides the working, runs and data directories: `SRC`, `SRC:DST`, `SRC:DST:ro`."""
     switches: PosInt | None = None
-    """Most leaf switches that a job's nodes may hang on; unset: as many as it comes."""
+    """Maximum leaf switches of a job's nodes; unset: no limit."""
     switches_wait: str = "01:00:00"
-    """How long a job waits for so few switches (Slurm's time format)."""
+    """How long a job waits for this number of switches (Slurm's time format)."""
     segment: PosInt | None = None
-    """Nodes that have to lie in one block (an NVLink domain) of Slurm's block topology; unset: no blocks."""
+    """Nodes that must be in one block (an NVLink domain) of Slurm's block topology; unset: no blocks."""
 
 
 class Kubernetes(Section):
@@ -64,15 +64,15 @@ class Kubernetes(Section):
     gpu_resource: Word = "nvidia.com/gpu"
     """Resource that counts GPUs."""
     rdma_resource: Word | None = None
-    """Resource that gives a pod its network adapters; unset: plain TCP."""
+    """Resource of network adapters; unset: plain TCP."""
     rdma_count: NonNegInt = 0
-    """How many of them a pod with a whole node takes."""
+    """Number of them for a pod with a full node."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes."""
 
 
 class Measured(Section):
-    """What `llmrecipes bench collectives` measured."""
+    """A result of `llmrecipes bench collectives`."""
 
     operation: Operation
     """The collective."""
@@ -89,18 +89,18 @@ class Measured(Section):
 
 
 class Profile(Section):
-    """What a site has."""
+    """A site."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
-    """Name of the profile, that of its file."""
+    """Name of the profile; matches its file name."""
     description: str = ""
     """One line for `llmrecipes clusters`."""
     gpus_per_node: NonNegInt
-    """GPUs of a node; 0: training on processors."""
+    """GPUs of a node; 0: training on CPUs."""
     gpu: Gpu | None = None
-    """The GPU; needed where there are any."""
+    """The GPU; required if there are any."""
     cpu_cores: PosInt
-    """Processor cores of a node."""
+    """CPU cores of a node."""
     memory_gib: PosFloat
     """Main memory of a node in GiB."""
     nvlink_domain: PosInt | None = None
@@ -116,9 +116,9 @@ class Profile(Section):
     kubernetes: Kubernetes = Kubernetes()
     """Kubernetes' part."""
     measured: Annotated[tuple[Measured, ...], Field(strict=False)] = ()
-    """What `llmrecipes bench collectives --write` found."""
+    """Results of `llmrecipes bench collectives --write`."""
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks that a node has where nobody says otherwise: one a GPU, or one."""
+        """Default ranks per node: one per GPU, or one."""
         return self.gpus_per_node or 1

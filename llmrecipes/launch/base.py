@@ -1,4 +1,4 @@
-"""What a launcher is: it renders a planned run for a place, hands it over, and answers for the job from then on."""
+"""The protocol of a launcher: it renders a planned run for a target, submits it, and reports on the job afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 
 Given = Mapping[str, Any]
-"""Options of `submit` by their names on the command line, those that were given and those with a default."""
+"""Options of `submit` by their names on the command line, with defaults filled in."""
 
 
 class JobState(StrEnum):
@@ -25,7 +25,7 @@ class JobState(StrEnum):
     RUNNING = "running"
     COMPLETED = "completed"
     SAVED = "saved"
-    """It ended with 75 and nobody starts it again: the same command resumes it."""
+    """It ended with 75 and will not be restarted: the same command resumes it."""
     FAILED = "failed"
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
@@ -41,12 +41,12 @@ EXIT_CODES = {
     JobState.SAVED: int(ExitCode.REQUEUE),
     JobState.CANCELLED: int(ExitCode.TERMINATED),
 }
-"""Exit codes of jobs whose scheduler has none to tell; 1 for all other states."""
+"""Exit codes of jobs if the scheduler reports none; 1 for all other states."""
 
 
 @dataclass(frozen=True)
 class JobRef:
-    """What it takes to find a job again, from any process: see `launch.record`."""
+    """Reference to a job, valid in any process: see `launch.record`."""
 
     launcher: str
     job_id: str
@@ -55,9 +55,9 @@ class JobRef:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What is known of a job: `reason` is the scheduler's word where its own state says more.
+    """Status of a job: `reason` is the scheduler's own state if that is more specific.
 
-    `restarts` counts how often the scheduler has started it again, where it tells.
+    `restarts` counts restarts by the scheduler, if it reports them.
     """
 
     state: JobState
@@ -85,7 +85,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class Logs:
-    """Where a job's output is: files on this machine's disks, or the command that prints it."""
+    """Location of a job's output: local files, or a command that prints it."""
 
     files: tuple[Path, ...] = ()
     command: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Logs:
 class Planned:
     """A recipe on a number of nodes, checked.
 
-    `asked` and `cluster` are what the user wrote. `profile` is None for this machine; `site` is all nodes together.
+    `asked` and `cluster` are the user's input. `profile` is None for this machine; `site` is all nodes together.
     """
 
     asked: tuple[str, ...]
@@ -120,7 +120,7 @@ class PlannedForCluster(Planned):
 
 @dataclass(frozen=True)
 class Submission:
-    """A planned run and where it is kept; all paths are absolute."""
+    """A planned run and its directories; all paths are absolute."""
 
     planned: Planned
     run_id: str
@@ -142,16 +142,16 @@ class Submission:
 
 @dataclass(frozen=True)
 class Rendering:
-    """What a launcher hands over: made before anything happens, and shown by `--dry-run`.
+    """What a launcher submits: rendered without side effects, and shown by `--dry-run`.
 
     Attributes:
-        command: the words of the program that takes it.
-        text: what the program reads from its standard input.
-        shown: the same for people.
+        command: the command that submits it.
+        text: standard input of the command.
+        shown: human-readable form.
         details: the same for `--json`.
-        place: where the job waits, by name; for the preview.
-        time_limit: as the scheduler is told it; None: the place's own.
-        has_token: whether the job is given `HF_TOKEN`.
+        place: name of the queue; for the preview.
+        time_limit: in the scheduler's format; None: the default of the queue.
+        has_token: whether the job has `HF_TOKEN`.
     """
 
     command: tuple[str, ...]
@@ -178,54 +178,54 @@ class JobHandle(Protocol):
         """Wait until the job has ended.
 
         Args:
-            timeout: seconds; None: as long as it takes.
-            changed: is told the status at first and whenever it changes.
+            timeout: seconds; None: no timeout.
+            changed: receives the initial status and every change.
 
         Returns:
-            The state; one that has not ended after the timeout.
+            The state; not a final one after a timeout.
         """
         ...
 
     def cancel(self) -> None:
-        """Ask the scheduler to end the job; does nothing where it has ended. The run keeps its checkpoints."""
+        """Cancel the job; does nothing if it has ended. The run keeps its checkpoints."""
         ...
 
     def logs(self) -> Logs: ...
 
     def result(self) -> JobResult:
-        """How the job ended, or how far it is."""
+        """How the job ended, or its progress."""
         ...
 
 
 class Launcher(Protocol):
-    """A place where runs are started. `launch.registry` names all of them.
+    """A target that runs can be submitted to. `launch.registry` lists all launchers.
 
-    Every method raises UserError where the scheduler's programs are missing, refuse or do not answer.
+    Every method raises UserError if the scheduler's programs are missing, fail or do not answer.
     """
 
     takes: ClassVar[frozenset[str]]
-    """Options of `submit` that mean something here; the others are refused."""
+    """Options of `submit` that this launcher supports; the others are rejected."""
     needs_cluster: ClassVar[bool]
     """Whether a run is planned for a cluster profile, rather than for this machine."""
     shares_disk: ClassVar[bool]
-    """Whether the run's directory is made here, before the job starts."""
+    """Whether the run's directory is created here, before the job starts."""
     poll_seconds: ClassVar[float]
-    """How often one process may ask for states without being a burden."""
+    """Seconds between status queries of one process, to limit the load."""
 
     def render(self, submission: Submission, given: Given) -> Rendering:
-        """Pure: nothing is asked, run or written. UserError for a value that the scheduler would refuse."""
+        """Without side effects. UserError for a value that the scheduler would reject."""
         ...
 
     def require(self) -> None:
-        """UserError where nothing can be submitted from here."""
+        """UserError if nothing can be submitted from this machine."""
         ...
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
-        """Hand the run over."""
+        """Submit the run."""
         ...
 
     def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
-        """What the scheduler knows of many jobs, asked at once; those it does not know are left out."""
+        """Status of many jobs, in one query; jobs that the scheduler does not know are omitted."""
         ...
 
     def cancel(self, ref: JobRef) -> None:
@@ -233,7 +233,7 @@ class Launcher(Protocol):
         ...
 
     def logs(self, ref: JobRef) -> Logs:
-        """Where a job's output is."""
+        """Location of a job's output."""
         ...
 
     def names_job(self, text: str) -> bool:

@@ -1,6 +1,6 @@
-"""The environment of a rank, from the cluster profile and the plan: the one place where such variables are chosen.
+"""The environment of a rank, from the cluster profile and the plan: the only module that chooses such variables.
 
-What the user has set wins over everything here, so that a variable can be tried out without editing a file.
+Variables that the user has set take precedence, so that one can be tried out without editing a file.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
 
 FLIGHT_RECORDER_ENTRIES = 2000
-"""Collectives that each rank remembers, for the dump after a timeout (the size that PyTorch's own tools assume)."""
+"""Collectives that each rank records for the dump after a timeout (the size that PyTorch's tools assume)."""
 MOST_THREADS = 16
-"""OpenMP threads of a rank on a GPU, where the processor only prepares work."""
+"""Maximum OpenMP threads of a rank with a GPU, where the CPU only prepares work."""
 
 
 def environment(profile: Profile, plan: Plan, ranks_per_node: int, logs: Path | None = None) -> dict[str, str]:
     """Variables of every rank of a run, the same on all of them.
 
     Args:
-        profile: the site; its own variables win over what is derived here.
-        plan: degrees decide what has to overlap.
-        ranks_per_node: ranks that share a node's processor.
+        profile: the site; its variables take precedence over derived ones.
+        plan: its degrees decide what must overlap.
+        ranks_per_node: ranks that share a node's CPU.
         logs: folder for dumps of collectives that timed out; None: /tmp, PyTorch's default.
 
     The names are NCCL's (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html), PyTorch's, gloo's and
@@ -53,7 +53,7 @@ def _for_gpus(plan: Plan, logs: Path | None) -> dict[str, str]:
         values["TORCH_FR_DUMP_TEMP_FILE"] = str(logs / "collectives-rank-")
     degrees = plan.layout
     if degrees.tensor_model_parallel_size > 1 or degrees.context_parallel_size > 1:
-        # One queue to the GPU keeps kernels in the order of their launch, on which megatron-core's overlap of
-        # communication and computation rests (tensor_parallel/layers.py).
+        # One queue to the GPU runs kernels in launch order, which megatron-core's overlap of communication and
+        # computation relies on (tensor_parallel/layers.py).
         values["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return values

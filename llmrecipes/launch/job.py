@@ -1,4 +1,4 @@
-"""A submitted job, the same for every launcher; and many of them asked for at once."""
+"""A submitted job, for any launcher; and status queries for many jobs at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 3600.0
-"""How long a scheduler may be away while a job is waited for: a restart of its daemons ends no job."""
+"""How long to retry while a scheduler does not answer: jobs survive a restart of its daemons."""
 RECORDED = {"finished": JobState.COMPLETED, "saved": JobState.SAVED, "failed": JobState.FAILED}
 
 
@@ -33,7 +33,7 @@ class Job:
 
     @property
     def status(self) -> JobStatus:
-        """What is known of the job now."""
+        """The current status of the job."""
         return _statuses(self._launcher, [self.ref])[self.ref]
 
     @property
@@ -43,7 +43,7 @@ class Job:
     def wait(
         self, timeout: float | None = None, changed: Callable[[JobStatus], None] = lambda _status: None
     ) -> JobState:
-        """See `JobHandle.wait`. A scheduler that does not answer is asked again for an hour."""
+        """See `JobHandle.wait`. A query that the scheduler does not answer is retried for an hour."""
         started = answered = time.monotonic()
         before, pause = None, min(FIRST_POLL_SECONDS, self._launcher.poll_seconds)
         while True:
@@ -70,10 +70,10 @@ class Job:
         if self.state.ended:
             return
         known = record.read(self.ref.run_dir)
-        if known is None or known.ref.job_id != self.ref.job_id:  # the run has another job by now
+        if known is None or known.ref.job_id != self.ref.job_id:  # the run has a newer job
             self._launcher.cancel(self.ref)
             return
-        record.write(self.ref, cancelled=True)  # first, for those who wait: a cancelled job may save and end at once
+        record.write(self.ref, cancelled=True)  # before scancel: a waiting process must see it when the job ends
         try:
             self._launcher.cancel(self.ref)
         except UserError:
@@ -84,7 +84,7 @@ class Job:
         return self._launcher.logs(self.ref)
 
     def result(self) -> JobResult:
-        """See `JobHandle.result`. The numbers are those of the run's own record, where this machine sees it."""
+        """See `JobHandle.result`. The numbers are from the run's record, if this machine can read it."""
         now = self.status
         code = EXIT_CODES.get(now.state, 1) if now.exit_code is None else now.exit_code
         run = summary(self.ref.run_dir)
@@ -97,7 +97,7 @@ def handle(ref: JobRef) -> JobHandle:
 
 
 def statuses(refs: Iterable[JobRef]) -> dict[JobRef, JobStatus]:
-    """The status of many jobs, with one question to each scheduler.
+    """The status of many jobs, with one query to each scheduler.
 
     Raises:
         UserError: a scheduler does not answer.
@@ -114,14 +114,14 @@ def _statuses(launcher: Launcher, refs: list[JobRef]) -> dict[JobRef, JobStatus]
 
 
 def _as_cancelled(ref: JobRef, found: JobStatus) -> JobStatus:
-    """A job that saved because it was cancelled is cancelled."""
+    """A job that saved because it was cancelled counts as cancelled."""
     if found.state in (JobState.SAVED, JobState.FAILED) and _was_cancelled(ref):
         return replace(found, state=JobState.CANCELLED)
     return found
 
 
 def _recorded(ref: JobRef) -> JobStatus:
-    """What the run tells of a job that its scheduler has forgotten, which ended some time ago."""
+    """The status, from the run's record, of an ended job that its scheduler has forgotten."""
     values = status.read(ref.run_dir)
     try:
         path = ref.run_dir / status.FILE

@@ -1,4 +1,4 @@
-"""Programs of schedulers (sbatch, squeue, kubectl ...): the only module that runs them."""
+"""Runs the schedulers' programs (sbatch, squeue, kubectl ...); the only module that does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMEOUT_SECONDS = 120.0
 
 
 class SchedulerUnavailable(UserError):
-    """A question that got no answer; it may get one later."""
+    """A query without an answer; a retry may succeed."""
 
 
 def require_program(program: str, fix: str) -> None:
@@ -32,15 +32,15 @@ def require_program(program: str, fix: str) -> None:
 
 
 def tell(command: Sequence[str], text: str = "", fix: str = "") -> str:
-    """Tell a scheduler something, and return what it says.
+    """Run a scheduler command, and return its output.
 
     Args:
-        command: its words.
-        text: what it reads from its standard input.
-        fix: what to try where it refuses.
+        command: program and arguments.
+        text: standard input.
+        fix: for the error message if it fails.
 
     Raises:
-        UserError: the program is missing, does not answer, or refuses; then with the scheduler's own words.
+        UserError: the program is missing, does not answer, or fails; then with the scheduler's message.
     """
     require_program(command[0], "run it on a login node")
     code, answer, words = run(command, text)
@@ -50,10 +50,10 @@ def tell(command: Sequence[str], text: str = "", fix: str = "") -> str:
 
 
 def ask(command: Sequence[str]) -> str:
-    """Ask a scheduler something, and return the answer.
+    """Query a scheduler, and return its output.
 
     Raises:
-        SchedulerUnavailable: it has none.
+        SchedulerUnavailable: it does not answer.
         UserError: the program is missing.
     """
     require_program(command[0], "run it on a login node")
@@ -64,10 +64,10 @@ def ask(command: Sequence[str]) -> str:
 
 
 def run(command: Sequence[str], text: str = "") -> tuple[int, str, str]:
-    """Exit code, output, and what to tell the user where the code is not 0.
+    """Exit code, output, and the message for the user if the code is not 0.
 
     Raises:
-        SchedulerUnavailable: there is no answer in time.
+        SchedulerUnavailable: the command timed out.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False, input=text)

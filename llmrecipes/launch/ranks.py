@@ -1,4 +1,4 @@
-"""Which rank this process is, and what torch.distributed reads about it: set here and nowhere else."""
+"""Rank of this process, and its variables for torch.distributed; only set here."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from llmrecipes.errors import UserError
 
 FIRST_PORT, PORTS = 12000, 16000
-"""Rendezvous ports lie below those that Linux gives out by itself (32768 and up)."""
+"""Rendezvous ports are below Linux' ephemeral ports (32768 and up)."""
 LAUNCHER = "LLMRECIPES_LAUNCHER"
-"""Variable with the process id of the launcher that a rank of ours ends with."""
+"""Variable with the process id of the launcher; a rank exits with it."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What asks a run to stop: schedulers send SIGTERM, terminals SIGINT, `sbatch --signal` SIGUSR1."""
+"""Signals that stop a run: schedulers send SIGTERM, terminals SIGINT, `sbatch --signal` SIGUSR1."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One process among all: numbers from 0, and where the first rank listens."""
+    """One process of a run: its ranks, from 0, and the address of the first rank."""
 
     rank: int
     world_size: int
@@ -28,7 +28,7 @@ class Rank:
     master_port: int
 
     def variables(self) -> dict[str, str]:
-        """What torch.distributed reads."""
+        """Variables of torch.distributed."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -41,7 +41,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of a run: its number from 0 among all, and where the first rank listens."""
+    """One machine of a run: its index, from 0, and the address of the first rank."""
 
     number: int
     nodes: int
@@ -52,7 +52,7 @@ class Node:
         """The ranks of this node.
 
         Args:
-            here: how many each node has.
+            here: ranks per node.
         """
         first, all_of_them = self.number * here, self.nodes * here
         return [
@@ -61,18 +61,18 @@ class Node:
 
 
 def node(nodes: int, number: int | None, rendezvous: str | None, environment: Mapping[str, str]) -> Node:
-    """Which node this is.
+    """This node among all.
 
     Args:
-        nodes: how many there are.
-        number: from 0; None: what a pod knows about itself (`PET_NODE_RANK` of Kubeflow's Trainer, or
+        nodes: number of nodes.
+        number: from 0; None: from a pod's environment (`PET_NODE_RANK` of Kubeflow's Trainer, or
             `JOB_COMPLETION_INDEX` of an Indexed Job or a JobSet).
         rendezvous: `HOST:PORT` of the first node; None: `PET_MASTER_ADDR` and `PET_MASTER_PORT`, or `MASTER_ADDR` and
             `MASTER_PORT`.
-        environment: where those variables are.
+        environment: with those variables.
 
     Raises:
-        UserError: it cannot be told, or is not possible.
+        UserError: it is unknown or invalid.
     """
     if number is None:
         told = environment.get("PET_NODE_RANK") or environment.get("JOB_COMPLETION_INDEX") or ""
@@ -103,7 +103,7 @@ def node(nodes: int, number: int | None, rendezvous: str | None, environment: Ma
 
 
 def from_slurm(environment: Mapping[str, str]) -> Rank:
-    """The rank of a task that srun started, one task a rank.
+    """The rank of a task that srun started, one task per rank.
 
     Args:
         environment: with Slurm's variables and `MASTER_ADDR`, which the batch script sets to the first host.
@@ -117,7 +117,7 @@ def from_slurm(environment: Mapping[str, str]) -> Rank:
             rank=int(environment["SLURM_PROCID"]),
             world_size=world_size,
             local_rank=int(environment["SLURM_LOCALID"]),
-            # `2(x3)` is Slurm's way to say that each of three nodes has two tasks.
+            # `2(x3)` is Slurm's notation for three nodes with two tasks each.
             local_world_size=int(environment["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]),
             master_addr=environment["MASTER_ADDR"],
             master_port=port_of(f"{job}"),
@@ -132,10 +132,10 @@ def from_slurm(environment: Mapping[str, str]) -> Rank:
 
 
 def port_of(job: str) -> int:
-    """A port that the ranks of a job agree on without talking, and that other jobs on the node probably do not use.
+    """A port that a job's ranks agree on without communication, and other jobs on the node probably do not use.
 
     Args:
-        job: any name of the job, its number for Slurm.
+        job: any name of the job, for Slurm its id.
     """
     number = int(job) if job.isdecimal() else sum(job.encode())
     return FIRST_PORT + number % PORTS

@@ -1,4 +1,4 @@
-"""Which job a run was handed to: a small file in the run's directory, so that any later process finds the job."""
+"""The job of a run: a small file in the run's directory, so that any later process can find the job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmrecipes.io import write_atomic
 from llmrecipes.launch.base import JobRef
 
 FILE = Path("logs") / "submission.json"
-"""Of the newest submission; a run that is submitted again gets another job."""
+"""Of the newest submission; a run that is submitted again gets a new job."""
 EXIT_FILE = Path("logs") / "exit"
 """`JOB CODE`, which a job writes when it ends: schedulers forget jobs, Slurm within minutes."""
 
@@ -27,7 +27,7 @@ class Record:
 
 
 def write(ref: JobRef, *, cancelled: bool = False) -> None:
-    """Note the job of a run.
+    """Record the job of a run.
 
     Raises:
         OSError: it cannot be written.
@@ -39,7 +39,7 @@ def write(ref: JobRef, *, cancelled: bool = False) -> None:
 
 
 def read(run_dir: Path) -> Record | None:
-    """The newest submission of a run; None where there is none.
+    """The newest submission of a run; None if there is none.
 
     Raises:
         UserError: the record is damaged.
@@ -60,12 +60,12 @@ def read(run_dir: Path) -> Record | None:
 
 
 def submitted(runs_dir: Path) -> Iterator[Path]:
-    """Directories of all runs that were submitted from here."""
+    """Directories of all runs that were submitted from this machine."""
     yield from (path.parents[1] for path in sorted(runs_dir.glob(f"*/*/{FILE}")))
 
 
 def exit_code(run_dir: Path, job_id: str) -> int | None:
-    """The exit code that a job has left in its run's directory; None where there is none of this job."""
+    """The exit code that a job wrote to its run's directory; None if there is none for this job."""
     try:
         job, _, code = (run_dir / EXIT_FILE).read_text("utf-8").strip().partition(" ")
     except (OSError, UnicodeDecodeError):

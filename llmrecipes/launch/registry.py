@@ -1,4 +1,4 @@
-"""The launchers there are. A new one is its folder and one line here."""
+"""All launchers. A new one is a folder and one line here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAUNCHERS = {
     "slurm": "llmrecipes.launch.slurm.launcher:Slurm",
     "k8s": "llmrecipes.launch.kubernetes.launcher:Kubernetes",
 }
-"""Name for `--to`, and the class, loaded when it is asked for."""
+"""Name for `--to`, and the class, imported on demand."""
 
 
 def launcher(name: str) -> Launcher:

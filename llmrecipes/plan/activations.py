@@ -1,9 +1,9 @@
-"""Bytes that a rank keeps between the forward and the backward pass.
+"""Bytes that a rank stores between the forward and the backward pass.
 
 After Korthikanti et al. 2022 (arXiv 2205.05198), counted tensor by tensor so that grouped queries, gated MLPs, experts,
 latent attention, other precisions and other head sizes are covered; the attention matrix (their s² term) is absent
-because the attention kernels in use do not keep it. For the classic GPT layer in 16 bits with dropout the count is
-their 34 s b h and the kernel's log-sum-exp. On a CPU a test compares it with what autograd really keeps.
+because the attention kernels in use do not store it. For the classic GPT layer in 16 bits with dropout the count is
+their 34 s b h plus the kernel's log-sum-exp. On a CPU a test compares it with what autograd actually saves.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from llmrecipes.recipe.shape import Shape
 
 
 def activations(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
-    """Bytes of a rank of one pipeline stage at the peak, without those that the loss makes of the logits.
+    """Peak bytes of a rank of one pipeline stage, without those that the loss derives from the logits.
 
-    A stage keeps several micro-batches at once, the first one most (`in_flight`). Tensor parallelism divides what is
-    inside attention and MLP, sequence parallelism the rest, context parallelism everything.
+    A stage stores several micro-batches at once, the first stage the most (`in_flight`). Tensor parallelism divides
+    what is inside attention and MLP, sequence parallelism the rest, context parallelism everything.
     """
     per = _PerToken(recipe, s, layout, device)
     chunks = layout.layers_per_stage[stage]
@@ -34,19 +34,19 @@ def activations(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int,
         kept += per.mask
     stack = kept * in_flight(layout, num_microbatches, stage) / len(chunks) + working
     if stage == layout.pipeline_model_parallel_size - 1:
-        # Only the last micro-batch is here: its backward pass follows at once.
+        # Only one micro-batch is stored: its backward pass follows immediately.
         stack += per.norm + per.edge + _mtp(recipe, per)
     return int(_tokens(recipe, layout) * stack)
 
 
 def logits(recipe: Recipe, s: Shape, layout: Layout) -> int:
-    """Three fp32 values a logit: the log-softmax and, in the backward pass, the gradients on both of its sides."""
+    """Three fp32 values per logit: the log-softmax and, in the backward pass, the gradients on both of its sides."""
     rows = s.vocab_size // layout.tensor_model_parallel_size
     return int(12 * _tokens(recipe, layout) * rows * (1 + s.mtp_num_layers))
 
 
 def in_flight(layout: Layout, num_microbatches: int, stage: int) -> int:
-    """Chunks' forward passes whose backward pass is still to come, at the peak, on one pipeline stage.
+    """Peak number of chunk forward passes whose backward pass is pending, on one pipeline stage.
 
     Narayanan et al. 2021 (arXiv 2104.04473): in 1F1B, stage r of p has p - r micro-batches. With v chunks a stage the
     interleaved schedule warms up with 2 (p - r - 1) + (v - 1) p passes and then does one more.
@@ -63,7 +63,7 @@ def _tokens(recipe: Recipe, layout: Layout) -> float:
 
 
 def _chunk(recipe: Recipe, per: _PerToken, dense: int, with_experts: int) -> tuple[float, float]:
-    """Bytes a token that the layers of one chunk keep, and those that come only while they are computed again."""
+    """Bytes per token that the layers of one chunk store, and those that exist only during recomputation."""
     train, layers = recipe.train, dense + with_experts
     plain = dense * per.dense_layer + with_experts * per.expert_layer
     largest = per.expert_layer if with_experts else per.dense_layer
@@ -75,16 +75,16 @@ def _chunk(recipe: Recipe, per: _PerToken, dense: int, with_experts: int) -> tup
         number = min(train.recompute_num_layers, layers)
         if train.recompute_method == "uniform":
             return math.ceil(layers / number) * per.edge, number * largest
-        # The layers behind the block are gone by the time one inside it is computed again.
+        # The layers after the block are freed by the time one inside it is recomputed.
         return number * per.edge + plain * (layers - number) / layers, largest if number == layers else 0.0
     return plain, 0.0
 
 
 def _mtp(recipe: Recipe, per: _PerToken) -> float:
-    """Bytes a token of the multi-token prediction layers; recomputed ones keep their inputs."""
+    """Bytes per token of the multi-token prediction layers; recomputed ones store their inputs."""
     depth = per.shape.mtp_num_layers
     layer = per.expert_layer if per.shape.mtp_moe_layers else per.dense_layer
-    # Both inputs and their norms, joined for the projection; the result's norm, and the output layer's input.
+    # Both inputs and their norms, concatenated for the projection; the result's norm, and the output layer's input.
     around = 2 * per.norm + 2 * per.edge + per.norm + per.edge
     if recipe.train.recompute_granularity == "full":
         return depth * 3 * per.edge + (layer + around if depth else 0)
@@ -93,7 +93,7 @@ def _mtp(recipe: Recipe, per: _PerToken) -> float:
 
 @dataclass(frozen=True)
 class _PerToken:
-    """Bytes a token of the parts of the model on one rank."""
+    """Bytes per token of the parts of the model on one rank."""
 
     recipe: Recipe
     shape: Shape
@@ -106,29 +106,29 @@ class _PerToken:
 
     @property
     def edge(self) -> float:
-        """One residual stream, which is also what is kept between layers."""
+        """One residual stream, which is also what is stored between layers."""
         return self.element * self.shape.hidden_size / self._sequence_ranks
 
     @property
     def norm(self) -> float:
-        """What a norm keeps: its input; torch's unfused RMSNorm on a CPU an fp32 copy and the result."""
+        """Saved by a norm: its input; for torch's unfused RMSNorm on a CPU also an fp32 copy and the result."""
         return self._norm(self.shape.hidden_size) / self._sequence_ranks
 
     @property
     def mask(self) -> float:
-        """One dropout mask: a byte a channel on a GPU, a whole element on a CPU."""
+        """One dropout mask: one byte per channel on a GPU, a full element on a CPU."""
         if not self.recipe.model.hidden_dropout:
             return 0.0
         return (self.element if self.device == "cpu" else 1) * self.shape.hidden_size / self._sequence_ranks
 
     @property
     def core(self) -> float:
-        """What core attention keeps beside its inputs, which recomputing it saves."""
+        """Saved by core attention besides its inputs; freed by recomputing it."""
         s, model = self.shape, self.recipe.model
         size = 4.0 * s.num_attention_heads  # the log-sum-exp of each head's row in fp32
         matrix = float(self.element * s.num_attention_heads * s.seq_length)
         if model.attention_dropout and self.device == "cpu":
-            # torch has no fused CPU kernel with dropout: probabilities, mask, product and scaled inputs are kept.
+            # torch has no fused CPU kernel with dropout: probabilities, mask, product and scaled inputs are saved.
             size = 3 * matrix + self.element * (s.query_size + s.key_size)
         elif not self._fused:
             size = matrix
@@ -147,10 +147,10 @@ class _PerToken:
         visits = float(model.moe_router_topk)
         if model.moe_expert_capacity_factor is not None and model.moe_pad_expert_input_to_capacity:
             visits *= model.moe_expert_capacity_factor
-        # The router's scores and its map; for each visit two places and two scores.
+        # The router's scores and its map; for each assignment two indices and two scores.
         router = (1 + (8 if model.moe_router_dtype == "fp64" else 4)) * s.num_moe_experts + 24 * visits
         moved = visits * element * s.hidden_size
-        wide = self._wide + 1  # its width once more: the scores are multiplied into the experts' inner values
+        wide = self._wide + 1  # plus one width: the scores are multiplied into the experts' hidden values
         experts = visits * element * wide * s.moe_ffn_hidden_size
         shared = element * self._wide * s.moe_shared_ffn_hidden_size
         tensor = self.layout.tensor_model_parallel_size
@@ -166,36 +166,36 @@ class _PerToken:
 
     @property
     def _wide(self) -> int:
-        """Widths of an MLP that are kept: the first product's result and the second one's input; a gate adds its other
-        half, and unfused its two factors."""
+        """Saved widths of an MLP: the output of the first projection and the input of the second; a gate adds its other
+        half and, if unfused, both factors."""
         if not self.recipe.model.gated_linear_unit:
             return 2
         return 3 if self.recipe.train.torch_compile else 5
 
     @property
     def _fused(self) -> bool:
-        """Whether core attention has a fused kernel; on a CPU torch has none where keys and values differ in width."""
+        """Whether core attention has a fused kernel; on a CPU torch has none if keys and values differ in width."""
         return self.device == "cuda" or self.shape.query_channels == self.shape.value_channels
 
     @property
     def _attention(self) -> float:
         model, s, element = self.recipe.model, self.shape, self.element
         tensor = self.layout.tensor_model_parallel_size
-        # The norm's and the projection's input, then what is on heads: that of the output projection among it.
+        # Inputs of the norm and the projection, then the tensors split by heads, with the output projection's input.
         outside = self.norm + self.edge + self.mask
         inner = element * (s.query_size + s.key_size + s.value_size + s.context_size)
         if model.multi_latent_attention:
             outside += self._latent
-            # Values are a view of what they were projected with, the keys' plain channels; unfused they are a copy.
+            # Values are a view of their projection, shared with the keys' unrotated channels; unfused they are a copy.
             inner += element * s.num_attention_heads * model.qk_head_dim if self._fused else 0
             tables = 4 * element * model.qk_pos_emb_head_dim
         else:
             rope = model.position_embedding_type == "rope"
-            # Rotation and norm make new queries and keys, while the values keep the whole projection alive.
+            # Rotation and norm allocate new queries and keys, while the values keep the full projection alive.
             inner += element * (s.query_size + s.key_size) * (rope + model.qk_layernorm)
             tables = 4 * element * s.kv_channels if rope else 0  # cosines and sines, for queries and for keys
         if self.layout.context_parallel_size > 1 and self.device == "cpu":
-            # Our attention gathers the keys and values of the whole sequence; TransformerEngine's passes them around.
+            # Our attention gathers keys and values of the full sequence; TransformerEngine's uses a ring.
             inner += element * (s.key_size + s.value_size) * self.layout.context_parallel_size
         return outside + inner / tensor + tables + self.core
 

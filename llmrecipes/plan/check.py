@@ -1,4 +1,4 @@
-"""The gate before a run: refuse what cannot fit, and say what would."""
+"""The check before a run: reject a plan that does not fit, and suggest one that would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 from llmrecipes.units import GIB, MIB
 
-# What a recommendation is made of where the machine has no GPU of its own.
+# Basis of a recommendation if the machine has no GPU.
 _COMMON_GPU = Gpu("H100 80GB", 79 * GIB, 79 * GIB, 989.4)
 _MAX_GPUS = 16384
 
@@ -23,7 +23,7 @@ def check(plan: Plan, cluster: Cluster) -> None:
     """Pass silently if the plan fits.
 
     Raises:
-        UserError: it does not; says what is needed part by part, what is here, and what to do instead.
+        UserError: it does not fit; with the needed memory part by part, the available memory, and a fix.
     """
     if plan.fits:
         return
@@ -42,7 +42,7 @@ def check(plan: Plan, cluster: Cluster) -> None:
 
 
 def recommend(recipe: Recipe, s: Shape, cluster: Cluster) -> str:
-    """The smallest number of GPUs (this machine's kind, else 80 GB ones) the recipe fits, in words."""
+    """The smallest number of GPUs (of this machine's kind, else with 80 GB) that the recipe fits, as text."""
     gpu = cluster.gpus[0] if cluster.gpus else _COMMON_GPU
     smallest = None
     number = smallest_world(recipe.parallelism)

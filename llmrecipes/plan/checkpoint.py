@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from llmrecipes.recipe.schema import Recipe
 
-# Master weight and Adam's two moments in fp32, by parameter; a checkpoint has the master weight in fp32 runs too.
+# Master weight and Adam's two moments in fp32, per parameter; a checkpoint has the master weight in fp32 runs too.
 _STATE = 12
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
-    """Bytes of one checkpoint of the whole model: weights as they are trained, and the optimizer's state.
+    """Bytes of one checkpoint of the full model: weights in their training precision, and the optimizer state.
 
     Every tensor is written once, whatever the layout. Random states and metadata (20 KiB a rank or less) are left out.
 
     Args:
         recipe: for the precision of the weights.
-        parameters: of the whole model.
+        parameters: of the full model.
     """
     return parameters * (_STATE + (4 if recipe.train.precision == "fp32" else 2))

@@ -1,4 +1,4 @@
-"""(recipe, number of ranks, machine) to a plan: every number of the run, derived once and visibly."""
+"""(recipe, number of ranks, machine) to a plan: every number of the run, derived once and shown to the user."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from llmrecipes.recipe.shape import Shape, shape
 from llmrecipes.units import GIB
 
 LEAST_HEADROOM = 0.05
-"""Share of a rank's memory that should be left, because the need is an estimate and allocators fragment."""
+"""Share of a rank's memory that should stay free, because the need is an estimate and allocators fragment."""
 
 
-# Sizes that a model's unset keys stand for, by their keys.
+# Derived sizes of a model's unset keys, by key.
 _SHAPE = ("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings")
 
 
@@ -32,9 +32,9 @@ class Plan:
 
     `tokens_per_step` and `total_tokens` count training tokens; FLOPs are per token, forward and backward, without
     recomputation (`full`: all attention positions, `causal`: half of them). `num_parameters_on_rank` and `memory` are
-    those of the rank that has most. `memory_capacity_bytes` is what one rank can have: its GPU's free memory, or an
+    those of the rank with the most. `memory_capacity_bytes` is available to one rank: its GPU's free memory, or an
     equal share of the machine's available memory. `fits` compares it with `memory.total`, and `memory_headroom` is the
-    share of it that is left, negative where the run does not fit. `checkpoint_bytes` are those of one checkpoint.
+    share of it that stays free, negative if the run does not fit. `checkpoint_bytes` is the size of one checkpoint.
     """
 
     recipe: Recipe
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is likely to go wrong although the run fits, a sentence each."""
+        """Likely problems although the run fits, one sentence each."""
         if not self.fits or self.memory_headroom >= LEAST_HEADROOM:
             return ()
         needed, capacity = self.memory.total / GIB, self.memory_capacity_bytes / GIB
@@ -73,7 +73,7 @@ class Plan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for plan.json and `show --json`: the numbers, by the names that readers of older runs know."""
+        """Plain data for plan.json and `show --json`, with names that stay compatible with older runs."""
         held = ("recipe", "shape", "layout", "device", "num_microbatches")
         return {
             "recipe": self.recipe.name,
@@ -95,9 +95,9 @@ class Plan:
 
 
 def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
-    """Ranks of a run that names no number.
+    """Number of ranks if the user gives none.
 
-    On GPUs as many of the machine's as its layout and its batch divide over; on a CPU the fewest its layout takes (one
+    On GPUs as many of the machine's as layout and batch divide over; on a CPU the fewest that the layout needs (one
     for a recipe without one).
     """
     least = smallest_world(recipe.parallelism)
@@ -108,7 +108,7 @@ def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def decay_iters(recipe: Recipe) -> int:
-    """Step at which the learning rate has reached its minimum."""
+    """Step at which the learning rate reaches its minimum."""
     return recipe.scheduler.lr_decay_iters or recipe.train.train_iters
 
 
@@ -145,7 +145,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
 
 
 def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
-    """Micro-batches that one data-parallel rank does in a step.
+    """Micro-batches of one data-parallel rank in a step.
 
     Raises:
         UserError: the global batch does not divide over the ranks, or the micro-batches not over the stages of an

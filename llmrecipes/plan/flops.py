@@ -9,8 +9,8 @@ from llmrecipes.recipe.shape import Shape
 def flops_per_token(model: Model, s: Shape, *, causal: bool) -> float:
     """FLOPs of one forward and one backward pass for one token, matrix products only (a multiply-add is two).
 
-    The backward pass costs twice the forward pass; recomputation is not counted. Of the experts those count that a
-    token visits; multi-token prediction counts, with its own output layer's product. For the classic GPT shape with
+    The backward pass costs twice the forward pass; recomputation is not counted. Of the experts, those that a token is
+    routed to count; multi-token prediction counts, including its output layer. For the classic GPT shape with
     `causal=False` this is 72 l h² (1 + s / 6h + V / 12lh), equation 3 of Narayanan et al. 2021 (arXiv 2104.04473)
     without its recomputed forward pass. `causal=True` halves the two attention products, as a causal kernel does.
     """

@@ -1,4 +1,4 @@
-"""Which ranks share what: degrees, data-parallel sizes and the layers of every pipeline stage."""
+"""Distribution over ranks: degrees, data-parallel sizes and the layers of every pipeline stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Layout:
 
     Dense layers see world_size = tensor × context × data × pipeline, experts the same ranks as expert_tensor × expert ×
     expert_data × pipeline (arXiv 2504.14960). `layers_per_stage` has a list for each stage: the layers of each of its
-    chunks, of which there is one without virtual stages. Chunk c of stage s comes after all stages' chunks c - 1.
+    chunks, a single one without virtual stages. Chunk c of stage s comes after all stages' chunks c - 1.
     """
 
     world_size: int
@@ -35,11 +35,11 @@ class Layout:
     layers_per_stage: tuple[tuple[int, ...], ...]
 
     def as_dict(self) -> dict[str, int]:
-        """The degrees by name, as a checkpoint's manifest has them."""
+        """The degrees by name, as in a checkpoint's manifest."""
         return {name: int(value) for name, value in asdict(self).items() if isinstance(value, int)}
 
     def first_layer(self, stage: int, chunk: int) -> int:
-        """Number, from 0, of the first layer of a chunk."""
+        """Index, from 0, of the first layer of a chunk."""
         earlier = sum(layers[number] for number in range(chunk) for layers in self.layers_per_stage)
         return earlier + sum(layers[chunk] for layers in self.layers_per_stage[:stage])
 
@@ -75,7 +75,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
             fix=_ranks(recipe, world_size, math.lcm(dense, of_experts)),
         )
     if recipe.model.num_moe_experts and experts == 1 and expert_tensor != tensor:
-        # megatron-core reduces expert gradients over other ranks than dense ones only where expert parallelism is on.
+        # megatron-core reduces expert gradients over a separate group only if expert parallelism is on.
         raise UserError(
             f"tensor_model_parallel_size {tensor} with expert_tensor_parallel_size {expert_tensor} and "
             "expert_model_parallel_size 1",
@@ -108,7 +108,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
 
 
 def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
-    """Layers of each chunk of each pipeline stage, as megatron-core's `get_num_layers_to_build` cuts them."""
+    """Layers of each chunk of each pipeline stage, as in megatron-core's `get_num_layers_to_build`."""
     parallel, layers = recipe.parallelism, recipe.model.num_layers
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
@@ -158,7 +158,7 @@ def _product(parallel: Parallelism, dense: int) -> str:
 
 
 def _ranks(recipe: Recipe, world_size: int, least: int) -> str:
-    """Ranks that the degrees fit, and tensor-parallel sizes that the ranks and the model fit."""
+    """Numbers of ranks that fit the degrees, and tensor-parallel sizes that fit the ranks and the model."""
     fix, parallel = f"{multiples(world_size, least)} ranks", recipe.parallelism
     others = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     if world_size % others == 0 and not recipe.model.num_moe_experts:

@@ -1,4 +1,4 @@
-"""Memory of the rank that needs most, part by part. What a layer keeps is counted in `plan.activations`."""
+"""Memory of the rank that needs most, part by part. Activations are counted in `plan.activations`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 from llmrecipes.units import GIB
 
-# Resident after importing everything a CPU run imports: 0.5 GiB with megatron-core 0.16, 0.84 GiB with 0.19. A loader
-# process is forked and shares most of it.
+# Resident after importing everything that a CPU run imports: 0.5 GiB with megatron-core 0.16, 0.84 GiB with 0.19. A
+# loader process is forked and shares most of it.
 _CPU_PROCESS = int(0.9 * GIB)
 _CPU_LOADER = int(0.1 * GIB)
 # CUDA context, cuBLAS workspaces and communication buffers.
 _CUDA_PROCESS = int(1.5 * GIB)
-# What the allocator holds beyond the tensors that come and go in every step, as a share of them. On a GPU unused rests
-# of blocks; on a CPU measured as resident memory of gpt-tiny at several batch sizes (1.85 to 1.9 times what its tensors
-# take in fp32, 2.4 times in bf16).
+# Allocator overhead, as a share of the tensors that are allocated in every step. On a GPU unused parts of blocks; on a
+# CPU measured as resident memory of gpt-tiny at several batch sizes (1.85 to 1.9 times the size of its tensors in fp32,
+# 2.4 times in bf16).
 _CUDA_REST = 0.05
 _CPU_REST = {"fp32": 0.9, "bf16": 1.4, "fp16": 1.4}
 
@@ -28,8 +28,8 @@ _CPU_REST = {"fp32": 0.9, "bf16": 1.4, "fp16": 1.4}
 class Memory:
     """Bytes of one rank at the peak of a step.
 
-    `logits` are what the loss makes of the output layer's product; `checkpoint_copy` is the snapshot that a
-    background save writes from (on a CPU run it shares the ranks' memory); `workspace` is the process without a model.
+    `logits` are the tensors that the loss derives from the output layer's result; `checkpoint_copy` is the snapshot of
+    an asynchronous save (in a CPU run it uses the ranks' memory); `workspace` is the process without a model.
     """
 
     weights: int
@@ -50,7 +50,7 @@ class Memory:
 
 
 def estimate(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, device: str) -> Memory:
-    """Estimate the memory of a rank of the pipeline stage that needs most; `device` is `cuda` or `cpu`."""
+    """Estimate the memory of a rank of the pipeline stage that needs the most; `device` is `cuda` or `cpu`."""
     stages = range(layout.pipeline_model_parallel_size)
     return max(
         (_stage(recipe, s, layout, num_microbatches, stage, device) for stage in stages), key=lambda each: each.total
@@ -62,10 +62,10 @@ def _stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stag
     element = 2 if half else 4
     n = count_on_rank(recipe.model, s, layout, stage, device)
     weights = element * n.total
-    # Adam's two moments in fp32, and fp32 master weights where the model's own are not.
+    # Adam's two moments in fp32, and fp32 master weights if the model's weights are not fp32.
     state = 12 if half else 8
     if recipe.parallelism.use_distributed_optimizer:
-        # Dense parameters are the same on all data- and context-parallel ranks, experts only on some of them.
+        # Dense parameters are replicated on all data- and context-parallel ranks, experts only on some of them.
         dense_ranks = layout.data_parallel_size * layout.context_parallel_size
         optimizer = state * n.dense // dense_ranks + state * n.experts // layout.expert_data_parallel_size
     else:

@@ -1,4 +1,4 @@
-"""Exact parameter counts of the models that megatron-core's `GPTModel` builds, whole and on one rank."""
+"""Exact parameter counts of the models that megatron-core's `GPTModel` builds, in total and on one rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from llmrecipes.recipe.shape import Shape
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameter counts of the whole model.
+    """Parameter counts of the full model.
 
-    `embedding` has the (padded) word table, the learned positions and an untied output layer; `non_embedding` the
+    `embedding` has the (padded) word embeddings, the learned positions and an untied output layer; `non_embedding` the
     layers and the final norm, which is the N of scaling laws (arXiv 2001.08361). `experts` are all routed experts;
-    `active` are the parameters that one token goes through, which leaves out the experts it does not visit and the
-    multi-token prediction layers; `mtp` are the latter. `total` has everything.
+    `active` are the parameters that one token uses, without the experts it is not routed to and the multi-token
+    prediction layers; `mtp` are the latter. `total` has everything.
     """
 
     total: int
@@ -41,7 +41,7 @@ class RankParameters:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the model by who holds it: tensor-parallel ranks a share, or each the `whole`; experts elsewhere."""
+    """A part of the model: split over tensor-parallel ranks, replicated on them (`whole`), or experts."""
 
     shared: int = 0
     whole: int = 0
@@ -81,7 +81,7 @@ def count(model: Model, s: Shape) -> Parameters:
 def count_on_rank(model: Model, s: Shape, layout: Layout, stage: int, device: str) -> RankParameters:
     """Count the parameters of a rank of one pipeline stage.
 
-    The last stage has the output layer: a copy of a tied embedding unless it is the first stage too. Multi-token
+    The last stage has the output layer: a copy of a tied embedding unless it is also the first stage. Multi-token
     prediction needs the embedding there as well.
 
     Args:
@@ -89,8 +89,8 @@ def count_on_rank(model: Model, s: Shape, layout: Layout, stage: int, device: st
         s: its sizes.
         layout: the run's layout.
         stage: pipeline stage, from 0.
-        device: on `cuda` TransformerEngine keeps the down-projections of latent attention whole on every rank, which
-            megatron-core's own layers share.
+        device: on `cuda` TransformerEngine replicates the down-projections of latent attention on every rank;
+            megatron-core's own layers split them.
     """
     split_down = device == "cpu"
     part = _Part()
@@ -150,7 +150,7 @@ def _mlp(model: Model, s: Shape) -> _Part:
 
 
 def _experts(model: Model, s: Shape) -> _Part:
-    """Router, routed experts and shared experts of one layer; none has biases."""
+    """Router, routed experts and shared experts of one layer, none with biases."""
     h, matrices, number = s.hidden_size, 3 if model.gated_linear_unit else 2, s.num_moe_experts
     return _Part(
         shared=h * s.moe_shared_ffn_hidden_size * matrices,

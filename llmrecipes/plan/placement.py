@@ -1,4 +1,4 @@
-"""Which rank holds what: stage, layers, heads, vocabulary rows, tokens, experts and sequences of the batch."""
+"""Shares of each rank: stage, layers, heads, vocabulary rows, tokens, experts and sequences of the batch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
 
 Range = tuple[int, int]
-"""First number and the one after the last."""
+"""Start and end, the end excluded."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What one rank holds; all numbers count from 0, a `Range` ends before its second number.
+    """Shares of one rank; all indices start at 0, and the end of a `Range` is excluded.
 
-    `layers` has one range for each chunk of virtual stages. `vocabulary` are the rows of the padded embedding, on the
-    ranks that have it (`has_embedding`) and on those of the output layer (`has_output`); empty on the others. `tokens`
-    are the parts of every sequence that attention's queries come from, `residual_tokens` those whose residual stream
-    lies here: fewer under sequence parallelism. `experts` are those of each layer that has experts; a dense model has
-    none. `sequences` are those of the first global batch, one range for each micro-batch.
+    `layers` has one range for each chunk of virtual stages. `vocabulary` are the rows of the padded embedding, on ranks
+    with the embedding (`has_embedding`) or the output layer (`has_output`); empty on the others. `tokens` are the parts
+    of every sequence whose attention queries are on this rank, `residual_tokens` those whose residual stream is: fewer
+    under sequence parallelism. `experts` are those of each MoE layer; a dense model has none. `sequences` are those of
+    the first global batch, one range for each micro-batch.
     """
 
     rank: int
@@ -52,10 +52,10 @@ class Placement:
 
 
 def place(recipe: Recipe, world_size: int, cluster: Cluster | None = None) -> tuple[Layout, tuple[Placement, ...]]:
-    """The layout on some number of GPUs, of a cluster or whatever this machine has, and every rank's share.
+    """The layout on a number of GPUs, of a cluster or regardless of this machine, and every rank's share.
 
-    Ranks count in Megatron's order `tp-cp-ep-dp-pp`: tensor-parallel ranks are neighbours, stages are farthest apart.
-    Experts divide the ranks of a stage anew, in the same order (arXiv 2504.14960).
+    Ranks are in Megatron's order `tp-cp-ep-dp-pp`: tensor-parallel ranks are adjacent, stages are farthest apart.
+    Experts divide the ranks of a stage separately, in the same order (arXiv 2504.14960).
 
     Raises:
         UserError: the degrees do not make up that number of ranks, or the batch does not divide over them.
@@ -70,7 +70,7 @@ def place(recipe: Recipe, world_size: int, cluster: Cluster | None = None) -> tu
 
 
 def groups(laid_out: Layout) -> dict[str, list[tuple[int, ...]]]:
-    """The ranks that talk to each other, by Megatron's name of the group.
+    """The ranks of each process group, by Megatron's group name.
 
     Gradients of dense parameters are reduced over `dp-cp`, those of experts over `expert_dp`.
     """
@@ -91,7 +91,7 @@ def groups(laid_out: Layout) -> dict[str, list[tuple[int, ...]]]:
 
 
 def _same(ranks: list[dict[str, int]], axes: list[str]) -> list[tuple[int, ...]]:
-    """Ranks that agree in these coordinates."""
+    """Ranks grouped by their coordinates on these axes."""
     together = defaultdict(list)
     for rank, at in enumerate(ranks):
         together[tuple(at[axis] for axis in axes)].append(rank)
@@ -114,7 +114,7 @@ def _coordinates(laid_out: Layout, rank: int) -> dict[str, int]:
 
 
 def _digits(rank: int, sizes: dict[str, int]) -> dict[str, int]:
-    """A rank's coordinates, of which the first runs fastest."""
+    """A rank's coordinates; the first varies fastest."""
     digits = {}
     for name, size in sizes.items():
         rank, digits[name] = divmod(rank, size)
@@ -150,7 +150,7 @@ def _share_of(recipe: Recipe, s: Shape, laid_out: Layout, micro_batches: int, ra
 
 
 def _share(size: int, ranks: int, rank: int) -> Range:
-    """A rank's even share of `size` things in a row."""
+    """A rank's even, contiguous share of `size` items."""
     return size * rank // ranks, size * (rank + 1) // ranks
 
 
@@ -162,7 +162,7 @@ def _tokens(length: int, ranks: int, rank: int) -> tuple[Range, ...]:
 
 
 def _slice(parts: tuple[Range, ...], ranks: int, rank: int) -> tuple[Range, ...]:
-    """A rank's even share of some parts put one behind the other."""
+    """A rank's even share of the concatenated parts."""
     first, last = _share(sum(end - start for start, end in parts), ranks, rank)
     cut, passed = [], 0
     for start, end in parts:

@@ -1,4 +1,4 @@
-"""How many ranks the parallel degrees of a recipe take."""
+"""Number of ranks for the parallel degrees of a recipe."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def model_parallel_size(parallel: Parallelism) -> int:
 
 
 def smallest_world(parallel: Parallelism) -> int:
-    """The least number of ranks that the degrees can be laid out on.
+    """The smallest number of ranks that fits the degrees.
 
-    Experts are shared by ranks of one pipeline stage that dense layers use as tensor-, context- or data-parallel ones
-    (arXiv 2504.14960), so that the stage has a multiple of both products.
+    Experts are distributed over the ranks of one pipeline stage that dense layers use for tensor, context and data
+    parallelism (arXiv 2504.14960), so that the size of a stage is a multiple of both products.
     """
     experts = parallel.expert_model_parallel_size * (
         parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size

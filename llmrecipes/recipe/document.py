@@ -1,7 +1,7 @@
-"""YAML text to plain data with line numbers; nothing here knows what a recipe is.
+"""YAML text to plain data with line numbers; independent of recipes.
 
 The dialect is YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema): `3e-4` is a number and `yes` is a
-word, unlike in PyYAML's default. Left out on purpose, because a recipe has to be readable on its own and safe to
+string, unlike in PyYAML's default. Deliberately not supported, because a recipe must be self-contained and safe to
 open: tags, anchors and aliases, several documents in one file.
 """
 
@@ -34,7 +34,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: `key` is dotted (may be empty), `line` counts from 1 (0: no line)."""
+    """One problem: `key` is dotted (may be empty), `line` counts from 1 (0: no line)."""
 
     key: str
     what: str
@@ -57,11 +57,11 @@ class Document:
 
 
 class _Loader(yaml.CBaseLoader):
-    """libyaml's parser without a single constructor, so that no tag can run code."""
+    """libyaml's parser without constructors, so that no tag can run code."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever YAML 1.1 or YAML 1.2 would read as something else than a string."""
+    """Quotes strings that YAML 1.1 or YAML 1.2 would read as another type."""
 
 
 for _name, _pattern, _first in (
@@ -75,7 +75,7 @@ for _name, _pattern, _first in (
 
 
 def clip(text: str, length: int = 200) -> str:
-    """The text, cut to about `length` characters with its full length named."""
+    """The text, truncated to about `length` characters, with its full length."""
     return text if len(text) <= length else f"{text[:length]}… ({len(text):,} characters)"
 
 
@@ -87,8 +87,8 @@ def dotted(path: KeyPath) -> str:
 def parse(text: str) -> Document:
     """Read one YAML document.
 
-    All problems that leave the rest readable (duplicate keys, keys that are not words, bad scalars) are collected;
-    after one that does not (broken syntax, an alias, a tag) `data` is None.
+    All problems that leave the rest readable (duplicate keys, keys that are not strings, bad scalars) are collected;
+    after one that does not (a syntax error, an alias, a tag) `data` is None.
     """
     refused = _refuse(text)
     if refused:
@@ -105,7 +105,7 @@ def dump(data: Any) -> str:
 
 
 def _refuse(text: str) -> Problem | None:
-    """The first thing that is not taken. Events are read flat, so that depth cannot exhaust the stack."""
+    """The first unsupported construct. Events are read iteratively, so that depth cannot exhaust the stack."""
     depth = documents = nodes = 0
     try:
         for event in yaml.parse(text, Loader=_Loader):

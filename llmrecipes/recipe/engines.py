@@ -1,4 +1,4 @@
-"""The engines there are, by name. The line here and a folder in `engine/` are all that a new one takes."""
+"""All engines, by name. A new one needs only a line here and a folder in `engine/`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ AUTO = "auto"
 ENGINES = {
     "megatron": "llmrecipes.engine.megatron.backend:MegatronBackend",
 }
-"""Name in a recipe, and the `engine.base.Backend` that makes it, imported when it is used."""
+"""Name in a recipe, and its `engine.base.Backend`, imported on demand."""
 
 
 def engine_name(recipe: Recipe) -> str:
-    """The engine that a recipe asks for, or the default."""
+    """The engine that a recipe selects, or the default."""
     return next(iter(ENGINES)) if recipe.engine == AUTO else recipe.engine
 
 

@@ -1,4 +1,4 @@
-"""Pydantic's validation errors in this project's words: the value, the rule, the nearest key."""
+"""Pydantic's validation errors as this project's problems: the value, the rule, the nearest key."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _TYPES = {
 
 
 def explain(error: ValidationError, lines: Mapping[str, int], document: type[BaseModel] = Recipe) -> list[Problem]:
-    """One problem for each wrong key; what only follows from another one is left out.
+    """One problem for each invalid key; consequences of another problem are omitted.
 
-    Hints cost a search through all keys: only the unknown keys that can be shown get one, the first of the file.
+    Hints need a search through all keys: only the unknown keys that will be shown get one, the first of the file.
 
     Args:
         error: what pydantic found.
@@ -56,14 +56,14 @@ def _parents(key: str) -> Iterator[str]:
 
 
 def _follows(key: str, details: ErrorDetails, around: set[str], meant: set[str]) -> bool:
-    """A list is 'too short' or 'no integer' when its item is wrong; a key is 'missing' when it stands misspelt."""
+    """A list is 'too short' or 'no integer' if its item is invalid; a key is 'missing' if it is misspelt."""
     if isinstance(details["input"], list | tuple):
         return key in around
     return details["type"] == "missing" and key in meant
 
 
 def _place(details: ErrorDetails, known: dict[str, Key]) -> str:
-    """Dotted key of the value, without the names that pydantic puts in for the types of a union."""
+    """Dotted key of the value, without the names that pydantic inserts for the types of a union."""
     place: tuple[int | str, ...] = ()
     for part in details["loc"]:
         longer = (*place, part)
@@ -100,12 +100,12 @@ def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[st
 
 def _unknown(key: str, document: type[BaseModel]) -> Hint:
     section, _, name = key.rpartition(".")
-    # Only a key with dots in it can be a valid one where it is unknown.
+    # Only a key that contains dots can be valid although it is unknown.
     return Hint(note=f"nest it: {name} under {section}") if key in keys(document) else hint(key, document)
 
 
 def _spelling(key: str, value: object, options: tuple[Mapping[str, Any], ...]) -> str:
-    """How to write what was probably meant, for the slips YAML invites; only what one of the types takes."""
+    """The probably intended value, for common YAML mistakes; only values that one of the types accepts."""
     types = [node.get("type") for node in options]
     if isinstance(value, str):
         choices = [str(choice) for node in options for choice in node.get("enum", ())]

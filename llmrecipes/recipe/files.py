@@ -1,4 +1,4 @@
-"""Documents by name or path, and their problems as one message: what recipes and cluster profiles have in common."""
+"""Documents by name or path, and their problems as one message; shared by recipes and cluster profiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_SHOWN = 20
 
 @dataclass(frozen=True)
 class Kind:
-    """What messages call a document (`recipe`), its argument (`RECIPE`) and folder, and which keys it must have."""
+    """Names of a document in messages (`recipe`), of its argument (`RECIPE`) and folder, and its required keys."""
 
     name: str
     argument: str
@@ -54,7 +54,7 @@ def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
 
 
 def read(path: Path, kind: Kind) -> str:
-    """The text of a document; UserError if it cannot be read, is no text, or is larger than a person writes."""
+    """The text of a document; UserError if it cannot be read, is not text, or is too large."""
     try:
         with path.open("rb") as file:
             raw = file.read(document.MAX_BYTES + 1)
@@ -71,14 +71,14 @@ def read(path: Path, kind: Kind) -> str:
 
 
 def shown(path: Path) -> Path:
-    """The path as messages show it: relative to the working directory where it lies below."""
+    """The path as shown in messages: relative to the working directory if it is below it."""
     here = Path.cwd()
     absolute = path.absolute()
     return absolute.relative_to(here) if absolute.is_relative_to(here) else path
 
 
 def require_mapping(parsed: Document, kind: Kind) -> list[Problem]:
-    """The problem of a document that is empty or has no keys at its top; none where it has, or is broken anyway."""
+    """The problem of a document that is empty or not a mapping; none if it is one, or has other problems."""
     if isinstance(parsed.data, dict) or (parsed.data is None and parsed.problems):
         return []
     if parsed.data is None:
@@ -88,7 +88,7 @@ def require_mapping(parsed: Document, kind: Kind) -> list[Problem]:
 
 
 def where(key: str, path: Path, lines: Mapping[str, int], overridden: Mapping[str, str]) -> str:
-    """Place of a key or of the nearest section around it: file and line, or the override that set it."""
+    """Location of a key or of the nearest section around it: file and line, or the override that set it."""
     name = key
     while name:
         if name in overridden:
@@ -100,7 +100,7 @@ def where(key: str, path: Path, lines: Mapping[str, int], overridden: Mapping[st
 
 
 def in_order(problems: Iterable[Problem], lines: Mapping[str, int]) -> list[Problem]:
-    """Problems in the order of the file; what has no line comes first."""
+    """Problems in the order of the file; those without a line come first."""
     return sorted(problems, key=lambda each: each.line or lines.get(each.key, 0))
 
 
@@ -113,7 +113,7 @@ def error_of(
 ) -> UserError:
     """One error for everything: problems of the file in its order, then overrides that could not be read.
 
-    At most `MAX_SHOWN` are written out, and how many there are beside them.
+    At most `MAX_SHOWN` are listed, with the number of the others.
     """
     errors = []
     for problem in in_order(problems, lines)[:MAX_SHOWN]:

@@ -1,4 +1,4 @@
-"""The key that an unknown one was probably meant to be."""
+"""The probably intended key for an unknown one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmrecipes.recipe.synonyms import synonym
 
 @dataclass(frozen=True)
 class Hint:
-    """The keys that were probably meant, most likely first, and what to know about them; either may be empty."""
+    """The probably intended keys, most likely first, and an explanation; either may be empty."""
 
     keys: tuple[str, ...] = ()
     note: str = ""
@@ -28,7 +28,7 @@ class Hint:
 
 
 def hint(name: str, document: type[BaseModel] = Recipe) -> Hint:
-    """What to say about an unknown dotted key: the same name elsewhere, another framework's name for it, or a slip."""
+    """Hint for an unknown dotted key: the same name elsewhere, another framework's name for it, or a typo."""
     found = namesake(name, document)
     if not found.keys and not found.note:
         close = nearest(name, document)
@@ -37,7 +37,7 @@ def hint(name: str, document: type[BaseModel] = Recipe) -> Hint:
 
 
 def namesake(name: str, document: type[BaseModel] = Recipe) -> Hint:
-    """The key of that name in another section, or what another framework's key or option of that name is here."""
+    """The key of that name in another section, or the key for another framework's key or option of that name."""
     known = keys(document)
     wanted = normal(name.lstrip("-").replace("-", "_"))
     leaf = wanted.rpartition(".")[2]
@@ -51,7 +51,7 @@ def namesake(name: str, document: type[BaseModel] = Recipe) -> Hint:
 
 
 def nearest(name: str, document: type[BaseModel] = Recipe) -> str | None:
-    """The valid key that is spelt most like a wrong one, with its list indices, or None."""
+    """The valid key that is spelt most like an invalid one, with its list indices, or None."""
     if len(name) > MAX_KEY:
         return None
     wanted = normal(name)
@@ -69,7 +69,7 @@ def _most_like(wanted: str, found: list[str]) -> str:
 
 
 def _indexed(key: str, name: str) -> str:
-    """The key with the list indices of another name, and where that has none, the first item."""
+    """The key with the list indices of another name; the first item if that has none."""
     for index in INDEX.findall(name):
         key = key.replace(f".{ITEM}", f".{index}", 1)
     return key.replace(f".{ITEM}", ".0")

@@ -1,4 +1,4 @@
-"""Every key of a recipe, or of another kind of document, with its type, range and default in words, from its schema."""
+"""All keys of a recipe, or of another kind of document, with type, range and default as text, from its schema."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pydantic import BaseModel
 
 from llmrecipes.recipe.schema import Recipe
 
-ITEM = "N"  # stands for the index in a list: data.sources.N.path
+ITEM = "N"  # placeholder for the index in a list: data.sources.N.path
 INDEX = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key or section: dotted name, what it takes in words, default, and the description from the schema."""
+    """One key or section: dotted name, accepted values as text, default, and the description from the schema."""
 
     name: str
     takes: str
@@ -29,9 +29,9 @@ class Key:
     description: str
     section: bool = False
     free: bool = False
-    """A mapping whose keys are the user's own."""
+    """A mapping with user-defined keys."""
     options: tuple[Mapping[str, Any], ...] = ()
-    """JSON Schema of each type it takes."""
+    """JSON Schema of each accepted type."""
 
     @property
     def default_text(self) -> str:
@@ -46,12 +46,12 @@ def keys(document: type[BaseModel] = Recipe) -> dict[str, Key]:
 
 
 def normal(name: str) -> str:
-    """`data.sources.0.path` as it stands in `keys()`: `data.sources.N.path`."""
+    """`data.sources.0.path` as in `keys()`: `data.sources.N.path`."""
     return INDEX.sub(ITEM, name)
 
 
 def options_of(name: str, document: type[BaseModel] = Recipe) -> tuple[Mapping[str, Any], ...]:
-    """JSON Schema of each type that a dotted key, or an item of a list, takes; empty for an unknown key."""
+    """JSON Schema of each type that a dotted key, or an item of a list, accepts; empty for an unknown key."""
     known = keys(document)
     if normal(name) in known:
         return known[normal(name)].options
@@ -64,7 +64,7 @@ def options_of(name: str, document: type[BaseModel] = Recipe) -> tuple[Mapping[s
 
 
 def admits(node: Mapping[str, Any], number: int | float) -> bool:
-    """Whether a type of `options_of` takes a number."""
+    """Whether a type of `options_of` accepts a number."""
     if node.get("type") != "number" and not (node.get("type") == "integer" and isinstance(number, int)):
         return False
     above = node.get("exclusiveMinimum", -math.inf) < number and node.get("minimum", -math.inf) <= number
@@ -83,7 +83,7 @@ def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator
             takes=_takes(node, defs),
             required=name in required,
             default=raw.get("default"),
-            # A section's own words stand with its class, a key's with the key.
+            # A section's description is that of its class, a key's that of the field.
             description=raw.get("description") or node.get("description", ""),
             section=section,
             free=node.get("type") == "object" and not section,
@@ -102,7 +102,7 @@ def _resolve(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
-    """A JSON Schema node in words: `an integer greater than 0`."""
+    """A JSON Schema node as text: `an integer greater than 0`."""
     if "anyOf" in node:
         return " or ".join(_takes(_resolve(option, defs), defs) for option in node["anyOf"])
     if "enum" in node:
@@ -124,7 +124,7 @@ def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
                 f"a list with at least {node.get('minItems', 0)} item of {_takes(_resolve(node['items'], defs), defs)}"
             )
         case "object" if "properties" not in node:
-            # Pydantic writes mappings whose keys follow a pattern in another way than those with any key.
+            # Pydantic represents mappings with a key pattern differently from those with any key.
             values = node.get("additionalProperties") or next(iter(node["patternProperties"].values()))
             return f"a mapping of names, each to {_takes(_resolve(values, defs), defs)}"
     return "a mapping"

@@ -1,4 +1,4 @@
-"""Rules that tie the parallel degrees to the model. What depends on the number of ranks is checked by the plan."""
+"""Rules between parallel degrees and model. Rules that depend on the number of ranks are checked by the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmrecipes.recipe.shape import shape
 
 
 def tensor(recipe: Recipe) -> Iterator[Problem]:
-    """Everything that tensor-parallel ranks share divides by their number."""
+    """Sizes that are split over tensor-parallel ranks are divisible by their number."""
     degree, sizes = recipe.parallelism.tensor_model_parallel_size, shared_sizes(recipe)
     wrong = [f"{name} {size}" for name, size in sizes.items() if size % degree]
     if wrong:
@@ -25,7 +25,7 @@ def tensor(recipe: Recipe) -> Iterator[Problem]:
 
 
 def shared_sizes(recipe: Recipe) -> dict[str, int]:
-    """What tensor-parallel ranks share, by name."""
+    """Sizes that are split over tensor-parallel ranks, by name."""
     s, model = shape(recipe.model), recipe.model
     sizes = {"num_attention_heads": s.num_attention_heads, "padded vocab_size": s.vocab_size}
     if s.moe_layers(0, s.num_layers) < s.num_layers:
@@ -44,7 +44,7 @@ def shared_sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def sequence(recipe: Recipe) -> Iterator[Problem]:
-    """Sequence parallelism has ranks to share with, and context and sequence parallelism have tokens to share."""
+    """Sequence parallelism needs tensor parallelism, and the sequence divides over context and sequence parallelism."""
     parallel, model = recipe.parallelism, recipe.model
     tensor_size, context_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if parallel.sequence_parallel and tensor_size == 1:
@@ -78,7 +78,7 @@ def sequence(recipe: Recipe) -> Iterator[Problem]:
 
 
 def pipeline(recipe: Recipe) -> Iterator[Problem]:
-    """Layers, with what counts as one, divide over stages and their chunks."""
+    """Layers, and embedding and loss if counted as layers, divide over stages and their chunks."""
     parallel, layers = recipe.parallelism, recipe.model.num_layers
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     ends = {
@@ -113,7 +113,7 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _even(recipe: Recipe, extra: int, layers: int) -> Iterator[Problem]:
-    """All stages have the same number of layers, embedding and loss counted where asked for."""
+    """All stages have the same number of layers, with embedding and loss if they are counted as layers."""
     parallel = recipe.parallelism
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     together = layers + extra
@@ -136,7 +136,7 @@ def _even(recipe: Recipe, extra: int, layers: int) -> Iterator[Problem]:
 
 
 def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
-    """First and last stage have the layers they are given, the others share the rest."""
+    """First and last stage have the given number of layers, the others share the rest."""
     parallel, layers = recipe.parallelism, recipe.model.num_layers
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     given = {name: value for name, value in ends.items() if value}

@@ -1,4 +1,4 @@
-"""A recipe file and command-line overrides to a checked `Recipe`, with every problem named at once."""
+"""A recipe file and command-line overrides to a validated `Recipe`, with all problems reported at once."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ RECIPES = Kind("recipe", "RECIPE", "recipes/", "name, model, train and optimizer
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checked recipe and where it came from.
+    """A validated recipe and its origin.
 
-    `lines` maps dotted keys that stand in the file to line numbers, `overridden` those set on the command line to the
-    override's text. `hash` is `recipe_hash(recipe)`.
+    `lines` maps dotted keys in the file to line numbers, `overridden` those set on the command line to the override's
+    text. `hash` is `recipe_hash(recipe)`.
     """
 
     recipe: Recipe
@@ -39,7 +39,7 @@ class Loaded:
     hash: str
 
     def where(self, key: str) -> str:
-        """Place of a key (or of the nearest section around it) for messages: file and line, or the override."""
+        """Location of a key (or of the nearest section around it) for messages: file and line, or the override."""
         return files.where(key, self.path, self.lines, self.overridden)
 
 
@@ -59,7 +59,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), directory: Path | Non
 
     Args:
         name_or_path: name in `directory`, or path of a YAML file (anything with a slash or a YAML suffix).
-        overrides: `key.path=value`, values read as YAML; a later one wins over an earlier one.
+        overrides: `key.path=value`, values read as YAML; later ones take precedence.
         directory: folder of named recipes; None: `recipes_dir()`.
 
     Raises:
@@ -98,12 +98,12 @@ def load(name_or_path: str, overrides: Sequence[str] = (), directory: Path | Non
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe, every default written out, as YAML that `load` takes again."""
+    """The resolved recipe, with all defaults, as YAML that `load` accepts."""
     return document.dump(recipe.model_dump(mode="json"))
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    """SHA-256 (hex) of the resolved recipe's canonical JSON; comments, order and spelling of the file do not matter."""
+    """SHA-256 (hex) of the resolved recipe's canonical JSON, independent of comments, order and formatting."""
     canonical = json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 

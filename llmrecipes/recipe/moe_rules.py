@@ -10,13 +10,13 @@ from llmrecipes.recipe.fixes import divisors
 from llmrecipes.recipe.schema import Model, Recipe
 
 _LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-# What megatron-core's latent attention does not read, with the value that says nothing.
+# Keys that megatron-core's latent attention ignores, with their neutral values.
 _NOT_LATENT = {"num_query_groups": None, "kv_channels": None, "add_qkv_bias": False, "rotary_percent": 1.0,
                "rope_scaling": False}  # fmt: skip
 
 
 def experts(recipe: Recipe) -> Iterator[Problem]:
-    """Keys of experts fit together."""
+    """Keys of experts are consistent."""
     model = recipe.model
     if model.num_moe_experts is None:
         yield from _belongs(model, _moe_keys(), "a mixture of experts", "num_moe_experts")
@@ -114,7 +114,7 @@ def _groups(model: Model) -> Iterator[Problem]:
 
 
 def latent_attention(recipe: Recipe) -> Iterator[Problem]:
-    """Keys of latent attention belong to it, and those of other attention do not."""
+    """Keys of latent attention need it, and those of other attention exclude it."""
     model = recipe.model
     if not model.multi_latent_attention:
         yield from _belongs(model, _LATENT_KEYS, "latent attention", "multi_latent_attention")
@@ -144,7 +144,7 @@ def latent_attention(recipe: Recipe) -> Iterator[Problem]:
 
 
 def multi_token_prediction(recipe: Recipe) -> Iterator[Problem]:
-    """Multi-token prediction with what megatron-core builds it for."""
+    """Multi-token prediction is only used with what megatron-core supports."""
     model, train = recipe.model, recipe.train
     if model.mtp_num_layers is None:
         yield from _belongs(model, ("mtp_loss_scaling_factor",), "multi-token prediction", "mtp_num_layers")

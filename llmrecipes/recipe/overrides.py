@@ -26,7 +26,7 @@ def parse_override(text: str, hints: bool = True) -> Override:
 
     Args:
         text: the override.
-        hints: look for the key that an unknown one was meant to be.
+        hints: search for the intended key if it is unknown.
 
     Raises:
         UserError: no `=`, an unknown key, or a value that is not YAML.
@@ -51,8 +51,8 @@ def parse_override(text: str, hints: bool = True) -> Override:
 def apply(data: dict[str, Any], change: Override) -> Problem | None:
     """Set one key in plain recipe data, in place.
 
-    A list that the file leaves to its default is written out first, so that its items can be named; the index one
-    past the end appends. Returns the problem if the place does not exist.
+    A list that the file does not set is first replaced by its default, so that its items can be addressed; the index
+    one past the end appends. Returns the problem if the location does not exist.
     """
     node: Any = data
     parts = change.key.split(".")
@@ -77,13 +77,13 @@ def apply(data: dict[str, Any], change: Override) -> Problem | None:
                     node[part] = _blank(".".join(parts[: depth + 1]))
                 node = node[part]
         else:
-            # A scalar stands where the file should have a section: the schema reports that at its own line.
+            # A scalar in place of a section: the schema reports that at its line.
             return None
     return None
 
 
 def _blank(name: str) -> Any:
-    """What an absent section or list starts from: its default for a list, nothing for a section."""
+    """Initial value of an absent section or list: its default for a list, empty for a section."""
     known = keys()
     if f"{normal(name)}.{ITEM}" not in known:
         return {}

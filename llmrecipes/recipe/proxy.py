@@ -1,4 +1,4 @@
-"""A recipe scaled down until a laptop rehearses it in a minute; every architectural switch stays."""
+"""A recipe scaled down so that a laptop runs it in a minute; every architectural option is kept."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     Kept: norm, positions, activation and gate, biases, tying, grouping of queries, routing of experts, latent
     attention, dropout, initialisation, precision, recomputation, every kind of parallelism, optimizer, shape of the
     schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by the
-    standard library, the tokenizer by a small BPE (no network), an explicit TransformerEngine by `auto` and
-    torch.compile by none (neither is there on every CPU), all tracking by none (a rehearsal is not an experiment).
+    standard library, the tokenizer by a small BPE (no network), an explicit TransformerEngine by `auto`. Disabled:
+    torch.compile (not available on every CPU) and all tracking (a rehearsal is not an experiment).
 
     Args:
         recipe: the full recipe.
-        device: what the ranks will run on; on a CPU experts are not split (`expert_tensor_parallel_size` 1).
+        device: of the ranks; on a CPU experts are not split (`expert_tensor_parallel_size` 1).
     """
     parallel = small_layout(recipe, device)
     model = small_model(recipe, parallel)
@@ -57,8 +57,8 @@ def _train(train: Train, model: Model, parallel: Parallelism) -> Train:
     micro = min(train.micro_batch_size, 2)
     ranks = smallest_world(parallel)
     replicas = ranks // model_parallel_size(parallel)
-    # Four micro-batches where gradients are accumulated or ranks share a batch: it divides over 1, 2 and 4 ranks. A
-    # pipeline has two for each stage, and again as many for each replica.
+    # Four micro-batches if gradients are accumulated or ranks share a batch: it divides over 1, 2 and 4 ranks. A
+    # pipeline has two for each stage, times the number of replicas.
     accumulated = train.global_batch_size > train.micro_batch_size or ranks > 1
     whole = micro * max(4, 2 * parallel.pipeline_model_parallel_size * replicas) if accumulated else micro
     layers = train.recompute_num_layers
@@ -77,7 +77,7 @@ def _train(train: Train, model: Model, parallel: Parallelism) -> Train:
 
 
 def _scheduler(scheduler: Scheduler, iters: int) -> Scheduler:
-    """The same shape over fewer steps: warm-up and decay keep their share of the run, and at least one step each."""
+    """The same shape over fewer steps: warm-up and decay keep their share of the run, at least one step each."""
     decay = scheduler.lr_decay_iters
     scale = ITERS / iters
     small_decay = None if decay is None else max(3, math.ceil(decay * scale))

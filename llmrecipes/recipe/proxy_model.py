@@ -1,4 +1,4 @@
-"""Model and layout of the scaled-down recipe: every switch and every kind of parallelism stays, the numbers shrink."""
+"""Model and layout of the scaled-down recipe: options and kinds of parallelism are kept, sizes are reduced."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MAX_EXPERT_GROUPS = 4
 
 
 def small_layout(recipe: Recipe, device: Device) -> Parallelism:
-    """The recipe's kinds of parallelism, each on two ranks: at most 8, where experts share the dense layers' ranks.
+    """The recipe's kinds of parallelism, each on two ranks: at most 8, as experts use the dense layers' ranks.
 
-    On a CPU experts are whole on one rank, because gloo cannot gather uneven numbers of tokens; tensor-parallel ranks
-    that shared each of them have some each. A first or last stage with more, as many or fewer layers than the others
-    has 2, 1 or 1 of them, where the others have 1, 1 or 2; twice that with virtual stages.
+    On a CPU experts are not split, because gloo cannot gather uneven numbers of tokens; the tensor-parallel ranks
+    that shared each expert get different experts. A first or last stage with more, as many or fewer layers than the
+    others has 2, 1 or 1 of them, and the others have 1, 1 or 2; twice that with virtual stages.
 
     Args:
         recipe: the full recipe.
-        device: what the ranks will run on.
+        device: of the ranks.
     """
     parallel = recipe.parallelism
     update: dict[str, Any] = {
@@ -47,7 +47,7 @@ def small_layout(recipe: Recipe, device: Device) -> Parallelism:
     elif recipe.model.num_moe_experts:
         update["expert_tensor_parallel_size"] = 1
         if update["tensor_model_parallel_size"] > 1:
-            # Without expert parallelism megatron-core splits experts as the dense layers, which gloo cannot do.
+            # Without expert parallelism megatron-core splits experts like the dense layers, which gloo cannot do.
             update["expert_model_parallel_size"] = MAX_DEGREE
     chunks = parallel.virtual_pipeline_model_parallel_size
     update["virtual_pipeline_model_parallel_size"] = chunks and MAX_DEGREE
@@ -61,7 +61,7 @@ def small_layout(recipe: Recipe, device: Device) -> Parallelism:
 
 
 def small_model(recipe: Recipe, parallel: Parallelism) -> Model:
-    """The model that fits the small layout `parallel`."""
+    """The model for the small layout `parallel`."""
     model = recipe.model
     ranks = parallel.tensor_model_parallel_size
     heads, groups = small_heads(model.num_attention_heads, model.num_query_groups, ranks)
@@ -84,7 +84,7 @@ def small_model(recipe: Recipe, parallel: Parallelism) -> Model:
             "kv_channels": None if model.kv_channels is None else small,
             "ffn_hidden_size": _scaled(model.ffn_hidden_size, shrink),
             "seq_length": sequence,
-            # Twice the sequence where there was room, so that a table longer than the sequence stays one.
+            # Twice the sequence if the recipe's table is longer than its sequence, so that it stays longer.
             "max_position_embeddings": None if longest is None else max(sequence, min(longest, 2 * sequence)),
             "rotary_percent": _rotary_percent(model, small),
             "vocab_size": vocabulary,
@@ -98,21 +98,21 @@ def small_model(recipe: Recipe, parallel: Parallelism) -> Model:
 
 
 def small_heads(heads: int, groups: int | None, ranks: int) -> tuple[int, int | None]:
-    """At most `MAX_HEADS` heads with the same queries a group, as far as that many heads can show it; `ranks` share
-    them."""
+    """At most `MAX_HEADS` heads, divisible by `ranks`, with the same queries per group if that many heads
+    allow it."""
     if groups is None or groups == heads:
         small = max(ranks, min(heads, MAX_HEADS) // ranks * ranks)
         return small, None if groups is None else small
     each = heads // groups
     if each > MAX_HEADS or (groups > 1 and 2 * each > MAX_HEADS):
-        # Too many to keep the ratio: keep that there is one group, or that there are several.
+        # Too many to keep the ratio: only keep whether there is one group or several.
         return MAX_HEADS, min(groups, 2)
     small_groups = max(ranks, min(groups, MAX_HEADS // each) // ranks * ranks)
     return small_groups * each, small_groups
 
 
 def _layers(recipe: Recipe, parallel: Parallelism) -> int:
-    """Layers for all stages: about `MAX_LAYERS`, at least one for every chunk where embedding and loss count too."""
+    """Layers for all stages: about `MAX_LAYERS`, at least one per chunk, counting embedding and loss if they count."""
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if first or last:
@@ -130,7 +130,7 @@ def _layers(recipe: Recipe, parallel: Parallelism) -> int:
 
 
 def _other_layers(recipe: Recipe) -> int:
-    """Layers of a stage without a number of its own; 0 where there is none."""
+    """Layers of a stage without an explicit number; 0 if there is none."""
     parallel = recipe.parallelism
     given = (parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage)
     others = parallel.pipeline_model_parallel_size - sum(1 for number in given if number)
@@ -138,7 +138,7 @@ def _other_layers(recipe: Recipe) -> int:
 
 
 def _experts(model: Model, parallel: Parallelism, layers: int, shrink: float) -> dict[str, Any]:
-    """At most `MAX_EXPERTS`, of which two are active where there were more."""
+    """At most `MAX_EXPERTS`, of which two are active if the recipe has more than one active."""
     number, shares = model.num_moe_experts or 1, parallel.expert_model_parallel_size
     small = max(shares, min(number, MAX_EXPERTS) // shares * shares)
     topk, groups, chosen = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
@@ -162,7 +162,7 @@ def _experts(model: Model, parallel: Parallelism, layers: int, shrink: float) ->
 
 
 def _pattern(pattern: int | list[Any], layers: int) -> int | list[Any]:
-    """Every so many of a list's entries, its ends and both of its kinds among them."""
+    """Every n-th entry of a list, including both ends and both kinds of layers."""
     if isinstance(pattern, int):
         return pattern
     small = [pattern[index * (len(pattern) - 1) // max(layers - 1, 1)] for index in range(layers)]

@@ -16,7 +16,7 @@ def json_schema() -> str:
 
 
 def reference() -> str:
-    """The Markdown page of every key: what it takes, its default, what it does."""
+    """The Markdown page of all keys: type, default, description."""
     lines = [
         "# Recipe keys",
         "",
@@ -32,7 +32,7 @@ def reference() -> str:
 
 
 def generated(root: Path) -> dict[Path, str]:
-    """The generated files of a checkout with the text they should have."""
+    """The generated files of a checkout with their expected text."""
     return {root / "docs" / "reference.md": reference(), root / "recipes" / "schema.json": json_schema()}
 
 

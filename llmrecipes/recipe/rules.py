@@ -1,4 +1,4 @@
-"""Rules that tie several keys of one recipe together. What depends on the number of ranks is checked by the plan."""
+"""Rules between keys of one recipe. Rules that depend on the number of ranks are checked by the plan."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from llmrecipes.recipe.engines import unknown_engine
 from llmrecipes.recipe.fixes import divisors, multiples
 from llmrecipes.recipe.schema import Recipe
 
-# 256 bytes and the end-of-document token: a smaller byte-level vocabulary cannot spell every text.
+# 256 bytes and the end-of-document token: a smaller byte-level vocabulary cannot encode every text.
 MIN_BPE_VOCAB = 257
 
 
 def check(recipe: Recipe) -> list[Problem]:
-    """Every broken rule, each with the values, the rule in words and the nearest thing that works."""
+    """All violated rules, each with the values, the rule as text and the nearest valid value."""
     return [problem for rule in _RULES for problem in rule(recipe)]
 
 

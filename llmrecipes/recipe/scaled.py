@@ -1,4 +1,4 @@
-"""What of a recipe's parallel degrees its scaled-down version runs: asked beside ran."""
+"""Parallel degrees of a recipe compared with those of its scaled-down version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT = {
     "expert_tensor_parallel_size": "ETP",
     "data_parallel_size": "DP",
 }
-"""Degrees as people abbreviate them."""
+"""Common abbreviations of degrees."""
 
 UNEVEN = "gloo, which joins CPU ranks, cannot gather uneven numbers of tokens; verify it on GPUs"
 SPREAD = "experts are spread over the tensor-parallel ranks, because they cannot be split on a CPU"
@@ -25,7 +25,7 @@ SPREAD = "experts are spread over the tensor-parallel ranks, because they cannot
 
 @dataclass(frozen=True)
 class Degree:
-    """A degree that ran with another number than the recipe asks for."""
+    """A degree that ran with a different value than in the recipe."""
 
     degree: str
     """Its key in the recipe, or `data_parallel_size`."""
@@ -42,26 +42,26 @@ class Degree:
 
 @dataclass(frozen=True)
 class Scaled:
-    """The recipe's degrees beside those that ran."""
+    """The recipe's degrees compared with those that ran."""
 
     asked: dict[str, int]
-    """Degrees of the recipe by key; `expert_tensor_parallel_size` is that of tensor parallelism where it is unset."""
+    """Degrees of the recipe by key; an unset `expert_tensor_parallel_size` is that of tensor parallelism."""
     reduced: tuple[Degree, ...]
     """Still above 1: the same kind of parallelism on fewer ranks."""
     added: tuple[Degree, ...]
-    """Larger than asked."""
+    """Larger than in the recipe."""
     not_run: tuple[Degree, ...]
-    """Asked for, and 1 here: nothing is known about this kind of parallelism."""
+    """Above 1 in the recipe, and 1 here: this kind of parallelism was not tested."""
 
     def without(self, degree: Degree) -> Scaled:
         """The same with one more degree that did not run."""
         return replace(self, not_run=(*self.not_run, degree))
 
     def lines(self, not_run: str) -> list[tuple[str, str]]:
-        """(heading, text) for people; none where all ran as asked.
+        """Human-readable (heading, text); none if all ran as in the recipe.
 
         Args:
-            not_run: heading of what did not run.
+            not_run: heading for degrees that did not run.
         """
         found = [("reduced", ", ".join(degree.change for degree in self.reduced))] if self.reduced else []
         found += [("added", f"{degree.change}: {degree.reason}") for degree in self.added]
@@ -71,7 +71,7 @@ class Scaled:
         return found
 
     def as_dict(self, not_run: str) -> dict[str, Any]:
-        """JSON values: `asked`, `reduced`, `added`, and what did not run under the name given."""
+        """JSON values: `asked`, `reduced`, `added`, and degrees that did not run under the given name."""
         return {
             "asked": self.asked,
             "reduced": [_without_reason(degree) for degree in self.reduced],
@@ -103,7 +103,7 @@ def scaled(recipe: Recipe, ran: Mapping[str, int]) -> Scaled:
         asked=wanted,
         reduced=tuple(degree for degree in other if 1 < degree.ran < wanted[degree.degree]),
         added=tuple(replace(degree, reason=SPREAD) for degree in other if degree.ran > wanted[degree.degree]),
-        # Only experts that are split themselves are ever left out: see `small_layout`.
+        # Only expert-tensor parallelism is ever disabled: see `small_layout`.
         not_run=tuple(replace(degree, reason=UNEVEN) for degree in other if degree.ran == 1),
     )
 

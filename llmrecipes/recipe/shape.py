@@ -1,4 +1,4 @@
-"""The model's numbers with every unset key derived, once."""
+"""The model's sizes, with unset keys derived, in one place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmrecipes.recipe.schema import Model
 class Shape:
     """Sizes of the transformer.
 
-    `query_channels` are those of one query or key head, `value_channels` those of one value head (the same but for
+    `query_channels` are those of one query or key head, `value_channels` those of one value head (the same except for
     latent attention); `vocab_size` is the padded one, the rows of the embedding. A dense model has 0 experts, a model
     without shared experts a shared width of 0.
     """
@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def key_size(self) -> int:
-        """Width of all key heads together; with latent attention every query head has a key of its own."""
+        """Width of all key heads together; with latent attention every query head has its own key."""
         return self.num_query_groups * self.query_channels
 
     @property
@@ -50,11 +50,11 @@ class Shape:
 
     @property
     def context_size(self) -> int:
-        """Width of what attention hands to its output projection."""
+        """Width of the input of attention's output projection."""
         return self.num_attention_heads * self.value_channels
 
     def moe_layers(self, first: int, last: int) -> int:
-        """How many of the layers `first` to `last` - 1, counted from 0, have experts."""
+        """Number of MoE layers among `first` to `last` - 1, counted from 0."""
         if not self.num_moe_experts:
             return 0
         if isinstance(self.moe_pattern, int):
@@ -63,7 +63,7 @@ class Shape:
 
     @property
     def mtp_moe_layers(self) -> int:
-        """How many of the multi-token prediction layers have experts: they are built as the last layer is."""
+        """Number of multi-token prediction layers with experts: they are built like the last layer."""
         return self.mtp_num_layers * self.moe_layers(self.num_layers - 1, self.num_layers)
 
 

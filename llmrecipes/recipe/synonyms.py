@@ -1,6 +1,6 @@
-"""What other frameworks call a recipe's keys: Hugging Face, Megatron-LM, GPT-NeoX, torchtitan and nanotron.
+"""Names of a recipe's keys in other frameworks: Hugging Face, Megatron-LM, GPT-NeoX, torchtitan and nanotron.
 
-Only for hints: a recipe takes none of these names. Names that a recipe has too, in another section, are not listed.
+Only for hints: a recipe accepts none of these names. Names that a recipe also has, in another section, are not listed.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ SAME: dict[str, str] = {
     "tracking.experiment": "experiment_name mlflow_experiment",
     "tracking.tensorboard": "enable_tensorboard tensorboard_dir",
 }
-"""Key of a recipe -> other names for it. A name under several keys stands for all of them. `section.name` stands for a
-key inside a mapping that other frameworks nest."""
+"""Key of a recipe -> other names for it. A name under several keys corresponds to all of them. `section.name` is a key
+inside a mapping that other frameworks nest."""
 
 NOTES: tuple[tuple[str, str], ...] = (
     (
@@ -211,7 +211,7 @@ NOTES: tuple[tuple[str, str], ...] = (
     ("output_dir save_dir", "leave it out: --runs-dir says where runs are kept"),
     ("rope_scaling", "Llama 3.1's scaling is rope_scaling: true, and its factor rope_scaling_factor"),
 )
-"""Names, and what to say about them: where the concept differs, or why a recipe has no such key."""
+"""Names with an explanation: how the concept differs, or why a recipe has no such key."""
 
 
 VALUES: dict[str, str] = {
@@ -234,7 +234,7 @@ VALUES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Synonym:
-    """Keys that a name stands for (none: a recipe has no such key) and what differs."""
+    """Keys that a name corresponds to (none: a recipe has no such key) and what differs."""
 
     keys: tuple[str, ...]
     note: str
@@ -253,6 +253,6 @@ SYNONYMS = _table()
 
 
 def synonym(name: str) -> Synonym | None:
-    """What a dotted name, or an option as Megatron-LM writes it (`--tensor-model-parallel-size`), is called here."""
+    """The keys for a dotted name, or for an option in Megatron-LM's form (`--tensor-model-parallel-size`)."""
     parts = [part.lstrip("-").replace("-", "_").lower() for part in name.split(".")]
     return SYNONYMS.get(".".join(parts[-2:])) or SYNONYMS.get(parts[-1])

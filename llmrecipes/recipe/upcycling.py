@@ -1,7 +1,7 @@
 """Which mixtures of experts a dense model can become without changing what it computes.
 
-Every expert starts as a copy of the dense MLP (sparse upcycling, arXiv 2212.05055). Whatever experts a token visits, it
-then gets the dense MLP's output, if all its choices are served and their probabilities sum to one (arXiv 2410.07524,
+Every expert starts as a copy of the dense MLP (sparse upcycling, arXiv 2212.05055). Whichever experts a token is routed
+to, it then gets the dense MLP's output, if none is dropped and their probabilities sum to one (arXiv 2410.07524,
 section 3, on the order of softmax and top-k).
 """
 
@@ -21,14 +21,14 @@ MAX_NAME = 63
 
 
 def load_upcycled(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Recipe]:
-    """The recipe of a dense run, and with overrides the mixture of experts it shall become.
+    """The recipe of a dense run, and that of the mixture of experts after the overrides.
 
     Args:
         path: the dense run's resolved recipe.
-        overrides: `key.path=value`; without a `name` the new recipe is called as the dense one with `-moe`.
+        overrides: `key.path=value`; without a `name` the new recipe has the name of the dense one with `-moe`.
 
     Raises:
-        UserError: the overrides are no recipe, or none that continues the dense model exactly; all problems at once.
+        UserError: the result is not a valid recipe, or does not continue the dense model exactly; all problems at once.
     """
     dense = load(str(path)).recipe
     name = f"name={dense.name[: MAX_NAME - len(SUFFIX)]}{SUFFIX}"
@@ -39,7 +39,7 @@ def load_upcycled(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Recipe]
 
 
 def check(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
-    """What keeps the new model from computing what the dense one does."""
+    """Differences that keep the new model from computing the same as the dense one."""
     if dense.model.num_moe_experts is not None:
         yield Problem(
             "model.num_moe_experts",

@@ -1,1 +1,1 @@
-"""What the commands do: each puts the packages below it in order."""
+"""What the commands do: each module orchestrates the packages below it."""

@@ -1,4 +1,4 @@
-"""`llmrecipes bench`: ranks started, measured, and put together."""
+"""`llmrecipes bench`: start ranks, measure, and combine the results."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
 
     Args:
         spec: what to measure; `out` is replaced.
-        nproc: ranks; None: as a run that names no number.
+        nproc: ranks; None: the default of a run.
 
     Returns:
-        The answer as JSON; None on ranks other than the first.
+        The result as JSON; None on ranks other than the first.
 
     Raises:
-        UserError: the layout cannot run here, or a rank ended with an error, which it has printed.
+        UserError: the layout cannot run here, or a rank failed, and has printed its error.
     """
     with tempfile.TemporaryDirectory() as name:
         own = spec.model_copy(update={"out": Path(name)})
@@ -49,7 +49,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
             return (own.out / ANSWER).read_text("utf-8") if rank.rank == 0 else None
         cluster = detect()
         ranks = default_world_size(spec.recipe, cluster) if nproc is None else nproc
-        derive(spec.recipe, ranks, cluster)  # says what does not fit together before a process starts
+        derive(spec.recipe, ranks, cluster)  # rejects inconsistent settings before a process starts
         path = own.out / "spec.json"
         path.write_text(own.model_dump_json(), "utf-8")
         threads = max(1, int(cluster.cpu_cores) // ranks)
@@ -63,7 +63,7 @@ def sizes(text: str) -> tuple[int, ...]:
     """Sizes such as `4KiB,1MiB` in bytes.
 
     Raises:
-        UserError: one of them is no size.
+        UserError: one of them is not a size.
     """
     units = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB}
     found = []
@@ -78,12 +78,12 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def write_profile(cluster: str, rows: Sequence[Measured], target: Path) -> None:
-    """Copy a cluster profile with what was measured.
+    """Copy a cluster profile, with measurements added.
 
     Args:
         cluster: name or path of the profile.
         rows: the measurements; they replace older ones.
-        target: YAML file to write, which `--cluster` takes; the profile gets its name.
+        target: YAML file to write, for `--cluster`; its stem becomes the profile's name.
 
     Raises:
         UserError: the target is the shipped profile itself, or cannot be written.

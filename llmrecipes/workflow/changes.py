@@ -1,4 +1,4 @@
-"""What a changed number of steps does to a run that is resumed: to its learning rate, and to the order of its data."""
+"""Effects of a changed number of steps on a resumed run: on its learning rate, and on the order of its data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from llmrecipes.recipe.schema import Recipe
 logger = logging.getLogger(__name__)
 
 Order = tuple[tuple[int, bool], ...]
-"""For each source: passes over it, and whether the last one is shuffled by itself."""
+"""For each source: epochs, and whether the last one is shuffled separately."""
 
 
 def require_accepted(now: Recipe, then: Recipe, step: int, *, run_dir: Path, data_dir: Path, accept: bool) -> None:
-    """Refuse a number of steps that changes the rest of a run without being asked to.
+    """Refuse a number of steps that changes the rest of a run, unless the user accepts it.
 
-    A learning rate that `scheduler.lr_decay_iters` says is asked for.
+    A learning rate that `scheduler.lr_decay_iters` defines is intended.
 
     Args:
         now, then: the recipe of this command, and that of the run.
@@ -30,7 +30,7 @@ def require_accepted(now: Recipe, then: Recipe, step: int, *, run_dir: Path, dat
         accept: whether the user has accepted what changes.
 
     Raises:
-        UserError: with what changes and both ways on.
+        UserError: what changes, and both ways to resume.
     """
     if not step or now.train.train_iters == then.train.train_iters:
         return
@@ -68,7 +68,7 @@ def _order_change(now: Recipe, then: Recipe, data_dir: Path) -> tuple[str, str]:
     try:
         prepared = open_prepared(then, data_dir)
     except UserError:
-        return "", ""  # of another machine; there the ranks are started by the same check
+        return "", ""  # prepared on another machine, where the same check runs
     length = then.model.seq_length
     usable = prepared.usable("train", length)
     tokens = [prepared.manifest.sources[n].splits["train"].tokens for n in usable]
@@ -89,19 +89,19 @@ def _order_change(now: Recipe, then: Recipe, data_dir: Path) -> tuple[str, str]:
 
 
 def sample_order(tokens: list[int], weights: list[float], seq_length: int, samples: int) -> Order:
-    """What megatron-core's order of a run's samples depends on beside its seed.
+    """What megatron-core's order of a run's samples depends on, besides its seed.
 
     Args:
         tokens, weights: of each source.
-        seq_length: tokens a sample.
-        samples: that the run draws.
+        seq_length: tokens per sample.
+        samples: number that the run draws.
     """
     parts = [samples if len(tokens) == 1 else math.ceil(samples * w / sum(weights)) + 1 for w in weights]
     return tuple(_passes(count, seq_length, part) for count, part in zip(tokens, parts, strict=True))
 
 
 def _passes(tokens: int, seq_length: int, samples: int) -> tuple[int, bool]:
-    # As GPTDataset counts them: the last pass is shuffled by itself if less than 80 % of it is drawn.
+    # As in GPTDataset: the last epoch is shuffled separately if less than 80 % of it is drawn.
     passes = max(1, math.ceil((samples * seq_length + 1) / tokens))
     if passes == 1:
         return 1, False

@@ -1,4 +1,4 @@
-"""`llmrecipes compare`: what differs between runs, and what came of it, from their files alone."""
+"""`llmrecipes compare`: differences between runs in recipe and results, read from their files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from llmrecipes.tracking import status
 from llmrecipes.tracking.jsonl import parse
 
 MOST_POINTS = 1000
-"""Points of a curve in JSON; of a longer one every n-th is given, and the last."""
+"""Maximum points of a curve in JSON; a longer one is reduced to every n-th point and the last."""
 
 
 @dataclass
 class Curve:
-    """Losses in nats a token; those that are not finite are NaN."""
+    """Losses in nats per token; non-finite ones are NaN."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     tokens: array[int] = field(default_factory=lambda: array("q"))
@@ -50,8 +50,8 @@ class Curve:
 class Run:
     """One run.
 
-    `figures` by name; None where the run has no such number. Speed and time of a step are medians; `memory_bytes` is
-    the most that a step reported, of the first rank.
+    `figures` by name; None if the run has no such number. Speed and step time are medians; `memory_bytes` is the
+    maximum over steps, on the first rank.
     """
 
     path: Path
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def compare(run_dirs: Sequence[Path]) -> Comparison:
-    """Read runs and put them side by side; they may still be going on.
+    """Read and compare runs, which may still be running.
 
     Raises:
         UserError: fewer than two runs, or one without any step.
@@ -122,7 +122,7 @@ def _read(run_dir: Path) -> Run:
     try:
         with (run_dir / "metrics.jsonl").open("rb") as lines:
             for line in lines:
-                record = parse(line)  # the last line of a run that is still training may be half written
+                record = parse(line)  # the last line of a run that is still training may be incomplete
                 if record is None:
                     continue
                 if "loss" in record:
@@ -135,7 +135,7 @@ def _read(run_dir: Path) -> Run:
                     valid.add(record, "valid_loss")
                     bits = record.get("valid_bits_per_byte")
     except OSError:
-        pass  # a run that has not come to its first step has none
+        pass  # no first step yet
     if not train.steps:
         raise UserError(
             "no metrics yet",
@@ -162,5 +162,5 @@ def _read(run_dir: Path) -> Run:
 
 
 def _last(curve: Curve) -> float | None:
-    """The last loss; None where there is none, or where it is not finite."""
+    """The last loss; None if there is none or it is not finite."""
     return curve.losses[-1] if curve.losses and math.isfinite(curve.losses[-1]) else None

@@ -17,13 +17,13 @@ from llmrecipes.workflow.run import on_one_rank, require_checkpoint
 
 @dataclass(frozen=True)
 class Request:
-    """What to continue, and how."""
+    """Prompt and sampling options."""
 
     prompt: str
     max_new_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
     num_samples: int = 1
-    """Each with a seed one higher."""
+    """Each with the next seed."""
 
 
 @dataclass(frozen=True)

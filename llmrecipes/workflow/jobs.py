@@ -1,4 +1,4 @@
-"""Finding a submitted job by what a user calls it."""
+"""Looking up a submitted job by run or job id."""
 
 from __future__ import annotations
 

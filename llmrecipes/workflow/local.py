@@ -1,4 +1,4 @@
-"""What a job of `--to local` runs: a training, which leaves its exit code in the run's directory."""
+"""The process of a `--to local` job: trains, and writes its exit code to the run's directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one job; what users can fix becomes one message."""
+    """Run one job; a `UserError` is printed as one message."""
     parser = argparse.ArgumentParser(prog="python -m llmrecipes.workflow.local", allow_abbrev=False)
     parser.add_argument("--token", required=True)
     parser.add_argument("--exit-file", type=Path, required=True)

@@ -8,9 +8,9 @@ STEPS = 200
 
 
 def one_batch_recipe(recipe: Recipe) -> Recipe:
-    """The recipe with a constant learning rate, no weight decay pulling the other way, and at most `STEPS` steps.
+    """The recipe with a constant learning rate, no weight decay to work against it, and at most `STEPS` steps.
 
-    Its name says so, to keep its runs apart.
+    It has a different name, which keeps its runs separate.
     """
     iters = min(recipe.train.train_iters, STEPS)
     return recipe.model_copy(

@@ -10,7 +10,7 @@ from llmrecipes.recipe.schema import Recipe
 
 
 def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: int | None) -> tuple[Plan, Cluster]:
-    """The plan of a recipe, and the machine that it is for.
+    """The plan of a recipe, and the machine it is made for.
 
     Args:
         recipe: the resolved recipe.

@@ -1,4 +1,4 @@
-"""What a submission asks for, in a few lines: nodes, memory, limits, disk, and what the job must be allowed to read."""
+"""Summary of a submission: nodes, memory, limits, disk, and gated names that the job needs access to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow.submit import Submitted
 
 GATED = ("meta-llama/", "mistralai/", "google/gemma", "bigcode/starcoder", "bigcode/the-stack", "CohereLabs/")
-"""Names on the Hugging Face Hub that begin so need an account which has accepted their licence. The Hub is not asked,
-because a login node may have no network."""
+"""Names on the Hugging Face Hub with these prefixes need an account that has accepted their licence. The Hub is not
+queried, because a login node may have no network."""
 TOKEN = "HF_TOKEN"  # noqa: S105
 
 
@@ -30,11 +30,11 @@ class Preview:
     """What a job gets and needs.
 
     Attributes:
-        place: where it waits: Slurm's partition, or Kubernetes' namespace and queue.
-        time_limit: as Slurm is told it; None: the partition's own limit. Kubernetes has none.
-        checkpoints_bytes: most that checkpoints take on disk, without those kept by `checkpoint.keep_interval`.
+        place: where it is queued: Slurm's partition, or Kubernetes' namespace and queue.
+        time_limit: in Slurm's format; None: the partition's default. Kubernetes has none.
+        checkpoints_bytes: maximum disk use of checkpoints, without those kept by `checkpoint.keep_interval`.
         gated: names on the Hub that are likely to need a token.
-        has_token: whether the job is given `HF_TOKEN`.
+        has_token: whether the job has `HF_TOKEN`.
     """
 
     nodes: int
@@ -57,7 +57,7 @@ class Preview:
         return {**asdict(self), "gated": [asdict(each) for each in self.gated], "warnings": list(self.warnings)}
 
     def lines(self) -> Iterator[str]:
-        """The same for people."""
+        """Human-readable lines."""
         nodes = f"{self.nodes} {'node' if self.nodes == 1 else 'nodes'}"
         hardware = f"{self.gpus} × {self.gpu}" if self.gpu else "no GPU"
         share = f"({self.memory_headroom:.0%} headroom)"
@@ -76,7 +76,7 @@ class Preview:
 
 
 def gated_names(recipe: Recipe) -> tuple[Gated, ...]:
-    """What of a recipe's data is likely to be gated on the Hugging Face Hub."""
+    """Tokenizers and datasets of a recipe that are likely to be gated on the Hugging Face Hub."""
     tokenizer = recipe.data.tokenizer
     names = [("data.tokenizer.path", tokenizer.path)] if tokenizer.type == "huggingface" else []
     names += [
@@ -87,12 +87,12 @@ def gated_names(recipe: Recipe) -> tuple[Gated, ...]:
     return tuple(
         Gated(key, name)
         for key, name in names
-        if name is not None and name.startswith(GATED) and not Path(name).exists()  # a folder of that name comes first
+        if name is not None and name.startswith(GATED) and not Path(name).exists()  # a local folder comes first
     )
 
 
 def preview(submitted: Submitted) -> Preview:
-    """Of a job that was submitted, or would be."""
+    """The preview of a job that was submitted, or would be."""
     planned, rendering = submitted.planned, submitted.rendering
     plan = planned.plan
     return Preview(

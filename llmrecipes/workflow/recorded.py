@@ -1,4 +1,4 @@
-"""The recipe that a run was started with, and whether another one may resume it."""
+"""The recipe that a run was started with, and whether a different one may resume it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ PRINT_RECIPE = "import json, sys; print(json.dumps(json.load(open(sys.argv[1]))[
 
 
 def require_same_recipe(recipe: Recipe, run_dir: Path, data_dir: Path, *, accept: bool) -> None:
-    """Refuse to resume a run with a recipe that would make it another one; does nothing where there is no run.
+    """Refuse to resume a run with a recipe that would change its training; does nothing if there is no run.
 
     Args:
         recipe: the recipe of this command.
         run_dir: the run.
         data_dir: where prepared data is kept.
-        accept: whether the user has accepted what another number of steps changes.
+        accept: whether the user has accepted what a different number of steps changes.
 
     Raises:
-        UserError: with what differs; or the recipe of the run is damaged.
+        UserError: what differs; or the recipe of the run is damaged.
     """
     entries = CheckpointStore(run_dir / "checkpoints").entries()
     newest = entries[-1] if entries else None
@@ -50,7 +50,7 @@ def run_recipe(run_dir: Path) -> Recipe:
 
 
 def _recorded(run_dir: Path, newest: Entry | None) -> Recipe | None:
-    """The recipe of a run, from its directory or else its newest checkpoint; None where neither has one."""
+    """The recipe of a run, from its directory or else its newest checkpoint; None if neither has one."""
     path = run_dir / RESOLVED_NAME
     if path.exists():
         return _read(path, newest)
@@ -59,7 +59,7 @@ def _recorded(run_dir: Path, newest: Entry | None) -> Recipe | None:
     try:
         return Recipe.model_validate(newest.manifest.recipe)
     except ValidationError:
-        return None  # of another version; the model's architecture is compared when it is loaded
+        return None  # of a different version; the model's architecture is compared when it is loaded
 
 
 def _read(path: Path, newest: Entry | None) -> Recipe:

@@ -1,4 +1,4 @@
-"""Starts of a run, so that one which is started again and again for nothing comes to an end."""
+"""Starts of a run, to stop one that restarts repeatedly without progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 STARTS = "starts.json"
 STARTS_WITHOUT_PROGRESS = 3
-"""Restarts in a row that may find the same newest checkpoint."""
+"""Allowed restarts in a row from the same newest checkpoint."""
 
 
 def newest_step(run_dir: Path) -> int:
@@ -26,14 +26,14 @@ def newest_step(run_dir: Path) -> int:
 
 
 def require_progress(record: Path, job: str, restart: int, step: int, max_restarts: int) -> None:
-    """Note this start, and stop a job that is started again and again.
+    """Record this start, and stop a job that makes no progress.
 
     Args:
         record: file with the starts of this run.
-        job: number of the job, or of the process that starts ranks; starts of another one do not count.
-        restart: how often it has been restarted.
+        job: id of the job, or of the process that starts ranks; starts of another one do not count.
+        restart: number of restarts so far.
         step: step of the newest checkpoint.
-        max_restarts: how many there may be.
+        max_restarts: maximum number of restarts.
 
     Raises:
         UserError: too many restarts, or too many at the same step; `ExitCode.STOP`.
@@ -64,7 +64,7 @@ def require_progress(record: Path, job: str, restart: int, step: int, max_restar
 
 
 def _read(record: Path) -> list[dict[str, Any]]:
-    """The starts of before; none if the file is damaged, and then counting begins anew."""
+    """Earlier starts; none if the file is damaged, so that the count starts again."""
     try:
         values = json.loads(record.read_bytes())
     except FileNotFoundError:

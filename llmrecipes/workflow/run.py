@@ -1,4 +1,4 @@
-"""The one way to a run: recipe → plan → check → directory → data → what its ranks are told."""
+"""The only path to a run: recipe → plan → check → directory → data → spec of its ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUN_ID = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-"
 
 @dataclass(frozen=True)
 class Paths:
-    """Where things are kept."""
+    """Directories of runs and data."""
 
     runs_dir: Path
     data_dir: Path
@@ -40,7 +40,7 @@ class Paths:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What the command line asks for beside the recipe; `run` is what the ranks are told of it."""
+    """Options of the command line besides the recipe; `run` are those passed on to the ranks."""
 
     nproc: int | None = None
     run_id: str | None = None
@@ -48,16 +48,16 @@ class TrainOptions:
     node: Node | None = None
     """Which of several machines this is; None: the only one."""
     max_restarts: int = 0
-    """How often ranks that end with a fault are started again."""
+    """Maximum restarts of ranks that fail."""
     separate_process: bool = False
     """Start a process even for a single rank."""
     accept_changes: bool = False
-    """Resume although another number of steps changes the learning rate or the order of the data."""
+    """Resume even if a different number of steps changes the learning rate or the data order."""
     run: RunOptions = field(default_factory=RunOptions)
 
 
 def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> Plan:
-    """Plan a recipe, and refuse what cannot work.
+    """Plan a recipe, and reject what cannot work.
 
     Args:
         recipe: the resolved recipe.
@@ -102,13 +102,13 @@ def on_one_rank(recipe: Recipe) -> Recipe:
 
 
 def prepare_data(recipe: Recipe, data_dir: Path, log: Log, spec: RunSpec | None = None) -> None:
-    """Make a recipe's data where it is missing.
+    """Prepare a recipe's data if it is missing.
 
     Args:
-        recipe: what is trained.
+        recipe: the resolved recipe.
         data_dir: where prepared data is kept.
-        log: receives one line for each thing that takes time.
-        spec: a run that is no run if this fails; its directory is removed then, unless something is in it.
+        log: receives one line for each slow step.
+        spec: a new run; if this fails, its directory is removed unless there is something in it.
 
     Raises:
         UserError: a source is missing or damaged.
@@ -124,10 +124,10 @@ def prepare_data(recipe: Recipe, data_dir: Path, log: Log, spec: RunSpec | None 
 
 
 def new_spec(recipe: Recipe, paths: Paths, options: TrainOptions) -> RunSpec:
-    """What the ranks are told, once the run's directory is known to be there, to be writable, and to be this recipe's.
+    """The spec of a run, after checking that its directory exists, is writable, and belongs to this recipe.
 
     Raises:
-        UserError: it is not.
+        UserError: it does not.
     """
     run_id = new_run_id() if options.run_id is None else checked_run_id(options.run_id)
     run_dir = paths.runs_dir / recipe.name / run_id
@@ -139,14 +139,14 @@ def new_spec(recipe: Recipe, paths: Paths, options: TrainOptions) -> RunSpec:
 
 
 def spec_in(recipe: Recipe, run_dir: Path, paths: Paths, options: RunOptions) -> RunSpec:
-    """What the ranks of a run are told, whose directory is known to be right."""
+    """The spec of a run whose directory was already checked."""
     return RunSpec(
         recipe=recipe, run_dir=run_dir, runs_dir=paths.runs_dir, data_dir=paths.data_dir, **options.model_dump()
     )
 
 
 def remove_empty_run_dir(spec: RunSpec) -> None:
-    """Remove the folders that `new_spec` made, up to the first with something in it: what never began is no run."""
+    """Remove the folders that `new_spec` created, up to the first non-empty one: the run never started."""
     for folder in (spec.run_dir / "logs", spec.run_dir, spec.run_dir.parent, spec.runs_dir):
         try:
             folder.rmdir()
@@ -155,14 +155,14 @@ def remove_empty_run_dir(spec: RunSpec) -> None:
 
 
 def finished(run_dir: Path, train_iters: int) -> bool:
-    """Whether a run has done all its steps, so that a part of it which is started again has nothing to do."""
+    """Whether a run has done all its steps, so that a restarted part of it has nothing to do."""
     status = read(run_dir)
     step = status.get("step")
     return status.get("state") == "finished" and isinstance(step, int) and step >= train_iters
 
 
 def new_run_id() -> str:
-    """UTC time and six random characters, so that ids sort by age and do not meet."""
+    """UTC time and six random characters, so that ids sort by age and do not collide."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
@@ -170,7 +170,7 @@ def checked_run_id(run_id: str) -> str:
     """A run id that is safe as the name of a directory.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not safe.
     """
     if not 0 < len(run_id) <= 64 or run_id[0] in "._-" or set(run_id) - set(RUN_ID):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Finding a run by what a user calls it."""
+"""Looking up a run by path, id or recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("run", "state", "step", "loss", "valid loss", "newest checkpoint", "s
 
 
 def table(runs: Sequence[RunSummary]) -> str:
-    """Runs as lines for people, oldest first."""
+    """Runs as a table, oldest first."""
     if not runs:
         return "no runs yet: llmrecipes train gpt-tiny"
     rows = [COLUMNS, *(_row(run) for run in runs)]
@@ -45,7 +45,7 @@ def find_run(name: str, runs_dir: Path) -> Path:
         runs_dir: where runs are kept.
 
     Raises:
-        UserError: there is none, or several.
+        UserError: no run matches, or several do.
     """
     for path in (Path(name), runs_dir / name):
         if (path / "recipe.yaml").is_file():

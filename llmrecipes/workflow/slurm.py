@@ -3,9 +3,9 @@
     python -m llmrecipes.workflow.slurm begin … -- RECIPE [KEY=VALUE]...
     python -m llmrecipes.workflow.slurm rank JOB.json
 
-`begin` prints the path of the file that ranks read, or nothing where the run has finished. Both end with this program's
-exit codes, but for ranks that have saved: they end with 0, because a task that fails takes the others with it, and
-the first rank leaves its code in `logs/outcome`.
+`begin` prints the path of the file that ranks read, or nothing if the run has finished. Both exit with this program's
+exit codes, except for ranks that have saved: they exit with 0, because Slurm ends all tasks when one fails, and the
+first rank writes its code to `logs/outcome`.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ MAX_RESTARTS = 100
 
 
 class Job(BaseModel):
-    """What the ranks of a job read."""
+    """Parameters of a job's ranks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: RunSpec
     environment: dict[str, str]
-    """Variables of every rank that it does not have yet."""
+    """Variables of every rank, except those it already has."""
 
 
 def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | None:
-    """Check the run against the nodes, prepare its data, and write what the ranks read.
+    """Check the run against the nodes, prepare its data, and write the parameters of the ranks.
 
     Args:
         arguments: of `begin`.
         there: the environment, with Slurm's variables.
 
     Returns:
-        The file, or None where the run has finished.
+        The file, or None if the run has finished.
 
     Raises:
         UserError: the run cannot be resumed, with `ExitCode.STOP` where restarts make no progress.
@@ -93,10 +93,10 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
 
 
 def rank(path: Path) -> int:
-    """Be one rank of a job; returns the exit code of the task."""
+    """Run one rank of a job; returns the exit code of the task."""
     job = Job.model_validate_json(path.read_text("utf-8"))
     here = from_slurm(os.environ)
-    # All of this counts only before torch is loaded.
+    # All of this must be set before torch is loaded.
     os.environ.update(missing(job.environment, os.environ))
     os.environ.update(here.variables())
     setup_logging(rank=here.rank)
@@ -110,7 +110,7 @@ def rank(path: Path) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one of the two; what users can mend becomes one message."""
+    """Run one of the two; a `UserError` is printed as one message."""
     parser = argparse.ArgumentParser(prog="python -m llmrecipes.workflow.slurm", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("begin", allow_abbrev=False)
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
         print("the run has already finished; nothing to do", file=sys.stderr)
         return ExitCode.DONE
     print(path)
-    # A warning that came meanwhile was blocked: there is no time left to start the ranks.
+    # A warning that arrived meanwhile was blocked: there is no time left to start the ranks.
     return ExitCode.REQUEUE if signal.SIGUSR1 in signal.sigpending() else ExitCode.DONE
 
 

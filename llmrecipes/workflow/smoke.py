@@ -1,4 +1,4 @@
-"""`llmrecipes smoke`: a small model of the recipe's kind, trained, saved, resumed and compared with no interruption."""
+"""`llmrecipes smoke`: train, save and resume a small version of the recipe, and compare with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class SmokeResult:
     first_difference: int | None
     run_dir: str
     layout: dict[str, int]
-    """Degrees that ran by name, and `world_size`."""
+    """Degrees of the small version by name, and `world_size`."""
     scaled: Scaled
-    """The recipe's degrees beside those that ran."""
+    """The recipe's degrees compared with those that ran."""
 
     @property
     def ok(self) -> bool:
-        """Whether the resumed run is the uninterrupted one, bit for bit, and the loss fell."""
+        """Whether the resumed run equals the uninterrupted one bit for bit, and the loss fell."""
         return self.first_difference is None and self.last_loss < self.first_loss
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class SmokeResult:
         return {**values, **self.scaled.as_dict("not_run"), "ok": self.ok}
 
     def as_text(self) -> str:
-        """Lines for people."""
+        """Human-readable lines."""
         if self.first_difference is not None:
             compared = f"DIFFERS from the uninterrupted run at step {self.first_difference}"
         else:
@@ -75,7 +75,7 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
         recipe: the full recipe; its proxy is what runs.
         paths: where runs and data are kept.
         nproc: ranks; None for `default_world_size` of the small recipe.
-        log: receives one line for each thing that takes time.
+        log: receives one line for each slow step.
 
     Raises:
         UserError: the proxy does not run here either, or a rehearsal ended with an error.

@@ -1,4 +1,4 @@
-"""`llmrecipes submit`: plan for the place, check, render, and only then submit."""
+"""`llmrecipes submit`: plan for the target, check, render, and only then submit."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def submit(
         raise
     try:
         record.write(job.ref)
-    except OSError as error:  # the job is there all the same
+    except OSError as error:  # the job was submitted anyway
         logger.warning(
             "%s: %s; llmrecipes cancel needs the id of the job", submission.run_dir / record.FILE, error.strerror
         )

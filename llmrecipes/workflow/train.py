@@ -27,7 +27,7 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
         recipe: the resolved recipe.
         paths: where runs and data are kept.
         options: ranks, run id and debugging.
-        log: receives one line for each thing that takes time.
+        log: receives one line for each slow step.
 
     Returns:
         The exit code.
@@ -48,7 +48,7 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
     require_library(recipe)
     spec = new_spec(recipe, paths, options)
     if options.node is not None and not options.run.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
-        log(f"{spec.run_dir} has done all its steps")  # and the other nodes, which would be waited for, are gone
+        log(f"{spec.run_dir} has done all its steps")  # the other nodes, which it would wait for, are gone
         return int(ExitCode.DONE)
     prepare_data(recipe, paths.data_dir, log, spec)
     if options.max_restarts:
@@ -78,20 +78,20 @@ def start_with_restarts(spec: RunSpec, plan: Plan, cluster: Cluster, max_restart
 def start(
     spec: RunSpec, plan: Plan, cluster: Cluster, node: Node | None = None, *, separate_process: bool = False
 ) -> int:
-    """Run all ranks of this machine to their end; returns the exit code.
+    """Run all ranks of this machine until they exit; returns the exit code.
 
     Args:
-        spec: what they are told.
+        spec: of the run.
         plan: of all nodes together.
         cluster: all nodes together.
         node: which of several this is.
-        separate_process: start a process even for a single rank, which could take this one with it.
+        separate_process: start a process even for a single rank, which could crash this one.
     """
     ranks = plan.layout.world_size
-    # What the user has set wins, and may be more or less than an even share.
+    # The user's value takes precedence, and may be more or less than an even share.
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, int(cluster.cpu_cores) // ranks))
     if ranks == 1 and node is None and not separate_process:
-        # The variable only counts before torch is loaded, which data preparation may have done.
+        # The variable has no effect once torch is loaded, which data preparation may have done.
         import torch
 
         from llmrecipes.train.rank import guarded
@@ -149,7 +149,7 @@ def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, no
     """Check the run against nodes of a cluster profile, and set its variables for all ranks.
 
     Raises:
-        UserError: no such profile, this machine is not of its kind, or the run does not fit there.
+        UserError: no such profile, this machine does not match it, or the run does not fit there.
     """
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.hardware.machine import machine

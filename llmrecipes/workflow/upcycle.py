@@ -29,7 +29,7 @@ ORIGIN = "upcycled.json"
 
 @dataclass(frozen=True)
 class Upcycled:
-    """A mixture-of-experts run that has not made a step yet.
+    """A mixture-of-experts run before its first step.
 
     Attributes:
         run_dir: its directory, with recipe.yaml and the checkpoint of step 0.
@@ -49,13 +49,13 @@ class Upcycled:
 
 
 def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: str) -> Upcycled:
-    """Make a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` goes on from.
+    """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
 
-    One process holds both models. The optimizer starts from nothing, and data from its beginning.
+    One process holds both models. The optimizer state is new, and data starts from the beginning.
 
     Args:
         dense_run: directory of the dense run.
-        overrides: what makes its recipe one of a mixture of experts.
+        overrides: keys that turn its recipe into a mixture of experts.
         runs_dir: where runs are kept.
         run_id: of the new run.
 

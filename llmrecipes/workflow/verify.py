@@ -27,7 +27,7 @@ MOST_RANKS = 8
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What the command line asks."""
+    """Options of the command line."""
 
     iters: int = 5
     tolerance: float = 1e-5
@@ -36,17 +36,17 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Verification:
-    """The answer, and the directory it is kept in."""
+    """The result, and the directory it is stored in."""
 
     result: Result
     folder: Path
 
 
 def start_ranks(spec: VerifySpec, ranks: int, cluster: Cluster) -> None:
-    """Train in the layout, one process a rank.
+    """Train in the layout, one process per rank.
 
     Raises:
-        UserError: a rank ended with an error, which it has printed.
+        UserError: a rank failed, and has printed its error.
     """
     logs = spec.folder.with_name("logs")
     path = logs / "spec.json"
@@ -70,11 +70,11 @@ def verify(
         recipe: the full recipe.
         paths: where runs and data are kept; `<runs>/<recipe>-verify/<id>/` receives verify.json and verify.svg.
         options: steps, tolerance and ranks.
-        log: receives one line for each thing that takes time.
-        train_layout: trains as the spec says, on a number of ranks.
+        log: receives one line for each slow step.
+        train_layout: trains according to the spec, on a number of ranks.
 
     Raises:
-        UserError: the layout cannot run here, the reference's numbers are not finite, or a rank ended with an error.
+        UserError: the layout cannot run here, the reference has non-finite values, or a rank failed.
     """
     if not 0 < options.tolerance < math.inf:
         raise UserError(f"{options.tolerance:g}", where="--tolerance", rule="a relative difference above 0", fix="1e-5")
@@ -105,7 +105,7 @@ def verify(
 
 
 def _ranks(small: Recipe, nproc: int | None, cluster: Cluster) -> int:
-    """`nproc` ranks, else those of two replicas of the smallest layout where batch and machine have them."""
+    """`nproc` ranks, else two replicas of the smallest layout if batch and machine allow them."""
     if nproc is not None:
         return nproc
     least = smallest_world(small.parallelism)
@@ -116,7 +116,7 @@ def _ranks(small: Recipe, nproc: int | None, cluster: Cluster) -> int:
         derive(small, twice, cluster)
     except UserError:  # the batch does not divide over two replicas
         if least == 1:
-            raise  # and one replica on one rank is the reference itself
+            raise  # one replica on one rank would be the reference itself
         return least
     return twice
 
@@ -130,10 +130,10 @@ def _scaled(recipe: Recipe, small: Recipe, plan: Plan) -> Scaled:
 
 
 def _alone(spec: VerifySpec, cluster: Cluster) -> None:
-    """Train the reference, here.
+    """Train the reference in this process.
 
     Raises:
-        UserError: its numbers are not finite, so that nothing can be compared with them.
+        UserError: it has non-finite values, so that a comparison is impossible.
     """
     import torch
 
@@ -169,10 +169,10 @@ def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster,
     difference = None
     if where is not None:
         step, quantity = where
-        # Weights and gradients are large; the reference, which is cheap, is trained again to have those of one step.
+        # Weights and gradients are large; the reference, which is cheap, is retrained to get those of one step.
         _alone(alone.model_copy(update={"keep_step": step}), cluster)
         tensor = None
-        # Gradients of other weights are other gradients: those that the step started from come first.
+        # Gradients of different weights differ, so the weights before the step are compared first.
         for kind, part in (("weights before the step", BEFORE), ("gradients", GRADIENTS)):
             tensor = tensor or first(kind, differences(alone.folder / part, spread.folder / part))
         expected, got = (getattr(record.steps[step - 1], quantity) for record in (one, layout))

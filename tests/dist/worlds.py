@@ -1,6 +1,6 @@
-"""The pool of rank processes: worlds that live as long as the tests, and are given one job after another.
+"""The pool of rank processes: worlds that live as long as the tests, and run one job after another.
 
-Ranks are forked from a server that has imported torch and megatron-core, so that 15 of them do not import these
+Ranks are forked from a server that has imported torch and megatron-core, so that 15 ranks do not import these
 15 times.
 """
 
@@ -45,14 +45,14 @@ class Job:
 
     def __init__(self, pipes: list[Connection], processes: list[Any], close: Callable[[], None]) -> None:
         self._pipes, self._processes, self._close = pipes, processes, close
-        self._answers: dict[int, tuple[float, bool, Any]] = {}  # when, whether it returned, and what
+        self._answers: dict[int, tuple[float, bool, Any]] = {}  # time, whether it returned, and the result
         self._said: deque[tuple[int, tuple[Any, ...]]] = deque()
 
     def said(self) -> tuple[int, tuple[Any, ...]]:
-        """The next words of a rank (`say`), and its number.
+        """The next message of a rank (`say`), and its rank.
 
         Raises:
-            WorldFailed: all ranks have ended without them.
+            WorldFailed: all ranks have ended without one.
         """
         while not self._said:
             if len(self._answers) == len(self._pipes):
@@ -62,18 +62,18 @@ class Job:
         return self._said.popleft()
 
     def everything_said(self) -> list[tuple[int, tuple[Any, ...]]]:
-        """The words that nobody has asked for yet."""
+        """The messages that have not been read yet."""
         return list(self._said)
 
     def kill(self, rank: int) -> None:
-        """Kill a rank as a machine's failure does."""
+        """Kill a rank, as if its machine failed."""
         os.kill(self._processes[rank].pid, signal.SIGKILL)
 
     def result(self) -> Any:
-        """What the first rank returned.
+        """Return value of the first rank.
 
         Raises:
-            WorldFailed: with the traceback of the first rank that said one. The next job gets new processes.
+            WorldFailed: with the first traceback of a rank. The next job gets new processes.
         """
         while len(self._answers) < len(self._pipes) and all(ok for _, ok, _ in self._answers.values()):
             self._receive()
@@ -115,9 +115,9 @@ class Job:
 
 
 class GlooWorld:
-    """Ranks that wait for jobs. They are started with the first one, and anew after one that failed.
+    """Ranks that wait for jobs. They are started with the first one, and again after one that failed.
 
-    Each job has a process group of its own, because groups that nobody uses any more keep their sockets and threads.
+    Each job has a new process group, because unused groups keep their sockets and threads.
 
     Args:
         size: number of ranks.
@@ -131,20 +131,20 @@ class GlooWorld:
         self._jobs = 0
 
     def run(self, job: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of a module on every rank, in a joined process group; what the first rank returned.
+        """Call a function of a module on every rank, in a joined process group; returns the first rank's result.
 
         Raises:
-            WorldFailed: with the traceback of the first rank that said one.
+            WorldFailed: with the first traceback of a rank.
         """
         return self.start(job, *arguments).result()
 
     def start(self, job: Callable[..., Any], *arguments: Any, group: bool = True) -> Job:
-        """Begin to call a function on every rank.
+        """Start a call of a function on every rank.
 
         Args:
             job: function of a module.
             arguments: its arguments.
-            group: whether the ranks are a process group.
+            group: whether the ranks join a process group.
         """
         if not self._processes:
             self._start_ranks()
@@ -155,7 +155,7 @@ class GlooWorld:
         return Job(self._pipes, self._processes, self.close)
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         for process in self._processes:
             process.kill()
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -175,12 +175,12 @@ class GlooWorld:
 
 @contextmanager
 def pool(folder: Path) -> Iterator[dict[int, GlooWorld]]:
-    """Worlds by their number of ranks.
+    """Worlds by number of ranks.
 
     Args:
         folder: for rendezvous files.
     """
-    # The server keeps the environment of its start, and does not have pytest's path.
+    # The server keeps its initial environment, and does not have pytest's path.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -197,7 +197,7 @@ _to_the_test: Connection | None = None
 
 
 def say(*words: Any) -> None:
-    """Tell the test something in the middle of a job: `Job.said` returns it."""
+    """Send a message to the test during a job: `Job.said` returns it."""
     assert _to_the_test is not None, "called outside of a rank"
     _to_the_test.send(("said", words))
 
@@ -227,7 +227,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         except Exception:
             ok, answer = False, traceback.format_exc()
         pipe.send(("answer", (time.monotonic(), ok, answer)))
-        auxiliary_losses().clear()  # megatron-core keeps them for a process, as many as its first model has layers
+        auxiliary_losses().clear()  # megatron-core keeps them per process, sized for the layers of its first model
         if rendezvous is not None:
             dist.destroy_process_group()
         gc.collect()

@@ -1,1 +1,1 @@
-"""What the commands print for people."""
+"""Human-readable output of the commands."""

@@ -1,4 +1,4 @@
-"""What `bench collectives` prints."""
+"""Output of `bench collectives`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bandwidths(found: Collectives) -> str:
 
 
 def comparison(name: str, compared: list[Comparison]) -> str:
-    """What falls short of the profile, a line each."""
+    """Results below those of the profile, one line each."""
     from llmrecipes.bench.compare import LEAST, LINK_BYTES
 
     if not compared:

@@ -1,4 +1,4 @@
-"""What `clusters` prints."""
+"""Output of `clusters`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmrecipes.hardware.load import load_profile
 
 
 def summaries(names: list[str]) -> list[dict[str, Any]]:
-    """Profiles as plain data; a broken one has its `error` instead."""
+    """Profiles as plain data; an invalid one has its `error` instead."""
     return [_summary(name) for name in names]
 
 
@@ -22,7 +22,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _summary(name: str) -> dict[str, Any]:
     try:
         return load_profile(name).model_dump(mode="json")
-    except UserError as error:  # one broken file must not hide the others
+    except UserError as error:  # one invalid file must not hide the others
         return {"name": name, "error": str(error)}
 
 

@@ -1,4 +1,4 @@
-"""What `compare` prints."""
+"""Output of `compare`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_VALUE = 40
 
 
 def lines(comparison: Comparison, axis: str, *, width: int, colours: bool) -> Iterator[str | Text]:
-    """The comparison for people."""
+    """Human-readable lines of the comparison."""
     from rich.text import Text
 
     from llmrecipes.cli.render.plot import COLOURS
@@ -52,7 +52,7 @@ def lines(comparison: Comparison, axis: str, *, width: int, colours: bool) -> It
 
 
 def default_axis(comparison: Comparison) -> str:
-    """Tokens where the runs take different numbers of them a step."""
+    """Tokens if the runs have different numbers of tokens per step."""
     keys = ("train.global_batch_size", "model.seq_length")
     return "tokens" if any(key in comparison.differences for key in keys) else "step"
 
@@ -73,7 +73,7 @@ def _curves(title: str, curves: Sequence[Curve], axis: str, *, width: int, brail
 
 
 def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
-    """Rows of what the runs came to; those that no run has are left out."""
+    """Rows of final figures, without those that no run has."""
     shapes = {
         "loss": ("training loss, last", "{:.4f}"),
         "valid_loss": ("validation loss, last", "{:.4f}"),

@@ -1,4 +1,4 @@
-"""What `layout` prints."""
+"""Output of `layout`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUP_NAMES = {
 
 
 def as_dict(laid_out: Layout, ranks: Sequence[Placement]) -> dict[str, Any]:
-    """Everything `layout` knows, for programs."""
+    """Output of `layout --json`."""
     return {
         "layout": asdict(laid_out),
         "groups": groups(laid_out),
@@ -28,9 +28,9 @@ def as_dict(laid_out: Layout, ranks: Sequence[Placement]) -> dict[str, Any]:
 
 
 def as_text(laid_out: Layout, ranks: Sequence[Placement]) -> str:
-    """A line for each rank with what differs between them, what all have alike, and the groups that talk to each other.
+    """A line for each rank with what differs between ranks, then what they have in common, and the process groups.
 
-    Of a large world only the first data-parallel slice is shown: the others hold the same of the model.
+    For a large world only the first data-parallel slice is shown: the others hold the same parts of the model.
     """
     shown = ranks if len(ranks) <= MOST_ROWS else [rank for rank in ranks if rank.data == 0]
     cells = [_cells(rank) for rank in shown]
@@ -58,7 +58,7 @@ def _groups(laid_out: Layout, ranks: Sequence[Placement]) -> list[str]:
 
 
 def _cells(rank: Placement) -> dict[str, str]:
-    """One line of the table, by column; what a rank does not have is empty."""
+    """One row of the table, by column; empty if the rank has no such part."""
     ends = [name for name, has in (("embedding", rank.has_embedding), ("output", rank.has_output)) if has]
     split = rank.residual_tokens != rank.tokens
     return {

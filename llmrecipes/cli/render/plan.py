@@ -1,4 +1,4 @@
-"""What `show` prints."""
+"""Output of `show`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmrecipes.recipe.schema import Recipe
 
 
 def as_dict(loaded: Loaded, plan: Plan, cluster: Cluster, step_seconds: float | None = None) -> dict[str, Any]:
-    """Everything `show` knows, for programs. `step_seconds` is null until somebody has measured it."""
+    """Output of `show --json`. `step_seconds` is null until it is given."""
     whole = None if step_seconds is None else step_seconds * loaded.recipe.train.train_iters
     return {
         "recipe": loaded.recipe.model_dump(mode="json"),
@@ -62,7 +62,7 @@ def print_plan(
 def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
     kept = recipe.checkpoint.most_recent_k
     newest = "the newest is kept" if kept == 1 else f"the newest {kept} are kept"
-    # One more is on disk while it is written: the oldest goes when the new one is complete.
+    # One more is on disk while it is written: the oldest is deleted when the new one is complete.
     most = f"at most {gib((kept + 1) * plan.checkpoint_bytes)}"
     more = f", and each of step {recipe.checkpoint.keep_interval:,} × n" if recipe.checkpoint.keep_interval else ""
     return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}: {most} on disk{more}")]
@@ -88,7 +88,7 @@ def _time(
 
 
 def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
-    """The plan in words: what, value, where it comes from."""
+    """Rows of the plan: name, value, origin."""
     parameters, memory = plan.num_parameters, plan.memory
     ranks = _degrees(plan)
     if cluster.gpus:
@@ -146,7 +146,7 @@ def _degrees(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> list[tuple[str, str, str]]:
-    """Layers of the pipeline stages, neighbours with the same ones in one line."""
+    """Layers of the pipeline stages, with equal adjacent stages merged into one line."""
     stages, chunks = plan.layout.layers_per_stage, plan.layout.virtual_pipeline_model_parallel_size
     if len(stages) == 1:
         return []

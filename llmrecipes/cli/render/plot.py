@@ -1,4 +1,4 @@
-"""Curves drawn with characters: braille dots in colours on a terminal, letters anywhere else."""
+"""Text plots: coloured braille dots on a terminal, letters otherwise."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Series:
 
 
 def plot(series: Sequence[Series], *, width: int, height: int, braille: bool) -> list[Text]:
-    """Lines of a plot of `width` × `height` characters and its axes; empty if there is no point.
+    """Lines of a plot of `width` × `height` characters with axes; empty if there are no points.
 
     Args:
-        series: the later one is seen where curves meet in braille; letters show `*` there.
+        series: where curves overlap, braille shows the later one and letters show `*`.
         braille: dots in `COLOURS`, in the order of the series; else letters.
     """
     ys = [y for each in series for y in each.ys]

@@ -1,4 +1,4 @@
-"""What `list` prints."""
+"""Output of `list`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmrecipes.recipe.shape import shape
 
 
 def summaries(names: list[str]) -> list[dict[str, Any]]:
-    """Name, parameters, training tokens and description of recipes; a broken one has its `error` instead."""
+    """Name, parameters, training tokens and description of recipes; an invalid one has its `error` instead."""
     return [_summary(name) for name in names]
 
 
@@ -31,7 +31,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _summary(name: str) -> dict[str, Any]:
     try:
         recipe = load(name).recipe
-    except UserError as error:  # one broken file must not hide the others
+    except UserError as error:  # one invalid file must not hide the others
         return {"name": name, "error": str(error)}
     tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
     parameters = count(recipe.model, shape(recipe.model)).total

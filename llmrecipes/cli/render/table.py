@@ -1,4 +1,4 @@
-"""Text in aligned columns."""
+"""Tables with aligned columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list
 
     Args:
         rows: all with the same number of cells.
-        right: columns aligned to the right, by number.
+        right: indices of right-aligned columns.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [

@@ -1,4 +1,4 @@
-"""How evenly routers spread tokens over experts, counted where the tokens are routed."""
+"""Load balance of experts, counted in the routers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS_BESIDE_EXPERTS = 3  # tokens, summed entropy, summed z-loss
 
 
 class RouterBalance:
-    """Watches the routers of this rank's layers. Between `start` and `collect` it counts; else it costs nothing.
+    """Hooks into the routers of this rank's layers; counts between `start` and `collect`, and else costs nothing.
 
     Args:
         modules: this rank's chunks of the model.
@@ -36,11 +36,11 @@ class RouterBalance:
         self._topk = model.moe_router_topk
         self._has_aux_loss = model.moe_aux_loss_coeff > 0
         self._micro_batches = plan.num_microbatches
-        # megatron-core's global loss is summed over all ranks of a stage already, the others over those of a sequence.
+        # megatron-core already sums the global loss over all ranks of a stage, the others over those of a sequence.
         over_all = model.moe_router_load_balancing_type == "global_aux_loss"
         self._copies_of_loss = 1 if over_all else plan.layout.data_parallel_size
         layers = model.num_layers + (model.mtp_num_layers or 0)
-        # A row for each layer of the whole model, so that the ranks' counts can be added; the last is for the loss.
+        # A row for each layer of the full model, so that the ranks' counts can be added; the last is for the loss.
         shape = layers + 1, (model.num_moe_experts or 0) + COLUMNS_BESIDE_EXPERTS
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
         self._counting = False
@@ -48,13 +48,13 @@ class RouterBalance:
             router.register_forward_hook(partial(self._hook, number - 1))
 
     def start(self) -> None:
-        """Count from here on."""
+        """Start counting."""
         self._sums.zero_()
         auxiliary_losses().clear()
         self._counting = True
 
     def collect(self) -> Balance:
-        """Stop counting, and add up the counts of all ranks, each of which has to call this."""
+        """Stop counting, and sum the counts over ranks; a collective of all ranks."""
         self._counting = False
         losses = [
             auxiliary_values(entry).sum()
@@ -92,10 +92,10 @@ class RouterBalance:
     def _count(
         sums: torch.Tensor, router: TopKRouter, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor
     ) -> None:
-        # An expert that is filled up to its capacity is sent tokens that did not choose it, with probability 0.
+        # An expert that is padded to its capacity gets tokens that did not choose it, with probability 0.
         padded = router.config.moe_pad_expert_input_to_capacity
         processed = chosen & (probs > 0) if padded else chosen
-        # Without the input's jitter: what the router thinks, not what it was disturbed to.
+        # Without the input jitter: the router's own probabilities.
         logits = F.linear(hidden.float(), router.weight.float()).flatten(0, -2)
         scores = logits.softmax(-1) if router.score_function == "softmax" else logits.sigmoid()
         distribution = scores / scores.sum(-1, keepdim=True)
@@ -106,12 +106,12 @@ class RouterBalance:
 
 
 def _routers(modules: Sequence[RecipeGPTModel], num_layers: int) -> Iterator[tuple[int, TopKRouter]]:
-    """Routers with the number of their layer in the whole model."""
+    """Routers with the index of their layer in the full model."""
     for module in modules:
         for name, router in module.named_modules():
             if not isinstance(router, TopKRouter):
                 continue
-            # Routers of prediction layers number themselves differently in each version of megatron-core.
+            # Routers of prediction layers are numbered differently in each version of megatron-core.
             predicting = PREDICTION_LAYER.match(name)
             if predicting is None:
                 yield router.layer_number, router

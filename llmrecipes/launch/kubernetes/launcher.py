@@ -1,4 +1,4 @@
-"""Kubernetes: objects by kubectl apply, asked for by kubectl get."""
+"""Kubernetes: objects created with kubectl apply, queried with kubectl get."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from llmrecipes.recipe.load import recipe_hash, to_yaml
 DRY_RUN = "--dry-run prints the objects"
 INSTANCE = "app.kubernetes.io/instance"
 NAMES_AT_ONCE = 100
-"""Names in one selector, which is part of an address."""
+"""Maximum names in one selector, which is part of a URL."""
 FAILED_WITH = re.compile(r"failed with exit code (\d+)")
 SUCCEEDED, FAILED, SUSPENDED = {"Complete", "Completed"}, {"Failed"}, {"Suspended"}
-"""Types of conditions of Jobs, JobSets and TrainJobs."""
+"""Condition types of Jobs, JobSets and TrainJobs."""
 
 
 class Kubernetes:
@@ -63,11 +63,11 @@ class Kubernetes:
             },
             place={"namespace": options.namespace, **({} if options.queue is None else {"queue": options.queue})},
             time_limit="none",
-            has_token="HF_TOKEN" in options.secrets,  # pods have what --secret gives them, and nothing else
+            has_token="HF_TOKEN" in options.secrets,  # pods only have what --secret gives them
         )  # fmt: skip
 
     def require(self) -> None:
-        """kubectl is here."""
+        """Requires kubectl."""
         require_program("kubectl", f"{DRY_RUN}; make train runs the recipe on this machine")
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
@@ -77,7 +77,7 @@ class Kubernetes:
         return Job(self, JobRef("k8s", "/".join(place), submission.run_dir))
 
     def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
-        """One kubectl get for each namespace and kind; the API server is asked for the runs' own labels only."""
+        """One kubectl get for each namespace and kind, with a selector for the runs' labels."""
         groups: dict[tuple[str, str], dict[str, JobRef]] = defaultdict(dict)
         for ref in refs:
             namespace, kind, name = ref.job_id.split("/")
@@ -91,7 +91,7 @@ class Kubernetes:
         return found
 
     def cancel(self, ref: JobRef) -> None:
-        """Delete the workload: its pods get SIGTERM and their grace to save. The other objects stay for a resume."""
+        """Delete the workload: its pods get SIGTERM and their grace period to save. Other objects stay for a resume."""
         namespace, kind, name = ref.job_id.split("/")
         tell(("kubectl", "delete", kind, name, "--namespace", namespace, "--ignore-not-found", "--wait=false"))
 
@@ -113,7 +113,7 @@ def objects_of(planned: PlannedForCluster, options: Options, run_id: str, accept
     """The objects of a run, the workload last.
 
     Raises:
-        UserError: a value that Kubernetes would refuse.
+        UserError: a value that Kubernetes would reject.
     """
     return objects.render(
         Run(
@@ -131,7 +131,7 @@ def objects_of(planned: PlannedForCluster, options: Options, run_id: str, accept
 
 
 def status_of(workload: Object) -> JobStatus:
-    """What the status of a Job, a JobSet or a TrainJob means; their conditions differ in a few words only."""
+    """The status of a Job, a JobSet or a TrainJob; their conditions differ only in a few types."""
     status: Object = workload.get("status") or {}
     held = {each["type"]: each for each in status.get("conditions") or () if each.get("status") == "True"}
     if SUCCEEDED & held.keys():
@@ -149,7 +149,7 @@ def status_of(workload: Object) -> JobStatus:
 
 
 def _ready(status: Object) -> Iterator[int]:
-    """Pods, or whole groups of them, that run: of a Job, of a JobSet, of a TrainJob."""
+    """Numbers of ready pods, or pod groups, of a Job, a JobSet or a TrainJob."""
     yield int(status.get("ready") or 0)
     for group in (*(status.get("replicatedJobsStatus") or ()), *(status.get("jobsStatus") or ())):
         yield int(group.get("ready") or 0)

@@ -1,8 +1,8 @@
-"""The objects of a run: an Indexed Job, a JobSet or a TrainJob, and what each needs with it.
+"""The objects of a run: an Indexed Job, a JobSet or a TrainJob, and the objects each depends on.
 
 Restarts. A pod that saved after a signal exits with 75, one that was evicted or whose node failed is marked
-`DisruptionTarget`: both restart without being counted. 2 and 93 mean that a restart would end the same way, so the run
-fails at once. Anything else counts against `max_restarts`.
+`DisruptionTarget`: both restart without being counted. 2 and 93 mean that a restart would fail the same way, so the run
+fails immediately. Anything else counts against `max_restarts`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _workload(run: Run, options: Options) -> Object:
 
 
 def _suspended(options: Options) -> Object:
-    """Kueue unsuspends a workload when the quota has room for all of its pods."""
+    """Kueue unsuspends a workload when there is quota for all of its pods."""
     return {"suspend": True} if options.queue else {}
 
 
@@ -180,7 +180,7 @@ def _jobset(run: Run, options: Options) -> Object:
 
 
 def _trainjob(run: Run, options: Options) -> Object:
-    """What is specific to the run; restarts and rights come from the runtime in k8s/trainjob/runtime."""
+    """What is specific to the run; restarts and permissions come from the runtime in k8s/trainjob/runtime."""
     container: Object = {"name": pod.CONTAINER, "volumeMounts": pod.mounts()}
     if pod.needs_rdma(run):
         container["securityContext"] = pod.container_security(rdma=True)

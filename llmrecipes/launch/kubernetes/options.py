@@ -21,7 +21,7 @@ NODE_LABEL = re.compile(r"([a-z0-9][a-z0-9.-]{0,251}[a-z0-9]/)?[A-Za-z0-9]([A-Za
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 KEY = re.compile(r"[A-Za-z0-9._-]{1,253}")
 NAME_LENGTH = 40
-"""Of 63 characters; the rest is for suffixes of controllers, `-node-0-1999-` and five random characters."""
+"""Out of 63 characters; the rest is for suffixes of controllers, `-node-0-1999-` and five random characters."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""This machine: a run in a process of its own, which goes on when the one that submitted it ends."""
+"""This machine: a run in a separate process, which outlives the one that submitted it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ KILLED = 128 + signal.SIGKILL
 
 
 class Local:
-    """`--to local`. A job's id is HOST:PID:TOKEN; the token tells its process from a later one of the same number."""
+    """`--to local`. A job's id is HOST:PID:TOKEN; the token distinguishes a later process with the same PID."""
 
     takes: ClassVar = frozenset({"max-restarts"})
     needs_cluster: ClassVar = False
     shares_disk: ClassVar = True
     poll_seconds: ClassVar = 0.5
     _started: ClassVar[list[subprocess.Popen[bytes]]] = []
-    """Processes of ours, kept to be reaped."""
+    """Child processes, kept to be reaped."""
 
     def render(self, submission: Submission, given: Given) -> Rendering:
         """The command of the process."""
@@ -65,7 +65,7 @@ class Local:
         """Nothing: the ranks run here."""
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
-        """Start the process, in a session of its own so that a Ctrl-C here does not reach it."""
+        """Start the process, in a new session so that a Ctrl-C here does not reach it."""
         token = secrets.token_hex(4)
         python, *words = rendering.command
         log = submission.run_dir / "logs" / f"local-{token}.out"
@@ -78,17 +78,17 @@ class Local:
         return Job(self, JobRef("local", f"{socket.gethostname()}:{process.pid}:{token}", submission.run_dir))
 
     def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
-        """From the processes of this machine, and the exit codes they leave."""
+        """From the processes of this machine, and the exit codes they have written."""
         self._started[:] = [process for process in self._started if process.poll() is None]
         return {ref: found for ref in refs if (found := _status(ref)) is not None}
 
     def cancel(self, ref: JobRef) -> None:
-        """SIGTERM: the ranks save and end."""
+        """SIGTERM: the ranks save and exit."""
         if (process := _process(ref)) is not None:
             process.send_signal(signal.SIGTERM)
 
     def logs(self, ref: JobRef) -> Logs:
-        """The output of the process and of its first rank, and what the other ranks print."""
+        """The output of the process and its first rank, and that of the other ranks."""
         folder = ref.run_dir / "logs"
         return Logs((folder / f"local-{_parts(ref)[2]}.out", *sorted(folder.glob("rank-*.log"))))
 
@@ -101,7 +101,7 @@ class Local:
 def _status(ref: JobRef) -> JobStatus | None:
     host, _, token = _parts(ref)
     running = host == socket.gethostname() and _process(ref) is not None
-    code = record.exit_code(ref.run_dir, token)  # looked for after the process: it is written before that ends
+    code = record.exit_code(ref.run_dir, token)  # read after checking the process, which writes it before it exits
     if code is None:
         if host != socket.gethostname():
             return None

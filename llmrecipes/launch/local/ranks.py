@@ -1,7 +1,7 @@
 """Ranks on this machine, one process each: all ranks of a run, over the loopback interface, or those of one node.
 
-torchrun would do, but for two things that a run here needs: it gives the ranks 30 seconds to end after a signal, which
-can be too short to save, and it turns every exit code into 1.
+torchrun is not used for two reasons: it gives the ranks 30 seconds to exit after a signal, which can be too short to
+save, and it turns every exit code into 1.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from llmrecipes.launch.ranks import FIRST_PORT, LAUNCHER, PORTS, STOP_SIGNALS, N
 logger = logging.getLogger(__name__)
 
 LONGEST_DEATH = 10.0
-"""Seconds that a killed rank is waited for."""
+"""Seconds to wait for a killed rank."""
 
 
 def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
-    """What torch.distributed reads, for one rank of a single machine.
+    """Variables of torch.distributed, for one rank of a single machine.
 
     Args:
         rank: from 0.
-        world_size: ranks in all.
+        world_size: number of ranks.
         port: rendezvous port on the loopback interface.
         threads: OpenMP threads of each rank.
     """
@@ -47,7 +47,7 @@ def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dic
 
 @dataclass(frozen=True)
 class Grace:
-    """How long ranks may take to save and end after a signal, and how the launcher sees that they saved."""
+    """How long ranks may take to save and exit after a signal, and how the launcher detects that they saved."""
 
     seconds: float
     newest: Callable[[], Path | None]
@@ -64,25 +64,25 @@ def run_ranks(
     node: Node | None = None,
     grace: Grace | None = None,
 ) -> int:
-    """Run `python -m module arguments…` once a rank of this node and wait for all of them.
+    """Run `python -m module arguments…` once per rank of this node and wait for all of them.
 
-    The first has this process's output; the others write to `<logs>/rank-<n>.log`. The first that fails ends the rest.
+    The first has this process's output; the others write to `<logs>/rank-<n>.log`. If one fails, the rest are stopped.
 
     Args:
-        module: what a rank runs.
+        module: that a rank runs.
         arguments: its arguments.
         world_size: ranks of all nodes together.
         threads: OpenMP threads of each rank.
-        logs: folder that is there.
-        node: which of several this is; None: the only one, with ranks that meet on the loopback interface.
-        grace: for ranks that save when they are asked to stop; None: they have nothing to save.
+        logs: existing folder.
+        node: which of several this is; None: the only one, with a rendezvous on the loopback interface.
+        grace: for ranks that save on a signal; None: they have nothing to save.
 
     Returns:
-        0 if every rank here ended with 0, else the code of the first that did not. With `grace`, 75 also if a signal
-        came before the ranks had begun, or if they had to be killed after the grace but a checkpoint was published.
+        0 if every rank here exited with 0, else the code of the first that did not. With `grace`, also 75 if a signal
+        came before the ranks had started, or if they were killed after the grace period but a checkpoint was published.
 
     Raises:
-        UserError: ranks had to be killed after the grace, and no checkpoint was published since the signal.
+        UserError: ranks were killed after the grace period, and no checkpoint was published since the signal.
     """
     if node is None:
         port = _free_port()
@@ -93,7 +93,7 @@ def run_ranks(
     common = {**os.environ, LAUNCHER: str(os.getpid())}
     processes: list[subprocess.Popen[bytes]] = []
     with _forwarded_signals(processes) as signals:
-        # A rank begins with it blocked, because Python answers with a traceback until it is told otherwise.
+        # A rank starts with it blocked, because Python would raise KeyboardInterrupt until a handler is installed.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             for number, variables in enumerate(environments):
@@ -139,27 +139,27 @@ def _wait(ranks: dict[str, subprocess.Popen[bytes]], logs: Path, signals: _Signa
                     continue
                 first_failure = code if code > 0 else 128 - code
                 if first_failure == ExitCode.REQUEUE:
-                    continue  # all were asked to stop, and end by themselves
+                    continue  # all were told to stop, and exit by themselves
                 if grace is not None and -code in STOP_SIGNALS:
-                    # A rank has handlers for these before any of them does the first step.
+                    # Every rank has handlers for these before any of them runs the first step.
                     logger.warning("asked to stop before training began: nothing is lost, run the same command again")
                     first_failure = int(ExitCode.REQUEUE)
                 elif key.data != first:
                     log = _log(logs, key.data)
                     logger.error("rank %s ended first, with code %d: see %s", key.data, first_failure, log)
-                # The others wait in a collective for the one that is gone.
+                # The others wait in a collective for the failed one.
                 for other in waiting.values():
                     other.kill()
     return first_failure
 
 
 def _end(waiting: dict[str, subprocess.Popen[bytes]], grace: Grace, newest_then: Path | None) -> int:
-    """Kill the ranks that did not end in time."""
+    """Kill the ranks that did not exit in time."""
     ranks = ", ".join(f"{name} ({psutil.Process(process.pid).status()})" for name, process in waiting.items())
     for process in waiting.values():
         process.kill()
     for process in waiting.values():
-        with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel, on a dead file system
+        with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel, for example on a dead file system
             process.wait(LONGEST_DEATH)
     newest = grace.newest()
     what = f"these ranks did not end within {grace.seconds:g} s of the signal and were killed: {ranks}"
@@ -177,7 +177,7 @@ def _end(waiting: dict[str, subprocess.Popen[bytes]], grace: Grace, newest_then:
 
 
 class _Signals:
-    """Passes signals on to the ranks; `wake` becomes readable with the first."""
+    """Forwards signals to the ranks; `wake` becomes readable with the first."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         self._processes = processes
@@ -186,8 +186,8 @@ class _Signals:
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
         self.first = self.first or number
-        # A terminal sends its Ctrl-C to every process of the group, so the ranks have it already; as SIGTERM it asks
-        # the same again, and does not count as the second Ctrl-C.
+        # A terminal sends Ctrl-C to every process of the group, so the ranks already have it; forwarded as SIGTERM it
+        # does not count as the second Ctrl-C.
         passed_on = signal.SIGTERM if number == signal.SIGINT else number
         for process in self._processes:
             if process.poll() is None:
@@ -217,7 +217,7 @@ def _log(logs: Path, rank: str) -> Path:
 
 
 def _free_port() -> int:
-    """A port for the rendezvous, which begins when ranks have imported torch, some seconds later."""
+    """A port for the rendezvous, which starts some seconds later, when ranks have imported torch."""
     while True:
         port = FIRST_PORT + secrets.randbelow(PORTS)
         with socket.socket() as probe, suppress(OSError):

@@ -1,4 +1,4 @@
-"""sbatch's command line for a run: pure rendering, from the plan, the cluster profile and what the user asks for.
+"""sbatch's command line for a run: pure rendering, from the plan, the cluster profile and the user's options.
 
 The batch script, slurm/train.sbatch, is a file that does not change; everything that varies is an argument.
 """
@@ -27,10 +27,10 @@ RUNTIMES = ("pyxis", "apptainer", "none")
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for; None is what the profile or the site says.
+    """Options of the user; None is the default of the profile or the site.
 
-    `image` is what srun's `--container-image` or Apptainer takes. `warning` are seconds before the time limit at which
-    the run saves. `more` are further options of sbatch, each as one `--name=value`. `python` runs the ranks.
+    `image` is for srun's `--container-image` or Apptainer. The run saves `warning` seconds before the time limit.
+    `more` are further options of sbatch, each as one `--name=value`. `python` runs the ranks.
     """
 
     partition: str | None = None
@@ -48,9 +48,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """Which run, on what.
+    """A run and its nodes.
 
-    `asked` is the recipe and its changes, and `cluster` the profile, as the user wrote them; paths are absolute.
+    `asked` is the recipe and its overrides, and `cluster` the profile, as the user wrote them; paths are absolute.
     """
 
     asked: tuple[str, ...]
@@ -69,11 +69,11 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         request: the run.
         plan: made for all ranks of `request.nodes`.
         profile: the site.
-        options: what the user asks for.
+        options: of the user.
         script: slurm/train.sbatch.
 
     Raises:
-        UserError: a value that Slurm could not take.
+        UserError: a value that Slurm would reject.
     """
     check(request, profile, options)
     site = profile.slurm
@@ -90,7 +90,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         "switches": f"{site.switches}@{site.switches_wait}" if site.switches else None,
         "segment": None if site.segment is None else str(_segment(request.nodes, site.segment)),
         "signal": f"USR1@{options.warning}",
-        # Slurm makes no directories for it, and % starts its own names.
+        # Slurm does not create its directory, and % starts a replacement symbol.
         "output": str(request.run_dir / "logs" / "slurm-").replace("%", "%%") + "%j.out",
     }
     own: dict[str, str | None] = {
@@ -120,7 +120,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
 
 
 def as_text(words: Sequence[str]) -> str:
-    """The command as a shell takes it, an option a line; every value is quoted here and nowhere else."""
+    """The command for a shell, one option per line; values are quoted only here."""
     lines = [words[0]]
     for word, before in zip(words[1:], words, strict=False):
         starts_line = word.startswith("--") or not before.startswith("--") or "=" in before or before == "--parsable"
@@ -129,7 +129,7 @@ def as_text(words: Sequence[str]) -> str:
 
 
 def check(request: Request, profile: Profile, options: Options) -> None:
-    """Refuse what sbatch would refuse, or misread.
+    """Reject values that sbatch would reject or misinterpret.
 
     Raises:
         UserError: the first such value.
@@ -174,7 +174,7 @@ def check(request: Request, profile: Profile, options: Options) -> None:
 
 
 def _segment(nodes: int, segment: int) -> int:
-    """The largest equal parts that Slurm can place in blocks: a job is a whole number of segments."""
+    """The largest size up to `segment` that divides the number of nodes, as Slurm requires."""
     return next(size for size in range(min(nodes, segment), 0, -1) if nodes % size == 0)
 
 

@@ -1,4 +1,4 @@
-"""Slurm: jobs by sbatch, asked for by squeue, and by sacct where a cluster has accounting."""
+"""Slurm: jobs submitted with sbatch, queried with squeue, and with sacct if the cluster has accounting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parents[3] / "slurm" / "train.sbatch"
 RUNNING = {"RUNNING", "COMPLETING", "STOPPED", "SUSPENDED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 ENDED = {"COMPLETED": JobState.COMPLETED, "CANCELLED": JobState.CANCELLED}
-"""Other words (FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY ...) are failures, with the word as the reason."""
+"""Other states (FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY ...) are failures, with the state as the reason."""
 SQUEUE = ("squeue", "--noheader", "--states=all", "--Format=JobID:|,State:|,Reason:60|,exit_code:|,RestartCnt:|")
 SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State,ExitCode")
 SAVED_CODE = 75
@@ -56,15 +56,15 @@ class Slurm:
         )
 
     def require(self) -> None:
-        """sbatch is here."""
+        """Requires sbatch."""
         require_program("sbatch", f"{DRY_RUN}; make train runs the recipe on this machine")
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
-        """Run sbatch, whose `--parsable` answer is the id: `JOB`, or `JOB;CLUSTER` where there are several clusters."""
+        """Run sbatch, whose `--parsable` output is the id: `JOB`, or `JOB;CLUSTER` with several clusters."""
         return Job(self, JobRef("slurm", tell(rendering.command, rendering.text, DRY_RUN), submission.run_dir))
 
     def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
-        """One squeue for all of a cluster; then sacct and the exit files, for those that slurmctld has forgotten."""
+        """One squeue per cluster; then sacct and the exit files, for jobs that slurmctld has forgotten."""
         clusters: dict[str, dict[str, JobRef]] = defaultdict(dict)
         for ref in refs:
             number, _, cluster = ref.job_id.partition(";")
@@ -82,7 +82,7 @@ class Slurm:
         return found
 
     def cancel(self, ref: JobRef) -> None:
-        """scancel, which leaves the ranks Slurm's `KillWait` to save."""
+        """scancel, which gives the ranks Slurm's `KillWait` to save."""
         number, _, cluster = ref.job_id.partition(";")
         tell(("scancel", *((f"--clusters={cluster}",) if cluster else ()), number))
 
@@ -97,19 +97,19 @@ class Slurm:
 
 
 def ended_with(code: int) -> JobStatus:
-    """The status of a job whose batch script has ended with a code, and which is not in the queue any more."""
+    """The status of a job that has left the queue, by the exit code of its batch script."""
     states = {0: JobState.COMPLETED, SAVED_CODE: JobState.SAVED}
     return JobStatus(states.get(code, JobState.FAILED), code)
 
 
 def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) -> JobStatus:
-    """What Slurm's words mean.
+    """The status for a Slurm state.
 
     Args:
         word: a state such as `TIMEOUT`, or `CANCELLED by 0`.
-        exit_code: of the batch script, as `CODE:SIGNAL` (sacct), or both in one number as wait(2) has them (squeue).
+        exit_code: of the batch script, as `CODE:SIGNAL` (sacct), or both in one number as in wait(2) (squeue).
         reason: why the job waits, or why it failed.
-        restarts: how often it was requeued.
+        restarts: number of requeues.
     """
     state, told = word.partition(" ")[0].rstrip("+"), "" if reason in ("None", "") else reason
     if state in PENDING:
@@ -119,7 +119,7 @@ def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) ->
     code, colon, number = exit_code.partition(":")
     if not colon and code.isdecimal():
         code, number = str(int(code) >> 8), str(int(code) & 0x7F)
-    # A job that a signal ended, or Slurm itself, has no exit code of its own.
+    # A job that was killed by a signal or by Slurm has no exit code.
     by_signal = 128 + int(number) if number.isdecimal() and int(number) else 0
     ended = (int(code) if code.isdecimal() else 0) or by_signal
     if state == "FAILED" and ended:
@@ -132,7 +132,7 @@ def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) ->
 def _squeue(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatus]:
     require_program("squeue", "run it on a login node")
     code, answer, words = run((*SQUEUE, *where, f"--jobs={','.join(job_ids)}"))
-    if code and "Invalid job id" in words:  # said where there is one id, and it is unknown
+    if code and "Invalid job id" in words:  # printed for a query of a single, unknown id
         return {}
     if code:
         raise SchedulerUnavailable(f"exit code {code}:\n{words}", where="squeue")
@@ -144,7 +144,7 @@ def _squeue(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStat
 
 
 def _sacct(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatus]:
-    """The last record of each job; none where the cluster keeps no accounting."""
+    """The last record of each job; none if the cluster has no accounting."""
     try:
         answer = ask((*SACCT, *where, f"--jobs={','.join(job_ids)}"))
     except SchedulerUnavailable:

@@ -23,22 +23,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "squared_relu": squared_relu}
 
 
-# Every key of model, parallelism and train that is a field of megatron-core's configuration too reaches it as it is
-# written. These do not: each has a value of its own below, or none.
+# Every key of model, parallelism and train that is also a field of megatron-core's configuration is passed on
+# unchanged, except these: they are set below, or not at all.
 TRANSLATED = frozenset(
     {
-        "ffn_hidden_size",  # these three: the plan's, where the recipe leaves them unset
+        "ffn_hidden_size",  # these three: from the plan, if unset in the recipe
         "num_query_groups",
         "kv_channels",
         "activation_func",  # the function of that name
         "init_method",  # `init` fills the parameters
-        "moe_aux_loss_coeff",  # both: times what makes them weigh the same in every layout
+        "moe_aux_loss_coeff",  # both: scaled to have the same weight in every layout
         "moe_z_loss_coeff",
     }
 )
 NOT_PASSED = frozenset(
     {
-        "transformer_impl",  # `spec.choose` answers it; megatron-core's field has other values
+        "transformer_impl",  # resolved by `spec.choose`; megatron-core's field has other values
     }
 )
 
@@ -49,12 +49,12 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
     Args:
         plan: of the recipe, with its derived sizes.
         on_gpu: create parameters on the GPU and allow its fused kernels.
-        transformer_engine: layers are TransformerEngine's, which brings the fused rotary embedding.
+        transformer_engine: layers are TransformerEngine's, which provides the fused rotary embedding.
     """
     recipe = plan.recipe
     model, train = recipe.model, recipe.train
     dtype = DTYPES[train.precision]
-    # megatron-core's fusions are torch.compile'd functions: they need a compiler, so they come with torch_compile.
+    # megatron-core's fusions are torch.compile'd functions: they need a compiler, so torch_compile enables them.
     fuse = train.torch_compile
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     options: dict[str, Any] = {
@@ -64,7 +64,7 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
         "ffn_hidden_size": plan.shape.ffn_hidden_size,
         "activation_func": ACTIVATIONS[model.activation_func],
         # `init` fills the parameters. They are still "initialised", because megatron-core marks the sharded ones only
-        # then, and its gradient norm counts on the mark.
+        # then, and its gradient norm relies on the mark.
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
@@ -74,7 +74,7 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
         "bf16": train.precision == "bf16",
         "fp16": train.precision == "fp16",
         # Two stages with several chunks each send to each other in both directions at once; batched messages between
-        # one pair of ranks would be taken for one another.
+        # one pair of ranks would be mixed up.
         "overlap_p2p_comm": recipe.parallelism.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": recipe.parallelism.virtual_pipeline_model_parallel_size is None,
         # The loss is a mean over the tokens of the global batch, however it was cut into micro-batches and ranks.
@@ -97,7 +97,7 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
 
 
 def _same_name(recipe: Recipe, kind: type[TransformerConfig]) -> dict[str, Any]:
-    """Values of the keys that both have by one name; those of experts only where there are any."""
+    """Values of the keys with the same name in both; those of experts only for MoE models."""
     theirs = {field.name for field in fields(kind)} - TRANSLATED - NOT_PASSED
     sections = (recipe.model, recipe.parallelism, recipe.train)
     return {
@@ -109,12 +109,12 @@ def _same_name(recipe: Recipe, kind: type[TransformerConfig]) -> dict[str, Any]:
 
 
 def _balance_coefficients(plan: Plan) -> dict[str, float | None]:
-    """Coefficients of the routers' losses that make them weigh the same in every layout.
+    """Coefficients that give the routers' losses the same weight in every layout.
 
     Each rank adds its part of such a loss, times a number of tokens, to a sum that is divided by the tokens of the
-    global batch. The parts make up one loss, so that number has to be the tokens of all ranks that share it. 0.16
-    takes those of one rank, and of one sequence where the loss is per sequence; 0.19 takes those of the tensor- and
-    context-parallel ranks, which is right but for the loss that data-parallel ranks share too.
+    global batch. The parts add up to one loss, so that number must be the tokens of all ranks that share it. 0.16
+    uses those of one rank, and of one sequence if the loss is per sequence; 0.19 uses those of the tensor- and
+    context-parallel ranks, which is correct except for the loss that data-parallel ranks share too.
     """
     recipe = plan.recipe
     model, parallel = recipe.model, recipe.parallelism

@@ -1,8 +1,8 @@
-"""Which part of a sequence a context-parallel rank has.
+"""The part of a sequence that a context-parallel rank has.
 
 The sequence is cut into 2·CP chunks and rank r has the chunks r and 2·CP−1−r, so that under the causal mask all ranks
 have the same work (Llama 3, arXiv 2407.21783, section 3.3.2). megatron-core's embeddings and TransformerEngine's
-attention count on the same order.
+attention rely on the same order.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ def own_chunks(batch: dict[str, torch.Tensor], size: int, rank: int) -> dict[str
 
 
 def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) -> list[torch.Tensor]:
-    """What a rank multiplies its losses of multi-token prediction by, in place of the loss mask.
+    """Weights of a rank's losses of multi-token prediction, in place of the loss mask.
 
-    A token predicted *k* further has no label for the last *k* tokens of a sequence. megatron-core 0.19 makes up for
-    them: it multiplies the loss by tokens / tokens with such a label, counted on this rank, where other ranks have
-    another ratio, and none where their tokens are masked, and one process has that of whole sequences. Given a mask of
-    ones and these weights, it comes to the latter.
+    A token predicted *k* further has no label for the last *k* tokens of a sequence. megatron-core 0.19 compensates:
+    it multiplies the loss by tokens / tokens with such a label, counted on this rank. Other ranks have a different
+    ratio, or none if all their tokens are masked, and a single process has that of full sequences. With a mask of ones
+    and these weights, the result is the latter.
 
     Args:
-        mask: loss mask of whole sequences, [b, s].
+        mask: loss mask of full sequences, [b, s].
         depths: `mtp_num_layers`.
         size: context-parallel ranks.
         rank: this one.
 
     Returns:
-        [b, s / size] for each further token; nothing where megatron-core's own ratio is right.
+        [b, s / size] for each further token; nothing if megatron-core's ratio is correct.
     """
     if size == 1 or not PREDICTION_LOSSES_ARE_SCALED:
         return []
@@ -50,7 +50,7 @@ def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) ->
 
 
 def in_sequence_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
-    """Chunks gathered rank by rank (0, 2·CP−1, 1, 2·CP−2, …) as the sequence has them.
+    """Chunks gathered rank by rank (0, 2·CP−1, 1, 2·CP−2, …), in sequence order.
 
     Args:
         gathered: [s, …], from all `size` context-parallel ranks.
