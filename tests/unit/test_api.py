@@ -174,4 +174,4 @@ def test_the_example_of_the_page_prints_what_the_page_says(data_dir: Path, tmp_p
 
 def without_figures(line: str) -> str:
     """A line without losses, which differ in their last digits between machines, and without generated text."""
-    return "text" if line.startswith("'") else re.sub(r"\d\.\d+", "#", line.rstrip())
+    return "text" if line.startswith(("'", '"')) else re.sub(r"\d\.\d+", "#", line.rstrip())
