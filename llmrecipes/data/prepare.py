@@ -50,7 +50,7 @@ def prepare(
     Raises:
         UserError: sources or tokenizer unusable, folder damaged or not writable.
     """
-    from llmrecipes.data import build_index, index
+    from llmrecipes.data import index
 
     log = progress or (lambda line: None)
     target = data_dir / fingerprint(recipe)
@@ -66,6 +66,8 @@ def prepare(
         if not target.is_dir():
             _build(recipe, target, workers or max(1, int(cpu_cores())), log)
         prepared = open_prepared(recipe, data_dir)
+        from llmrecipes.data import build_index  # loads megatron-core, which costs seconds where all is prepared
+
         build_index.build(recipe, prepared, log)
     return prepared
 

@@ -27,6 +27,7 @@ from llmrecipes.data.split import SPLITS, SplitRule, check_disjoint, digest
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Data, Recipe, Source, Tokenizer
+from tests.helpers import ROOT
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 
@@ -61,6 +62,22 @@ def test_manifest_counts_what_was_kept_and_dropped(made: tuple[Recipe, Prepared]
         assert all(source.splits[split].documents > 0 for split in SPLITS)
     assert made[1].manifest.dtype == "uint16"
     assert made[1].manifest.versions["megatron-core"]
+
+
+def test_prepared_data_is_found_without_loading_megatron(made: tuple[Recipe, Prepared]) -> None:
+    """Every start of a run does this, on the node that starts its ranks."""
+    code = """
+import sys
+from pathlib import Path
+from llmrecipes.data.prepare import prepare
+from llmrecipes.recipe.schema import Recipe
+
+prepare(Recipe.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
+print([name for name in ("torch", "megatron") if name in sys.modules])
+"""
+    arguments = [sys.executable, "-c", code, made[0].model_dump_json(), str(made[1].path.parent)]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_the_tokens_are_the_sources_texts_in_order_each_in_the_split_of_its_hash(made: tuple[Recipe, Prepared]) -> None:
