@@ -28,7 +28,7 @@ _SHAPE = ("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_em
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe, laid out on a number of ranks of a machine, and every number that follows from both.
+    """The layout of a recipe on a machine's ranks, and every number derived from it.
 
     `tokens_per_step` and `total_tokens` count training tokens; FLOPs are per token, forward and backward, without
     recomputation (`full`: all attention positions, `causal`: half of them). `num_parameters_on_rank` and `memory` are

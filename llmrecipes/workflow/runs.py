@@ -65,5 +65,5 @@ def find_run(name: str, runs_dir: Path) -> Path:
         f"no run {name}",
         where=str(runs_dir),
         rule="a run is named by its path, recipe/run-id, its run id, or its recipe (the newest run)",
-        fix=f"one of {', '.join(near)}" if near else "llmrecipes runs lists what is there",
+        fix=f"one of {', '.join(near)}" if near else "llmrecipes runs lists all runs",
     )

@@ -224,7 +224,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             dist.init_process_group(platform.backend, store=store, rank=rank, world_size=size, timeout=LONGEST_JOB)
         try:
             ok, answer = True, job(*arguments)
-        except Exception:
+        except Exception:  # raised again by the test that started the job; this process serves the next one
             ok, answer = False, traceback.format_exc()
         pipe.send(("answer", (time.monotonic(), ok, answer)))
         auxiliary_losses().clear()  # megatron-core keeps them per process, sized for the layers of its first model

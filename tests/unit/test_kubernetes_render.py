@@ -255,7 +255,7 @@ def test_hostile_values_round_trip_as_literals(flavor: str) -> None:
 
 def test_kubernetes_own_reader_sees_the_same_words(tmp_path: Path) -> None:
     if shutil.which("kubectl") is None:
-        pytest.skip("needs kubectl")
+        pytest.skip("kubectl is not installed: apt-get install kubernetes-client")
     words = ["1e3", "y", "N", "0x1F", "0o14", "1_000", ".inf", "-.5", "+1", "null", "~", "yes", "1:30", "2026-01-01"]
     words += HOSTILE
     planned = planned_for("gpt-tiny", "laptop", 2)

@@ -111,7 +111,7 @@ def parse_secrets(texts: Sequence[str]) -> dict[str, Secret]:
             raise UserError(
                 "not VARIABLE=SECRET or VARIABLE=SECRET:KEY",
                 where="--secret",
-                rule="this names a Secret of the namespace; the value itself never goes on the command line",
+                rule="--secret takes the name of a Secret in the namespace, never its value",
                 fix="kubectl create secret generic hf --from-file=HF_TOKEN, then --secret HF_TOKEN=hf",
             )
         found[variable] = Secret(name, key or variable)
