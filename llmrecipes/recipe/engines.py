@@ -11,13 +11,18 @@ AUTO = "auto"
 
 ENGINES = {
     "megatron": "llmrecipes.engine.megatron.backend:MegatronBackend",
+    "deepspeed": "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
 }
 """Name in a recipe, and its `engine.base.Backend`, imported on demand."""
 
 
 def engine_name(recipe: Recipe) -> str:
     """The engine that a recipe selects, or the default."""
-    return next(iter(ENGINES)) if recipe.engine == AUTO else recipe.engine
+    if recipe.engine != AUTO:
+        return recipe.engine
+    zero = recipe.zero
+    needs_deepspeed = zero is not None and (zero.stage >= 2 or zero.offload_optimizer != "none")
+    return "deepspeed" if needs_deepspeed else "megatron"
 
 
 def unknown_engine(recipe: Recipe) -> Iterator[Problem]:
