@@ -29,6 +29,7 @@ def communication(platform: Platform) -> Iterator[None]:
     """A block in which DeepSpeed uses the device and the process group of this process."""
     # Read at DeepSpeed's first import, which would otherwise guess.
     os.environ["DS_ACCELERATOR"] = platform.name
+    os.environ.setdefault("LOCAL_RANK", "0")  # a single process without a launcher
     import deepspeed
     from deepspeed.utils import groups, logger
 
