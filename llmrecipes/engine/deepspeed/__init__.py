@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO on megatron-core's `GPTModel`."""
