@@ -8,10 +8,11 @@ from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Recipe
 
 AUTO = "auto"
+MEGATRON, DEEPSPEED = "megatron", "deepspeed"
 
 ENGINES = {
-    "megatron": "llmrecipes.engine.megatron.backend:MegatronBackend",
-    "deepspeed": "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
+    MEGATRON: "llmrecipes.engine.megatron.backend:MegatronBackend",
+    DEEPSPEED: "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
 }
 """Name in a recipe, and its `engine.base.Backend`, imported on demand."""
 
@@ -22,7 +23,7 @@ def engine_name(recipe: Recipe) -> str:
         return recipe.engine
     zero = recipe.zero
     needs_deepspeed = zero is not None and (zero.stage >= 2 or zero.offload_optimizer != "none")
-    return "deepspeed" if needs_deepspeed else "megatron"
+    return DEEPSPEED if needs_deepspeed else MEGATRON
 
 
 def unknown_engine(recipe: Recipe) -> Iterator[Problem]:

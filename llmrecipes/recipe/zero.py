@@ -8,6 +8,12 @@ from pydantic import Field
 
 from llmrecipes.recipe.section import JsonObject, NonNegInt, PosInt, Section
 
+STAGE_3 = (
+    "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
+    "stage3_max_reuse_distance", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+)  # fmt: skip
+"""Keys that have an effect at stage 3 alone."""
+
 
 class Zero(Section):
     """ZeRO data parallelism (arXiv 1910.02054). Key names are DeepSpeed's; sizes are in elements.

@@ -8,16 +8,10 @@ from typing import Any, cast
 
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.zero import Zero
+from llmrecipes.recipe.zero import STAGE_3, Zero
 
 NEVER = 2**31 - 1
 """Steps between DeepSpeed's own lines on the terminal; ours have the same numbers."""
-
-_STAGE_3 = (
-    "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
-    "stage3_max_reuse_distance", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
-)  # fmt: skip
-"""Keys of the section `zero` that DeepSpeed reads at stage 3 alone, by the same names."""
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
@@ -55,7 +49,7 @@ def _zero_optimization(zero: Zero) -> dict[str, Any]:
     if zero.stage < 3:
         config["allgather_bucket_size"] = zero.allgather_bucket_size
     else:
-        config |= {name: getattr(zero, name) for name in _STAGE_3}
+        config |= {name: getattr(zero, name) for name in STAGE_3}
     for name in ("offload_optimizer", "offload_param"):
         device = getattr(zero, name)
         if device != "none":
