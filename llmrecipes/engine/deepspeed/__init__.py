@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO on megatron-core's `GPTModel`."""
+"""DeepSpeed's ZeRO on the megatron-core model."""

@@ -10,9 +10,6 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.zero import STAGE_3, Zero
 
-NEVER = 2**31 - 1
-"""Steps between DeepSpeed's own lines on the terminal; ours have the same numbers."""
-
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """The configuration of a plan whose recipe has a section `zero`: plain data, `zero.extra` merged in last.
@@ -27,16 +24,16 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.num_microbatches,
         **({"gradient_clipping": recipe.optimizer.clip_grad} if recipe.optimizer.clip_grad else {}),
         **_precision(recipe),
-        "zero_optimization": _zero_optimization(zero),
+        "zero_optimization": _zero_optimization(zero, pin_memory=plan.device == "cuda"),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": zero.offload_optimizer != "none",
-        "steps_per_print": NEVER,
+        "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
     return _merged(config, zero.extra)
 
 
-def _zero_optimization(zero: Zero) -> dict[str, Any]:
+def _zero_optimization(zero: Zero, *, pin_memory: bool) -> dict[str, Any]:
     if zero.stage == 0:
         return {"stage": 0}
     config: dict[str, Any] = {
@@ -54,7 +51,7 @@ def _zero_optimization(zero: Zero) -> dict[str, Any]:
         device = getattr(zero, name)
         if device != "none":
             path = {"nvme_path": zero.nvme_path} if device == "nvme" else {}
-            config[name] = {"device": device, **path, "pin_memory": True}
+            config[name] = {"device": device, **path, "pin_memory": pin_memory}
     return config
 
 
