@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Recipe
@@ -10,11 +11,25 @@ from llmrecipes.recipe.schema import Recipe
 AUTO = "auto"
 MEGATRON, DEEPSPEED = "megatron", "deepspeed"
 
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine; its parts are `module:name`, imported on demand."""
+
+    backend: str
+    """Its `engine.base.Backend`."""
+    configuration: str | None = None
+    """Function from a plan to its library's configuration, which `llmrecipes show` prints; it must not import torch."""
+
+
 ENGINES = {
-    MEGATRON: "llmrecipes.engine.megatron.backend:MegatronBackend",
-    DEEPSPEED: "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
+    MEGATRON: Engine("llmrecipes.engine.megatron.backend:MegatronBackend"),
+    DEEPSPEED: Engine(
+        "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
+        configuration="llmrecipes.engine.deepspeed.config:deepspeed_config",
+    ),
 }
-"""Name in a recipe, and its `engine.base.Backend`, imported on demand."""
+"""Engines by name in a recipe."""
 
 
 def engine_name(recipe: Recipe) -> str:
