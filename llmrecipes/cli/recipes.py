@@ -43,7 +43,8 @@ def show(
 ) -> None:
     """Show a resolved recipe and its plan: memory, FLOPs, fit.
 
-    The plan is for this machine, or with --cluster for nodes of a cluster.
+    The plan is for this machine, or with --cluster for nodes of a cluster. The configuration of an engine's library
+    (a ds_config.json) follows it.
     """
     from llmrecipes.cli.render import plan as render
     from llmrecipes.recipe.load import load

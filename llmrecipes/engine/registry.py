@@ -11,6 +11,6 @@ from llmrecipes.recipe.schema import Recipe
 
 def backend(recipe: Recipe) -> Backend:
     """The backend of the engine that a recipe selects."""
-    module, _, name = ENGINES[engine_name(recipe)].partition(":")
+    module, _, name = ENGINES[engine_name(recipe)].backend.partition(":")
     found: Backend = getattr(import_module(module), name)()
     return found

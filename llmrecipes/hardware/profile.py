@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmrecipes.recipe.schema import NonNegInt, PosFloat, PosInt, Section
+from llmrecipes.recipe.section import NonNegInt, PosFloat, PosInt, Section
 
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@=,-]*$")]
 """A name of a partition, resource or constraint: no blanks, no leading dash, nothing a shell or Slurm would split."""

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Recipe
 
 AUTO = "auto"
+MEGATRON, DEEPSPEED = "megatron", "deepspeed"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine; its parts are `module:name`, imported on demand."""
+
+    backend: str
+    """Its `engine.base.Backend`."""
+    configuration: str | None = None
+    """Function from a plan to its library's configuration, which `llmrecipes show` prints; it must not import torch."""
+
 
 ENGINES = {
-    "megatron": "llmrecipes.engine.megatron.backend:MegatronBackend",
-    "deepspeed": "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
+    MEGATRON: Engine("llmrecipes.engine.megatron.backend:MegatronBackend"),
+    DEEPSPEED: Engine(
+        "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
+        configuration="llmrecipes.engine.deepspeed.config:deepspeed_config",
+    ),
 }
-"""Name in a recipe, and its `engine.base.Backend`, imported on demand."""
+"""Engines by name in a recipe."""
 
 
 def engine_name(recipe: Recipe) -> str:
@@ -22,7 +38,7 @@ def engine_name(recipe: Recipe) -> str:
         return recipe.engine
     zero = recipe.zero
     needs_deepspeed = zero is not None and (zero.stage >= 2 or zero.offload_optimizer != "none")
-    return "deepspeed" if needs_deepspeed else "megatron"
+    return DEEPSPEED if needs_deepspeed else MEGATRON
 
 
 def unknown_engine(recipe: Recipe) -> Iterator[Problem]:

@@ -50,6 +50,14 @@ def normal(name: str) -> str:
     return INDEX.sub(ITEM, name)
 
 
+def is_key(name: str, document: type[BaseModel] = Recipe) -> bool:
+    """Whether a dotted name is a key or section, or inside a mapping with user-defined keys."""
+    known = keys(document)
+    parts = name.split(".")
+    above = (known.get(normal(".".join(parts[:depth]))) for depth in range(1, len(parts)))
+    return normal(name) in known or ("" not in parts and any(each is not None and each.free for each in above))
+
+
 def options_of(name: str, document: type[BaseModel] = Recipe) -> tuple[Mapping[str, Any], ...]:
     """JSON Schema of each type that a dotted key, or an item of a list, accepts; empty for an unknown key."""
     known = keys(document)
@@ -75,7 +83,7 @@ def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator
     required = schema.get("required", [])
     for name, raw in schema["properties"].items():
         dotted = f"{prefix}{name}"
-        node = _resolve(raw, defs)
+        node = _section_of(_resolve(raw, defs), defs)
         item = _resolve(node.get("items", {}), defs)
         section = "properties" in node
         yield Key(
@@ -99,6 +107,15 @@ def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator
 def _resolve(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
     reference = node.get("$ref")
     return defs[reference.rpartition("/")[2]] if reference else node
+
+
+def _section_of(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
+    """The section of a key that is a section or null; any other node as it is."""
+    options = [_resolve(option, defs) for option in node.get("anyOf", ())]
+    sections = [option for option in options if "properties" in option]
+    return (
+        sections[0] if len(sections) == 1 and all(each.get("type") in ("object", "null") for each in options) else node
+    )
 
 
 def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
@@ -126,7 +143,8 @@ def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
         case "object" if "properties" not in node:
             # Pydantic represents mappings with a key pattern differently from those with any key.
             values = node.get("additionalProperties") or next(iter(node["patternProperties"].values()))
-            return f"a mapping of names, each to {_takes(_resolve(values, defs), defs)}"
+            value = _resolve(values, defs)
+            return f"a mapping of names, each to {_takes(value, defs) if value else 'any value'}"
     return "a mapping"
 
 

@@ -9,7 +9,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.recipe import document
 from llmrecipes.recipe.document import Problem, clip
 from llmrecipes.recipe.hints import hint
-from llmrecipes.recipe.keys import ITEM, keys, normal
+from llmrecipes.recipe.keys import ITEM, is_key, keys, normal
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def parse_override(text: str, hints: bool = True) -> Override:
                         fix="for example train.train_iters=50")  # fmt: skip
     if ITEM in key.split("."):
         raise UserError(f"{ITEM} stands for an index", where=f"{where}: {key}", fix=key.replace(f".{ITEM}", ".0"))
-    if normal(key) not in keys():
+    if not is_key(key):
         raise UserError("unknown key", where=f"{where}: {clip(key)}", fix=str(hint(key)) if hints else "")
     parsed = document.parse(value)
     if parsed.problems:
@@ -59,6 +59,9 @@ def apply(data: dict[str, Any], change: Override) -> Problem | None:
     for depth, part in enumerate(parts):
         last = depth == len(parts) - 1
         if isinstance(node, list):
+            if not part.isdecimal():
+                return Problem(change.key, f"{part!r} in a list", "items of a list have a number, from 0",
+                               f"{'.'.join([*parts[:depth], '0', *parts[depth + 1 :]])}")  # fmt: skip
             index = int(part)
             if index > len(node):
                 return Problem(change.key, f"there is no item {index}", f"the list has {len(node)}",

@@ -68,8 +68,10 @@ SAME: dict[str, str] = {
     "parallelism.sequence_parallel": "sp enable_sequence_parallel",
     "parallelism.num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "parallelism.num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "parallelism.use_distributed_optimizer": "zero_stage zero_optimization",
     "parallelism.grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32 accumulate_grad_in_fp32",
+    "zero.stage": "zero_stage zero_optimization",
+    "zero.offload_optimizer": "cpu_offload offload_optimizer_device",
+    "zero.offload_param": "cpu_offload_param offload_param_device",
     "train.train_iters": "max_steps train_steps training_steps total_steps num_train_steps max_iters num_steps steps "
     "train_samples train_tokens max_tokens num_train_epochs num_epochs epochs",
     "train.micro_batch_size": "mbs local_batch_size device_batch_size per_device_train_batch_size "
@@ -195,7 +197,6 @@ NOTES: tuple[tuple[str, str], ...] = (
     ("topk_method", "noaux_tc is moe_router_enable_expert_bias: true"),
     ("norm_topk_prob", "norm_topk_prob: true is moe_router_pre_softmax: false"),
     ("num_layers_per_virtual_pipeline_stage", "the number of chunks on a stage, not of layers in a chunk"),
-    ("zero_stage zero_optimization", "true is ZeRO-1"),
     ("batch_size", "sequences on one rank in one forward pass, or in one optimizer step"),
     ("min_lr_ratio min_lr_factor", "a learning rate: the ratio × optimizer.lr"),
     ("gradient_checkpointing recompute_layer", "selective or full"),

@@ -63,6 +63,19 @@ def test_show_prints_the_resolved_recipe_and_the_plan(capsys: pytest.CaptureFixt
     assert shown["plan"]["fits"] is True
 
 
+def test_show_prints_the_configuration_of_an_engine_that_has_one(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("show", "gpt-tiny", "zero.stage=2", "zero.extra.comms_logger.enabled=true", "--nproc", "2")
+    shown = json.loads(run(capsys, *asked, "--json")[1])
+    assert shown["engine"] == "deepspeed"
+    assert shown["engine_configuration"]["zero_optimization"]["stage"] == 2
+    assert shown["engine_configuration"]["comms_logger"] == {"enabled": True}
+    for more in ((), ("--plan",)):
+        out = run(capsys, *asked, *more)[1]
+        assert json.JSONDecoder().raw_decode(out[out.index("\n{\n") + 1 :])[0] == shown["engine_configuration"]
+    megatron = json.loads(run(capsys, "show", "gpt-tiny", "--nproc", "1", "--json")[1])
+    assert (megatron["engine"], megatron["engine_configuration"]) == ("megatron", None)
+
+
 def test_version_names_what_a_bug_report_needs_and_loads_nothing_heavy() -> None:
     heavy = f"print([m for m in {HEAVY!r} if m in sys.modules])"
     code = f"import sys; from llmrecipes.cli.app import run; run(['--version']); {heavy}"

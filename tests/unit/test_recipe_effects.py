@@ -28,7 +28,7 @@ from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
-from llmrecipes.recipe.engines import ENGINES
+from llmrecipes.recipe.engines import ENGINES, Engine
 from llmrecipes.recipe.keys import ITEM, keys
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
@@ -411,7 +411,7 @@ def made(*changes: Mapping[str, Any]) -> Recipe:
 
 @pytest.fixture(autouse=True)
 def second_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENGINES, "plain", "tests.engines.plain:PlainBackend")
+    monkeypatch.setitem(ENGINES, "plain", Engine("tests.engines.plain:PlainBackend"))
 
 
 def test_every_key_has_its_line() -> None:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from itertools import groupby
 from typing import Any
 
 from llmrecipes.commandline import command_line
 from llmrecipes.console import console, duration
+from llmrecipes.engine.configuration import configuration
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, decay_iters
+from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import Loaded, to_yaml
 from llmrecipes.recipe.schema import Recipe
 
 
 def as_dict(loaded: Loaded, plan: Plan, cluster: Cluster, step_seconds: float | None = None) -> dict[str, Any]:
-    """Output of `show --json`. `step_seconds` is null until it is given."""
+    """Output of `show --json`.
+
+    `step_seconds` is null until it is given, `engine_configuration` for an engine whose library has none.
+    """
     whole = None if step_seconds is None else step_seconds * loaded.recipe.train.train_iters
     return {
         "recipe": loaded.recipe.model_dump(mode="json"),
         "hash": loaded.hash,
         "plan": plan.as_dict(),
         "cluster": cluster.as_dict(),
+        "engine": engine_name(plan.recipe),
+        "engine_configuration": configuration(plan),
         "step_seconds": step_seconds,
         "total_seconds": whole,
     }
@@ -36,7 +44,8 @@ def print_plan(
     plan_only: bool = False,
     step_seconds: float | None = None,
 ) -> None:
-    """The resolved recipe unless `plan_only`, then the plan as a table, then its warnings.
+    """The resolved recipe unless `plan_only`, then the plan as a table, the configuration of the engine's library if it
+    has one, and warnings.
 
     `asked` is the recipe's name or path and the overrides, as the user wrote them.
     """
@@ -55,6 +64,10 @@ def print_plan(
     for row in [*rows(plan, cluster), *_disk(loaded.recipe, plan), *time]:
         table.add_row(*row)
     out.print(table)
+    configured = configuration(plan)
+    if configured is not None:
+        out.print(f"\nConfiguration of {engine_name(plan.recipe)}", markup=False)
+        out.print(json.dumps(configured, indent=2), markup=False, highlight=False)
     for warning in plan.warnings:
         out.print(f"\nwarning: {warning}", markup=False)
 

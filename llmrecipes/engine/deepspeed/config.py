@@ -1,17 +1,86 @@
+"""The configuration that `deepspeed.initialize` is given, as in a `ds_config.json`; no import of DeepSpeed."""
+
 from __future__ import annotations
-from typing import Any
+
+import math
+from copy import deepcopy
+from typing import Any, cast
+
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.zero import STAGE_3, Zero
+
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
-    r=plan.recipe; z=r.zero; t=r.train
-    zo={"stage":z.stage,"reduce_bucket_size":z.reduce_bucket_size,"overlap_comm":z.overlap_comm,"contiguous_gradients":True,"reduce_scatter":True}
-    if z.stage in (1,2): zo["allgather_bucket_size"]=z.allgather_bucket_size
-    if z.stage==3: zo|={k:getattr(z,k) for k in ("sub_group_size","stage3_prefetch_bucket_size","stage3_param_persistence_threshold","stage3_max_live_parameters","stage3_max_reuse_distance")}
-    if z.offload_optimizer!="none": zo["offload_optimizer"]={"device":z.offload_optimizer,"pin_memory":False}|({"nvme_path":z.nvme_path} if z.offload_optimizer=="nvme" else {})
-    if z.offload_param!="none": zo["offload_param"]={"device":z.offload_param,"pin_memory":False}|({"nvme_path":z.nvme_path} if z.offload_param=="nvme" else {})
-    c={"train_batch_size":t.global_batch_size,"train_micro_batch_size_per_gpu":t.micro_batch_size,"gradient_accumulation_steps":plan.num_microbatches,
-       "zero_optimization":zo,"zero_allow_untested_optimizer":True,"zero_force_ds_cpu_optimizer":False,"steps_per_print":None,"gradient_clipping":r.optimizer.clip_grad}
-    if t.precision=="bf16": c["bf16"]={"enabled":True}
-    if t.precision=="fp16": c["fp16"]={"enabled":True,"loss_scale":0,"initial_scale_power":int(__import__("math").log2(t.initial_loss_scale)),"loss_scale_window":t.loss_scale_window,"hysteresis":t.hysteresis,"min_loss_scale":t.min_loss_scale,"consecutive_hysteresis":False}
-    if t.precision!="fp32" and r.parallelism.grad_reduce_in_fp32: c["communication_data_type"]="fp32"; c["data_types"]={"grad_accum_dtype":"fp32"}
-    return c
+    """The configuration of a plan whose recipe has a section `zero`: plain data, `zero.extra` merged in last.
+
+    Sizes are in elements. Optimizer and scheduler are not in it: the engine builds them.
+    """
+    recipe = plan.recipe
+    zero = cast(Zero, recipe.zero)  # a rule: this engine needs the section
+    config: dict[str, Any] = {
+        "train_batch_size": recipe.train.global_batch_size,
+        "train_micro_batch_size_per_gpu": recipe.train.micro_batch_size,
+        "gradient_accumulation_steps": plan.num_microbatches,
+        **({"gradient_clipping": recipe.optimizer.clip_grad} if recipe.optimizer.clip_grad else {}),
+        **_precision(recipe),
+        "zero_optimization": _zero_optimization(zero, pin_memory=plan.device == "cuda"),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": zero.offload_optimizer != "none",
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+    return _merged(config, zero.extra)
+
+
+def _zero_optimization(zero: Zero, *, pin_memory: bool) -> dict[str, Any]:
+    if zero.stage == 0:
+        return {"stage": 0}
+    config: dict[str, Any] = {
+        "stage": zero.stage,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "overlap_comm": zero.overlap_comm,
+        "reduce_bucket_size": zero.reduce_bucket_size,
+    }
+    if zero.stage < 3:
+        config["allgather_bucket_size"] = zero.allgather_bucket_size
+    else:
+        config |= {name: getattr(zero, name) for name in STAGE_3}
+    for name in ("offload_optimizer", "offload_param"):
+        device = getattr(zero, name)
+        if device != "none":
+            path = {"nvme_path": zero.nvme_path} if device == "nvme" else {}
+            config[name] = {"device": device, **path, "pin_memory": pin_memory}
+    return config
+
+
+def _precision(recipe: Recipe) -> dict[str, Any]:
+    """Types of weights, of accumulated and of reduced gradients; dynamic loss scaling."""
+    train = recipe.train
+    reduced = "fp32" if recipe.parallelism.grad_reduce_in_fp32 else train.precision
+    config: dict[str, Any] = {"communication_data_type": reduced}
+    if reduced != train.precision:
+        config["data_types"] = {"grad_accum_dtype": reduced}
+    if train.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    if train.precision == "fp16":
+        config["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": round(math.log2(train.initial_loss_scale)),
+            "loss_scale_window": train.loss_scale_window,
+            "hysteresis": train.hysteresis,
+            "consecutive_hysteresis": False,
+            "min_loss_scale": round(train.min_loss_scale),
+        }
+    return config
+
+
+def _merged(config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """A copy of both; mappings are merged, other values of `extra` take precedence."""
+    result = deepcopy(config)
+    for name, value in extra.items():
+        both = isinstance(value, dict) and isinstance(result.get(name), dict)
+        result[name] = _merged(result[name], value) if both else deepcopy(value)
+    return result

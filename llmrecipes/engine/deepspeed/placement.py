@@ -99,7 +99,9 @@ def _with_shapes(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _parts(value: ShardedTensor | ShardedTensorFactory) -> Iterator[Part]:
-    parts: list[ShardedTensor] = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
+    parts: list[ShardedTensor] = (
+        list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
+    )
     start = 0
     for part in parts:
         # Rows in order: what megatron-core's factories for gated MLPs do.

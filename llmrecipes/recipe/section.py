@@ -1,0 +1,23 @@
+"""What all sections of recipes and cluster profiles have in common: the base class and the types of numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+PosInt = Annotated[int, Field(gt=0)]
+NonNegInt = Annotated[int, Field(ge=0)]
+PosFloat = Annotated[float, Field(gt=0)]
+NonNegFloat = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+Beta = Annotated[float, Field(gt=0, lt=1)]
+JsonObject = dict[str, JsonValue]
+
+
+class Section(BaseModel):
+    """Common rules: frozen, no unknown keys, no coercion between types, no NaN or infinity."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )

@@ -1,0 +1,59 @@
+"""The section `zero`: ZeRO data parallelism, for both engines."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from llmrecipes.recipe.section import JsonObject, NonNegInt, PosInt, Section
+
+STAGE_3 = (
+    "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
+    "stage3_max_reuse_distance", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+)  # fmt: skip
+"""Keys that have an effect at stage 3 alone."""
+
+
+class Zero(Section):
+    """ZeRO data parallelism (arXiv 1910.02054). Key names are DeepSpeed's; sizes are in elements.
+
+    Stage 1 is megatron-core's distributed optimizer; stages 2 and 3 and offload need the engine `deepspeed`.
+    """
+
+    stage: Literal[0, 1, 2, 3]
+    """What is sharded over data-parallel ranks: nothing (0), optimizer state (1), also gradients (2), also parameters
+    (3). `parallelism.use_distributed_optimizer` is true from stage 1 on."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Keep optimizer state, and update the parameters, in host memory (ZeRO-Offload, arXiv 2101.06840), or keep it on
+    an NVMe disk (ZeRO-Infinity, arXiv 2104.07857; stage 3)."""
+    offload_param: Literal["none", "cpu", "nvme"] = "none"
+    """Keep partitioned parameters in host memory or on an NVMe disk between their uses; stage 3."""
+    nvme_path: str | None = None
+    """Folder on a local NVMe disk, for `nvme`."""
+    reduce_bucket_size: PosInt = 500_000_000
+    """Gradient elements that are reduced at a time; a buffer of this size is allocated."""
+    allgather_bucket_size: PosInt = 500_000_000
+    """Parameter elements that are gathered at a time after an update; stages 1 and 2."""
+    overlap_comm: bool = False
+    """Reduce gradients while the backward pass still runs; needs a second buffer of `reduce_bucket_size`."""
+    sub_group_size: PosInt = 1_000_000_000
+    """Elements that are updated at a time; with offload, state in device memory at a time. Stage 3."""
+    stage3_prefetch_bucket_size: NonNegInt = 50_000_000
+    """Parameter elements that are gathered before they are needed; stage 3."""
+    stage3_param_persistence_threshold: NonNegInt = 100_000
+    """Parameters with fewer elements are never partitioned; stage 3."""
+    stage3_max_live_parameters: NonNegInt = 1_000_000_000
+    """Gathered parameter elements at a time; stage 3."""
+    stage3_max_reuse_distance: NonNegInt = 1_000_000_000
+    """Parameters that are used again within so many elements stay gathered; stage 3."""
+    zero_hpz_partition_size: PosInt = 1
+    """Ranks of a node that share a second copy of the parameters for the backward pass (ZeRO++ hpZ, arXiv 2306.10209);
+    1: none. Stage 3 on GPUs."""
+    zero_quantized_weights: bool = False
+    """Gather parameters in int8 (ZeRO++ qwZ); stage 3 on GPUs. The result differs from an unquantized run."""
+    zero_quantized_gradients: bool = False
+    """Reduce gradients in int4 (ZeRO++ qgZ); stage 3 on GPUs. The result differs from an unquantized run."""
+    extra: JsonObject = Field({})
+    """Further keys of DeepSpeed's configuration, as in `ds_config.json`; a key that the recipe already determines is
+    refused."""

@@ -1,0 +1,254 @@
+"""Rules between the section `zero`, the engine, and the rest of a recipe. `zero.extra` has rules in `zero_extra`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.engines import DEEPSPEED, MEGATRON, engine_name
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.zero import STAGE_3, Zero
+
+_OFFLOAD = ("offload_optimizer", "offload_param")
+
+
+def engine(recipe: Recipe) -> Iterator[Problem]:
+    """Which stages and keys each engine has."""
+    zero, name = recipe.zero, engine_name(recipe)
+    if name == DEEPSPEED and zero is None:
+        yield Problem(
+            "zero",
+            "missing with engine deepspeed",
+            "the engine deepspeed needs the section zero, with zero.stage at least",
+            "zero: {stage: 1}, or engine megatron",
+        )
+    if name != MEGATRON or zero is None:
+        return
+    needed = [f"{key} {getattr(zero, key)}" for key in _OFFLOAD if getattr(zero, key) != "none"]
+    needed = [f"stage {zero.stage}", *needed] if zero.stage >= 2 else needed
+    if needed:
+        if (
+            recipe.engine == MEGATRON
+        ):  # `auto` selects it with offload_param at stage 0 and 1 only, refused by `offload`
+            yield Problem(
+                "engine",
+                f"megatron with zero {', '.join(needed)}",
+                "the engine megatron has zero.stage 0 and 1, without offload",
+                "engine auto or deepspeed, or zero.stage 1 without offload",
+            )
+        return
+    for key in _changed(zero):
+        if key not in ("stage", "nvme_path"):
+            yield Problem(
+                f"zero.{key}",
+                "set with engine megatron",
+                f"at stages 0 and 1 {key} has an effect with the engine deepspeed alone",
+                f"engine deepspeed, or leave {key} out",
+            )
+
+
+def optimizer_sharding(recipe: Recipe) -> Iterator[Problem]:
+    """`use_distributed_optimizer` and `zero.stage` say the same."""
+    if recipe.zero is None:
+        return
+    stage, sharded = recipe.zero.stage, recipe.parallelism.use_distributed_optimizer
+    if sharded != (stage >= 1):
+        yield Problem(
+            "parallelism.use_distributed_optimizer",
+            f"{str(sharded).lower()} with zero.stage {stage}",
+            "use_distributed_optimizer is true with zero.stage 1 to 3 and false with 0: optimizer state is sharded "
+            "from stage 1 on",
+            f"use_distributed_optimizer {str(not sharded).lower()}, or zero.stage {int(sharded)}",
+        )
+
+
+def pipeline(recipe: Recipe) -> Iterator[Problem]:
+    """Gradients and parameters are sharded without a pipeline only."""
+    stages = recipe.parallelism.pipeline_model_parallel_size
+    if recipe.zero is not None and recipe.zero.stage >= 2 and stages > 1:
+        yield Problem(
+            "zero.stage",
+            f"{recipe.zero.stage} with pipeline_model_parallel_size {stages}",
+            "a pipeline accumulates whole gradients over its micro-batches, and stages 2 and 3 would reduce and shard "
+            "them after each one (DeepSpeed refuses it too)",
+            "zero.stage 1, or pipeline_model_parallel_size 1 with more data-parallel ranks",
+        )
+
+
+def unsupported(recipe: Recipe) -> Iterator[Problem]:
+    """Parts of a recipe that the engine deepspeed does not have."""
+    if engine_name(recipe) != DEEPSPEED:
+        return
+    parallel, model, train = recipe.parallelism, recipe.model, recipe.train
+    virtual, experts = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
+    bias = "moe_router_enable_expert_bias"
+    without_pipeline = recipe.zero is None or recipe.zero.stage < 2  # above that `pipeline` reports it
+    found = {
+        "parallelism.pipeline_model_parallel_size": (
+            without_pipeline and parallel.pipeline_model_parallel_size > 1,
+            parallel.pipeline_model_parallel_size,
+            "the engine deepspeed runs the whole model on every data-parallel rank, without a pipeline",
+            "pipeline_model_parallel_size 1",
+        ),
+        f"parallelism.{virtual}": (
+            parallel.virtual_pipeline_model_parallel_size is not None,
+            parallel.virtual_pipeline_model_parallel_size,
+            "the engine deepspeed has no pipeline that could be interleaved",
+            f"leave {virtual} out",
+        ),
+        "parallelism.context_parallel_size": (
+            parallel.context_parallel_size > 1,
+            parallel.context_parallel_size,
+            "the engine deepspeed does not split sequences over context-parallel ranks",
+            "context_parallel_size 1",
+        ),
+        f"parallelism.{experts}": (
+            parallel.expert_model_parallel_size > 1,
+            parallel.expert_model_parallel_size,
+            "DeepSpeed averages gradients over all data-parallel ranks, and those of different experts are not of one "
+            "parameter",
+            f"{experts} 1: every rank has all experts",
+        ),
+        "model.mtp_num_layers": (
+            model.mtp_num_layers is not None,
+            model.mtp_num_layers,
+            "multi-token prediction is not supported with the engine deepspeed",
+            "leave mtp_num_layers out",
+        ),
+        f"model.{bias}": (
+            model.num_moe_experts is not None and model.moe_router_enable_expert_bias,
+            "true",
+            "the expert bias is updated after a step of the engine megatron; deepspeed does not support it",
+            f"{bias} false with moe_router_load_balancing_type aux_loss",
+        ),
+        "train.torch_compile": (
+            train.torch_compile,
+            "true",
+            "torch.compile is not supported with the engine deepspeed",
+            "torch_compile false",
+        ),
+    }
+    for key, (wrong, value, rule, fix) in found.items():
+        if wrong:
+            yield Problem(key, f"{value} with engine deepspeed", rule, f"{fix}, or engine megatron with zero.stage 1")
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        if getattr(parallel, name):
+            yield Problem(
+                f"parallelism.{name}",
+                "true with engine deepspeed",
+                f"{name} belongs to the engine megatron; zero.overlap_comm is DeepSpeed's",
+                f"{name} false, and zero.overlap_comm true",
+            )
+
+
+def offload(recipe: Recipe) -> Iterator[Problem]:
+    """What can be offloaded at which stage (deepspeed/runtime/zero/offload_config.py), and where to."""
+    zero = recipe.zero
+    if zero is None:
+        return
+    if zero.offload_optimizer != "none" and zero.stage == 0:
+        yield Problem(
+            "zero.offload_optimizer",
+            f"{zero.offload_optimizer} with zero.stage 0",
+            "offload_optimizer moves a rank's share of the optimizer state: zero.stage 1 to 3 with cpu, 3 with nvme",
+            "zero.stage 2, or offload_optimizer none",
+        )
+    elif zero.offload_optimizer == "nvme" and zero.stage < 3:
+        yield Problem(
+            "zero.offload_optimizer",
+            f"nvme with zero.stage {zero.stage}",
+            "DeepSpeed keeps optimizer state on NVMe at zero.stage 3 alone",
+            "offload_optimizer cpu, or zero.stage 3",
+        )
+    if zero.offload_param != "none" and zero.stage < 3:
+        yield Problem(
+            "zero.offload_param",
+            f"{zero.offload_param} with zero.stage {zero.stage}",
+            "parameters are sharded, and can be offloaded, at zero.stage 3 alone",
+            "zero.stage 3, or offload_param none",
+        )
+    on_disk = [key for key in _OFFLOAD if getattr(zero, key) == "nvme"]
+    if on_disk and not (zero.nvme_path or "").strip():
+        yield Problem(
+            "zero.nvme_path",
+            "not set" if zero.nvme_path is None else "empty",
+            f"{' and '.join(on_disk)} nvme needs nvme_path, a folder on a disk of each node",
+            "zero.nvme_path /local_nvme",
+        )
+    if not on_disk and zero.nvme_path is not None:
+        yield Problem(
+            "zero.nvme_path",
+            f"{zero.nvme_path!r} without nvme",
+            "nvme_path belongs to offload_optimizer nvme and offload_param nvme",
+            "leave nvme_path out",
+        )
+
+
+def stages(recipe: Recipe) -> Iterator[Problem]:
+    """Keys that have an effect at other stages alone; sizes that DeepSpeed accepts."""
+    zero = recipe.zero
+    if zero is None or engine_name(recipe) == MEGATRON:
+        return
+    changed = _changed(zero)
+    for key in changed:
+        allowed = "3" if key in STAGE_3 else _LOWER.get(key, "0 to 3")
+        if str(zero.stage) not in _EACH[allowed]:
+            yield Problem(
+                f"zero.{key}",
+                f"{_shown(getattr(zero, key))} with zero.stage {zero.stage}",
+                f"{key} has an effect at zero.stage {allowed} alone",
+                f"leave {key} out",
+            )
+        elif key == "allgather_bucket_size" and zero.allgather_bucket_size % 2:
+            yield Problem(
+                f"zero.{key}",
+                f"{zero.allgather_bucket_size}",
+                "DeepSpeed aligns what it gathers to two elements: allgather_bucket_size is even",
+                f"{key} {zero.allgather_bucket_size + 1}",
+            )
+
+
+_LOWER = {"allgather_bucket_size": "1 and 2", "reduce_bucket_size": "1 to 3", "overlap_comm": "1 to 3"}
+_EACH = {"0 to 3": "0123", "1 to 3": "123", "1 and 2": "12", "3": "3"}
+
+
+def precision(recipe: Recipe) -> Iterator[Problem]:
+    """Loss scales and types of gradients that DeepSpeed has."""
+    train = recipe.train
+    if engine_name(recipe) != DEEPSPEED or train.precision == "fp32":
+        return
+    if recipe.zero is not None and recipe.zero.stage == 0 and recipe.parallelism.grad_reduce_in_fp32:
+        yield Problem(
+            "parallelism.grad_reduce_in_fp32",
+            f"true with {train.precision} and zero.stage 0",
+            "without ZeRO DeepSpeed accumulates gradients in the model's type",
+            "zero.stage 1, or grad_reduce_in_fp32 false",
+        )
+    if train.precision != "fp16":
+        return
+    power = math.log2(train.initial_loss_scale)
+    if power != round(power):
+        yield Problem(
+            "train.initial_loss_scale",
+            f"{train.initial_loss_scale:g}",
+            "with the engine deepspeed initial_loss_scale is a power of two (DeepSpeed's initial_scale_power)",
+            f"initial_loss_scale {2 ** math.floor(power):g} or {2 ** math.ceil(power):g}",
+        )
+    if train.min_loss_scale != round(train.min_loss_scale) or train.min_loss_scale < 1:
+        yield Problem(
+            "train.min_loss_scale",
+            f"{train.min_loss_scale:g}",
+            "with the engine deepspeed min_loss_scale is a whole number, at least 1",
+            f"min_loss_scale {max(1, round(train.min_loss_scale))}",
+        )
+
+
+def _changed(zero: Zero) -> list[str]:
+    """Keys that are away from their defaults."""
+    fields = type(zero).model_fields
+    return [name for name, field in fields.items() if field.is_required() or getattr(zero, name) != field.default]
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,67 @@
+"""What `deepspeed.initialize` is given for a recipe; the package itself is not needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmrecipes.engine.deepspeed.config import deepspeed_config
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.load import load
+from tests.helpers import ROOMY
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PLAIN = ("parallelism.overlap_grad_reduce=false", "parallelism.overlap_param_gather=false")
+
+
+def config(name: str, *overrides: str, ranks: int = 2) -> dict[str, Any]:
+    return deepspeed_config(derive(load(name, overrides).recipe, ranks, ROOMY))
+
+
+@pytest.mark.parametrize(
+    ("golden", "name", "overrides"),
+    [
+        ("stage-1-fp32", "gpt-tiny", ("engine=deepspeed", "zero.stage=1")),
+        (
+            "stage-2-fp16-offload",
+            "gpt-1b",
+            (*PLAIN, "zero.stage=2", "zero.offload_optimizer=cpu", "train.precision=fp16"),
+        ),
+        (
+            "stage-3-nvme",
+            "gpt-1b",
+            (
+                *PLAIN, "zero.stage=3", "zero.offload_optimizer=nvme", "zero.offload_param=nvme",
+                "zero.nvme_path=/local_nvme", "zero.extra.aio.block_size=1048576", "optimizer.clip_grad=0",
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_the_configuration_of_a_recipe(golden: str, name: str, overrides: tuple[str, ...]) -> None:
+    expected = json.loads((GOLDEN / f"deepspeed-{golden}.json").read_text())
+    assert config(name, *overrides) == expected
+
+
+def test_extra_is_merged_into_the_sections() -> None:
+    base = ("zero.stage=2", "zero.extra.comms_logger={enabled: true}")
+    merged = config("gpt-tiny", *base, "zero.extra.zero_optimization.round_robin_gradients=true")
+    plain = config("gpt-tiny", *base)
+    assert plain["comms_logger"] == {"enabled": True}
+    assert merged["zero_optimization"] == {**plain["zero_optimization"], "round_robin_gradients": True}
+
+
+def test_changing_the_configuration_leaves_the_recipe_alone() -> None:
+    plan = derive(load("gpt-tiny", ["zero.stage=2", "zero.extra.aio={block_size: 1}"]).recipe, 2, ROOMY)
+    deepspeed_config(plan)["aio"]["block_size"] = 2
+    assert deepspeed_config(plan)["aio"] == {"block_size": 1}
+
+
+def test_gradients_are_accumulated_and_reduced_in_the_type_of_the_recipe() -> None:
+    half = config("gpt-1b", *PLAIN, "zero.stage=2", "parallelism.grad_reduce_in_fp32=false")
+    assert half["communication_data_type"] == "bf16"
+    assert "data_types" not in half
+    full = config("gpt-1b", *PLAIN, "zero.stage=2")
+    assert full["communication_data_type"] == full["data_types"]["grad_accum_dtype"] == "fp32"

@@ -1,0 +1,260 @@
+"""The section `zero`: free keys under `extra`, and the rules between zero, layout and engine."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmrecipes.recipe.keys import keys
+from llmrecipes.recipe.load import load, to_yaml
+from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.zero_extra import DETERMINED, INSIDE
+from tests.refusals import has_token, refused
+
+NAME = "gpt-tiny"
+
+
+def test_extra_is_set_by_its_dotted_names_and_survives_a_resolved_recipe(tmp_path: Path) -> None:
+    loaded = load(
+        NAME,
+        [
+            "zero.stage=3",
+            "zero.extra.zero_optimization.round_robin_gradients=true",
+            "zero.extra.comms_logger={enabled: true, prof_ops: [a, b]}",
+            "zero.extra.comms_logger.prof_ops.1=c",
+        ],
+    )
+    zero = loaded.recipe.zero
+    assert zero is not None
+    assert zero.extra == {
+        "zero_optimization": {"round_robin_gradients": True},
+        "comms_logger": {"enabled": True, "prof_ops": ["a", "c"]},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(loaded.recipe))
+    again = load(str(path))
+    assert again.recipe == loaded.recipe
+    assert again.hash == loaded.hash
+    assert load(NAME, ["zero.stage=3"]).hash != loaded.hash
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("zero.extra.comms_logger=.nan", "zero.extra.comms_logger"),
+        ("zero.extra.comms_logger=[1, {a: -.inf}]", "zero.extra.comms_logger"),
+        ("zero.extra=null", "zero.extra"),
+        ("zero.extra..comms_logger=1", "zero.extra..comms_logger"),
+        ("zero.extr.comms_logger=1", "zero.extr.comms_logger"),
+        ("zero.stage=4", "zero.stage"),
+    ],
+)
+def test_extra_is_plain_json(override: str, key: str) -> None:
+    with refused(key):
+        load(NAME, ["zero.stage=3", override])
+
+
+def test_an_item_of_a_list_in_extra_has_a_number() -> None:
+    with refused("zero.extra.comms_logger.b", rule="zero.extra.comms_logger.0"):
+        load(NAME, ["zero.stage=3", "zero.extra.comms_logger=[1]", "zero.extra.comms_logger.b=2"])
+
+
+def test_a_section_that_may_be_null_has_its_keys_in_the_reference() -> None:
+    known: dict[str, Any] = keys()
+    assert known["zero"].section
+    assert known["zero.stage"].required
+    assert known["zero.extra"].free
+    assert load(NAME, ["zero=null"]).hash == load(NAME).hash
+
+
+def make(zero: dict[str, Any] | None, engine: str = "auto", **sections: dict[str, Any]) -> Recipe:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"num_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "seq_length": 96, "vocab_size": 512},
+        "train": {"train_iters": 10, "micro_batch_size": 2, "global_batch_size": 8},
+        "optimizer": {"lr": 1e-3},
+        "parallelism": {},
+    }
+    merged = {key: {**value, **sections.get(key, {})} for key, value in base.items()}
+    return Recipe.model_validate({"name": "t", "engine": engine, "zero": zero, **merged})
+
+
+def stage(number: int, engine: str = "auto", **keys: Any) -> Recipe:
+    return make({"stage": number, **keys}, engine, parallelism={"use_distributed_optimizer": number > 0})
+
+
+def with_extra(extra: dict[str, Any], **keys: Any) -> Recipe:
+    return stage(3, extra=extra, **keys)
+
+
+def on_deepspeed(*, zero: int = 1, **sections: dict[str, Any]) -> Recipe:
+    return make({"stage": zero}, "deepspeed", **sections)
+
+
+PP, VPP, CP, EP = (
+    f"{kind}_parallel_size" for kind in ("pipeline_model", "virtual_pipeline_model", "context", "expert_model")
+)
+MOE = {"num_moe_experts": 4, "add_bias_linear": False}
+NVME = {"offload_optimizer": "nvme", "nvme_path": "/nvme"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "tokens"),
+    [
+        (make({"stage": 2}, parallelism={PP: 2}), "zero.stage", (f"{PP} 2", "zero.stage 1")),
+        (make({"stage": 3}, parallelism={PP: 4}), "zero.stage", (f"{PP} 4", f"{PP} 1")),
+        (on_deepspeed(parallelism={PP: 2}), f"parallelism.{PP}", ("engine deepspeed", f"{PP} 1")),
+        (make({"stage": 2}, parallelism={CP: 2}), f"parallelism.{CP}", ("engine deepspeed", f"{CP} 1")),
+        (on_deepspeed(model=MOE, parallelism={EP: 2}), f"parallelism.{EP}", ("engine deepspeed", f"{EP} 1")),
+        (
+            on_deepspeed(model={"mtp_num_layers": 1, "position_embedding_type": "rope"}),
+            "model.mtp_num_layers", "engine deepspeed",
+        ),
+        (
+            on_deepspeed(
+                model={**MOE, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+            ),
+            "model.moe_router_enable_expert_bias", "engine deepspeed",
+        ),
+        (on_deepspeed(train={"torch_compile": True}), "train.torch_compile", "engine deepspeed"),
+        (
+            on_deepspeed(parallelism={"overlap_grad_reduce": True}),
+            "parallelism.overlap_grad_reduce", ("zero.overlap_comm", "engine megatron"),
+        ),
+        (
+            on_deepspeed(train={"precision": "fp16", "initial_loss_scale": 1000.0}),
+            "train.initial_loss_scale", ("512", "1024"),
+        ),
+        (
+            on_deepspeed(train={"precision": "fp16", "min_loss_scale": 0.5}),
+            "train.min_loss_scale", "min_loss_scale 1",
+        ),
+        (
+            make({"stage": 0}, "deepspeed", parallelism={"use_distributed_optimizer": False}),
+            "parallelism.grad_reduce_in_fp32", ("zero.stage 0", "zero.stage 1"),
+        ),
+        (make(None, "deepspeed"), "zero", "zero.stage"),
+        (stage(2, "megatron"), "engine", ("stage 2", "zero.stage 1")),
+        (stage(1, "megatron", offload_optimizer="cpu"), "engine", "offload_optimizer cpu"),
+        (stage(1, reduce_bucket_size=7), "zero.reduce_bucket_size", "engine megatron"),
+        (stage(1, overlap_comm=True), "zero.overlap_comm", "engine deepspeed"),
+        (stage(1, extra={"aio": {}}), "zero.extra", "engine deepspeed"),
+        (make({"stage": 0}), "parallelism.use_distributed_optimizer", ("zero.stage 0", "false")),
+        (
+            make({"stage": 1}, parallelism={"use_distributed_optimizer": False}),
+            "parallelism.use_distributed_optimizer", ("zero.stage 1", "true"),
+        ),
+        (stage(0, offload_optimizer="cpu"), "zero.offload_optimizer", ("cpu", "zero.stage 0", "zero.stage 2")),
+        (stage(2, **NVME), "zero.offload_optimizer", ("zero.stage 2", "zero.stage 3")),
+        (stage(2, offload_param="cpu"), "zero.offload_param", ("zero.stage 2", "zero.stage 3")),
+        (stage(3, offload_param="nvme"), "zero.nvme_path", "offload_param nvme"),
+        (stage(3, offload_optimizer="nvme", nvme_path=" "), "zero.nvme_path", "offload_optimizer nvme"),
+        (stage(3, offload_optimizer="cpu", nvme_path="/nvme"), "zero.nvme_path", "/nvme"),
+        (stage(2, stage3_prefetch_bucket_size=1), "zero.stage3_prefetch_bucket_size", "zero.stage 2"),
+        (stage(2, sub_group_size=1), "zero.sub_group_size", "zero.stage 3"),
+        (stage(2, zero_quantized_weights=True), "zero.zero_quantized_weights", "zero.stage 3"),
+        (stage(1, "deepspeed", zero_hpz_partition_size=8), "zero.zero_hpz_partition_size", "zero.stage 3"),
+        (stage(3, allgather_bucket_size=2), "zero.allgather_bucket_size", "zero.stage 3"),
+        (stage(2, allgather_bucket_size=3), "zero.allgather_bucket_size", "4"),
+        (stage(0, "deepspeed", reduce_bucket_size=2), "zero.reduce_bucket_size", "zero.stage 0"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(recipe: Recipe, key: str, tokens: str | tuple[str, ...]) -> None:
+    _require(recipe, key, tokens)
+
+
+@pytest.mark.parametrize(
+    ("extra", "key", "tokens"),
+    [
+        ({"train_batch_size": 16}, "train_batch_size", "train.global_batch_size"),
+        ({"train_micro_batch_size_per_gpu": 2}, "train_micro_batch_size_per_gpu", "train.micro_batch_size"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps", "train.global_batch_size"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer", "optimizer"),
+        ({"scheduler": {}}, "scheduler", "scheduler"),
+        ({"bf16": {"enabled": True}}, "bf16", "train.precision"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping", "optimizer.clip_grad"),
+        ({"communication_data_type": "fp16"}, "communication_data_type", "parallelism.grad_reduce_in_fp32"),
+        (
+            {"data_types": {"grad_accum_dtype": "fp32"}},
+            "data_types.grad_accum_dtype", "parallelism.grad_reduce_in_fp32",
+        ),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage", "zero.stage"),
+        (
+            {"zero_optimization": {"prefetch_bucket_size": 2}},
+            "zero_optimization.prefetch_bucket_size", "zero.stage3_prefetch_bucket_size",
+        ),
+        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload", "zero.offload_optimizer"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer.device", "zero.offload_optimizer",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"buffer_count": 5}}},
+            "zero_optimization.offload_param", "zero.offload_param none",
+        ),
+        ({"zero_optimization": True}, "zero_optimization", "zero.stage"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size", "parallelism.context_parallel_size"),
+        ({"coms_logger": {}}, "coms_logger", "comms_logger"),
+        ({"zero_optimization": {"round_robin": True}}, "zero_optimization.round_robin", "round_robin_gradients"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size", ()),
+    ],
+)  # fmt: skip
+def test_what_extra_refuses(extra: dict[str, Any], key: str, tokens: str | tuple[str, ...]) -> None:
+    _require(with_extra(extra, offload_optimizer="cpu"), f"zero.extra.{key}", tokens)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        make(None),
+        make(None, "megatron"),
+        stage(0),
+        stage(1, "megatron"),
+        stage(1, "deepspeed", overlap_comm=True, allgather_bucket_size=100, reduce_bucket_size=7),
+        stage(1, offload_optimizer="cpu"),
+        make({"stage": 1}, parallelism={PP: 2, "use_distributed_optimizer": True}),
+        make({"stage": 2}, model=MOE, parallelism={"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        make({"stage": 3}, train={"precision": "fp16"}),
+        # Combinations that stage3.py handles one by one.
+        stage(3, offload_param="cpu"),
+        stage(3, offload_param="nvme", nvme_path="/nvme", offload_optimizer="cpu"),
+        stage(3, **NVME, zero_hpz_partition_size=8, zero_quantized_gradients=True, stage3_max_live_parameters=0),
+        with_extra({"zero_optimization": {"offload_optimizer": {"pipeline_read": True}}, "aio": {}}, **NVME),
+    ],
+)
+def test_what_is_valid(recipe: Recipe) -> None:
+    assert check(recipe) == []
+
+
+def test_every_key_of_deepspeed_has_its_answer() -> None:
+    """The names of `DeepSpeedZeroConfig`, read from its source: importing DeepSpeed takes seconds."""
+    found = importlib.util.find_spec("deepspeed")
+    if found is None or found.origin is None:
+        pytest.skip("needs deepspeed (the extra zero)")
+    tree = ast.parse((Path(found.origin).parent / "runtime/zero/config.py").read_text())
+    section = next(
+        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "DeepSpeedZeroConfig"
+    )
+    names = set()
+    for node in section.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            calls = node.value.keywords if isinstance(node.value, ast.Call) else []
+            alias = [each.value.value for each in calls if each.arg == "alias" and isinstance(each.value, ast.Constant)]
+            names.add(str(alias[0]) if alias else node.target.id)
+    assert len(names) > 40
+    answered = {key.removeprefix("zero_optimization.") for key in DETERMINED} | set(INSIDE)
+    assert names <= answered
+    assert set(INSIDE) <= names
+
+
+def _require(recipe: Recipe, key: str, tokens: str | tuple[str, ...]) -> None:
+    found = [problem for problem in check(recipe) if problem.key == key]
+    assert len(found) == 1, [problem.key for problem in check(recipe)]
+    wanted = (tokens,) if isinstance(tokens, str) else tokens
+    text = f"{found[0].what}\n{found[0].rule}\n{found[0].fix}"
+    assert all(has_token(text, token) for token in wanted), text
+    assert found[0].fix
