@@ -98,6 +98,16 @@ _DEGREES = {
 _OVERLAP = {"overlap_grad_reduce": True}
 _OVERLAP_BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 _WHOLE = {"use_distributed_optimizer": False}
+
+_BUCKETS = {"reduce_bucket_size": 20_000, "sub_group_size": 50_000, "stage3_param_persistence_threshold": 100}
+"""Smaller than the model, so that there are several of each."""
+
+
+def _zero(stage: int, **keys: Any) -> Sections:
+    buckets = _BUCKETS if stage == 3 else {"reduce_bucket_size": 20_000}
+    return {"zero": {"stage": stage, **buckets, **keys}, "parallelism": {"use_distributed_optimizer": stage > 0}}
+
+
 _SELECTIVE = {"recompute_granularity": "selective"}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
@@ -115,6 +125,7 @@ class Row:
         bound: largest relative difference; anything but `BOUND` has a reason.
         why: reason of another bound or reference.
         nccl: whether only NCCL can run it.
+        engine: of the layout; the reference is always megatron-core's.
     """
 
     variant: str
@@ -124,11 +135,14 @@ class Row:
     bound: float = BOUND
     why: str = ""
     nccl: bool = False
+    engine: str = "megatron"
 
     @property
     def name(self) -> str:
         size = self.reference.get("train", {}).get("micro_batch_size")
         extra = [f"one process takes {size} at a time"] if size else []
+        if "zero" in self.changes:
+            extra.append(self.engine)
         extra += [
             f"{key}={value}".replace("use_distributed_optimizer=False", "whole optimizer").removesuffix("=True")
             for section in self.changes.values()
@@ -159,7 +173,8 @@ class Row:
         parallelism: dict[str, Any] = {_DEGREES[name]: size for name, size in self.degrees.items() if name in _DEGREES}
         if "sp" in self.degrees:
             parallelism["sequence_parallel"] = True
-        return make(VARIANTS[self.variant], {"parallelism": parallelism}, self.changes)
+        recipe = make(VARIANTS[self.variant], {"parallelism": parallelism}, self.changes)
+        return recipe.model_copy(update={"engine": self.engine})
 
     @property
     def reference_recipe(self) -> Recipe:
@@ -269,6 +284,10 @@ def _rows() -> Iterator[Row]:
         yield Row("mtp without weight tying", layout)
     for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "tp2 sp pp2 dp2 ep2 etp1"):
         yield Row("deepseek", layout)
+    # -- ZeRO by DeepSpeed --
+    for stage in (0, 1, 2, 3):
+        for layout in ("dp2", "tp2 sp dp2"):
+            yield Row("gpt", layout, _zero(stage), engine="deepspeed")
 
 
 ROWS = tuple(_rows())

@@ -17,13 +17,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
-from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
-from llmrecipes.engine.megatron.model.gpt import build
-from llmrecipes.engine.megatron.model.init import global_name
+from llmrecipes.engine.base import Batch, Engine, Progress, Shard, World
 from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.state import Progress, sharded_state
-from llmrecipes.engine.megatron.world import World, model_parallel
+from llmrecipes.engine.megatron.world import model_parallel
+from llmrecipes.engine.registry import backend
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import resume
@@ -115,10 +112,11 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
             consumed_tokens=progress.consumed_tokens,
             layout=engine.plan.layout.as_dict(),
             recipe_hash="parity",
+            engine=engine.name,
         )
-        with AsyncSaver(CheckpointStore(folder), saver_group(), ShardedFormat()) as saver:
+        with AsyncSaver(CheckpointStore(folder), saver_group(), engine.checkpoint_format()) as saver:
             with engine.params_synced():
-                saver.save(sharded_state(engine, progress), info)
+                saver.save(engine.state(progress), info)
                 saved = _everything(engine, world)
             (report,) = saver.wait()
             assert report.error is None, report.error
@@ -138,12 +136,12 @@ def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
 
 
 @contextmanager
-def training(recipe: Recipe) -> Iterator[tuple[MegatronEngine, World]]:
+def training(recipe: Recipe) -> Iterator[tuple[Engine, World]]:
     """An engine on ranks that have been joined."""
     platform = select()
     with model_parallel(recipe.train.seed, recipe.parallelism) as world:
         plan = derive(recipe, world.size, ROOMY)
-        engine = MegatronEngine(plan, build(plan, platform), platform)
+        engine = backend(recipe).build(plan, platform)
         try:
             yield engine, world
         finally:
@@ -155,14 +153,15 @@ def loaders(recipe: Recipe, world: World, consumed: int = 0) -> Iterator[Batch]:
     return random_batches(recipe, consumed=consumed, rank=world.data_parallel_rank, ranks=world.data_parallel_size)
 
 
-def _run(engine: MegatronEngine, world: World, steps: int, consumed: int = 0) -> Outcome | None:
+def _run(engine: Engine, world: World, steps: int, consumed: int = 0) -> Outcome | None:
     batches = loaders(engine.recipe, world, consumed)
     results = [engine.train_step(batches) for _ in range(steps)]
     with engine.params_synced():
         valid = engine.evaluate(loaders(engine.recipe, world), 1)
         assert valid is not None
-        tensors = _whole_tensors([module.sharded_state() for module in engine.modules], world)
-        digests = replicas.gathered(replicas.digests(engine.weights()))
+        weights = engine.weights()
+        tensors = _whole_tensors(weights, world)
+        digests = replicas.gathered(replicas.digests(weights))
     if not world.is_first:
         return None
     apart = replicas.first_difference(digests, STEPS)
@@ -173,10 +172,21 @@ def _beside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.npz")
 
 
-def _everything(engine: MegatronEngine, world: World) -> dict[str, np.ndarray]:
-    """Weights, master weights and moments by name, on the first rank."""
-    state = sharded_state(engine, Progress(), random=False)
-    return _whole_tensors([value for value in state.values() if isinstance(value, dict)], world)
+def _everything(engine: Engine, world: World) -> dict[str, np.ndarray]:
+    """Weights, master weights and moments by name, on the first rank; layers are stacked, as in a checkpoint."""
+    state = engine.state(Progress())
+    del state["random"]
+    apply_factories(state)
+    parts = [
+        Shard(value.key, value.global_offset, value.global_shape, value.data.detach().float().cpu().view(_full(value)))
+        for value in nested_values(state)
+        if isinstance(value, ShardedTensor) and is_main_replica(value.replica_id)
+    ]
+    return _whole_tensors(parts, world)
+
+
+def _full(shard: ShardedTensor) -> tuple[int, ...]:
+    return (*(1 for _ in range(shard.prepend_axis_num)), *shard.local_shape)
 
 
 def _changed(loaded: dict[str, np.ndarray], saved: Path) -> list[str]:
@@ -192,27 +202,17 @@ def _changed(loaded: dict[str, np.ndarray], saved: Path) -> list[str]:
         ]
 
 
-def _whole_tensors(states: Sequence[dict[str, Any]], world: World) -> dict[str, np.ndarray]:
-    """Global tensors of sharded state dicts on the first rank; empty on the others."""
-    mine = []
-    for state in states:
-        apply_factories(state)
-        for shard in nested_values(state):
-            if not isinstance(shard, ShardedTensor) or not is_main_replica(shard.replica_id):
-                continue
-            depth = shard.prepend_axis_num
-            part = tuple(
-                slice(start, start + size)
-                for start, size in zip(shard.global_offset[depth:], shard.local_shape, strict=True)
-            )
-            data = shard.data.detach().float().cpu().view(shard.local_shape)
-            mine.append((global_name(shard), shard.global_shape[depth:], part, data))
-    everyones: list[list] | None = [[] for _ in range(world.size)] if world.is_first else None
-    dist.gather_object(mine, everyones)
+def _whole_tensors(parts: Sequence[Shard], world: World) -> dict[str, np.ndarray]:
+    """Global tensors on the first rank, put together from all ranks' parts; empty on the others."""
+    everyones: list[list[Shard]] | None = [[] for _ in range(world.size)] if world.is_first else None
+    dist.gather_object(list(parts), everyones)
     whole: dict[str, np.ndarray] = {}
-    for name, shape, part, data in (each for one in everyones or () for each in one):
+    for part in (each for one in everyones or () for each in one):
+        place = tuple(
+            slice(start, start + size) for start, size in zip(part.offset, part.tensor.shape, strict=True)
+        )
         # A part that no rank holds stays NaN, and so differs from everything.
-        whole.setdefault(name, np.full(shape, np.nan, dtype=np.float32))[part] = data.numpy()
+        whole.setdefault(part.name, np.full(part.shape, np.nan, dtype=np.float32))[place] = part.tensor.numpy()
     return whole
 
 

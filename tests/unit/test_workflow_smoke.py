@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.engine.megatron import state
+from llmrecipes.engine.megatron import random_states
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load
@@ -39,7 +39,7 @@ def test_a_rehearsal_trains_saves_resumes_and_compares(
 def test_a_resume_that_forgets_the_random_state_is_found_out(
     corpus: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(state, "set_random_states", lambda states: None)
+    monkeypatch.setattr(random_states, "set_random_states", lambda states: None)
     assert smoke(corpus, data_dir, tmp_path) == 1
     printed = capsys.readouterr().out
     assert "smoke rehearsed: FAILED" in printed

@@ -140,6 +140,14 @@ def build(plan: Plan, platform: Platform) -> BuiltModel:
         plan: of the recipe, on this world.
         platform: device of the parameters.
     """
+    built = construct(plan, platform)
+    for module in built.modules:
+        initialise(module.sharded_state(), plan.recipe.model, plan.recipe.train.seed)
+    return built
+
+
+def construct(plan: Plan, platform: Platform) -> BuiltModel:
+    """The model without defined values; arguments as `build`."""
     recipe = plan.recipe
     implementation, reason = choose(recipe.model.transformer_impl)
     config = transformer_config(
@@ -153,7 +161,6 @@ def build(plan: Plan, platform: Platform) -> BuiltModel:
         for parameter in module.parameters():
             # The position embedding is created in fp32. Buffers are not converted: expert biases need fp32.
             parameter.data = parameter.data.to(config.params_dtype)
-        initialise(module.sharded_state(), recipe.model, recipe.train.seed)
     return BuiltModel(modules, config, implementation, reason)
 
 

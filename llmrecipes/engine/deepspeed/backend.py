@@ -1,0 +1,60 @@
+"""Factory of DeepSpeed engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.base import Engine, Platform, TextModel, World
+from llmrecipes.engine.deepspeed.build import build, zero
+from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
+from llmrecipes.engine.deepspeed.runtime import communication
+from llmrecipes.engine.megatron.backend import MegatronBackend
+from llmrecipes.hardware.profile import Group
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+
+
+class DeepSpeedBackend:
+    """See `engine.base.Backend`. Model, groups and checkpoints are the megatron engine's."""
+
+    def __init__(self) -> None:
+        self._megatron = MegatronBackend()
+
+    def platform(self, local_rank: int = 0) -> Platform:
+        """See `Backend`."""
+        return self._megatron.platform(local_rank)
+
+    @contextmanager
+    def join(self, recipe: Recipe, platform: Platform) -> Iterator[World]:
+        """See `Backend`."""
+        with self._megatron.join(recipe, platform) as world:
+            partitioned = zero(recipe).stage == 3 and world.data_parallel_size > 1
+            yield replace(world, holds_whole_model=world.holds_whole_model and not partitioned)
+
+    def build(self, plan: Plan, platform: Platform) -> DeepSpeedEngine:
+        """See `Backend`."""
+        with ExitStack() as stack:
+            stack.enter_context(communication(platform))
+            built, placements = build(plan, platform)
+            return DeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
+
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
+        """See `Backend`."""
+        return self._megatron.load_weights(plan, platform, entry)
+
+    def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
+        """See `Backend`."""
+        return self._megatron.upcycle(dense, moe, platform, entry)
+
+    def learning_rate(self, recipe: Recipe, step: int) -> float:
+        """See `Backend`."""
+        return self._megatron.learning_rate(recipe, step)
+
+    def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
+        """See `Backend`."""
+        return self._megatron.process_groups()

@@ -1,0 +1,97 @@
+"""Construction: the model, partitioned while it is built for stage 3, and the optimizer that ZeRO wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from llmrecipes.engine.base import Platform
+from llmrecipes.engine.deepspeed.config import deepspeed_config
+from llmrecipes.engine.deepspeed.partition import own_partition
+from llmrecipes.engine.deepspeed.placement import Placement, full_shape, placements
+from llmrecipes.engine.deepspeed.runtime import mpu
+from llmrecipes.engine.megatron.model import gpt
+from llmrecipes.engine.megatron.model.config import DTYPES
+from llmrecipes.engine.megatron.model.init import global_name, global_values
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe, Zero
+
+
+def build(plan: Plan, platform: Platform) -> tuple[gpt.BuiltModel, list[Placement]]:
+    """The initialised model of this rank; with stage 3 each rank only ever has its part of a parameter's memory."""
+    if zero(plan.recipe).stage < 3:
+        built = gpt.build(plan, platform)
+        return built, placements(built.module)
+    with _partitioned(plan):
+        built = gpt.construct(plan, platform)
+    found = placements(built.module)
+    for placement in found:
+        _initialise(placement, plan.recipe)
+    return built, found
+
+
+def zero(recipe: Recipe) -> Zero:
+    """The recipe's `zero` section, which the rules require for this engine."""
+    if recipe.zero is None:
+        raise ValueError("engine deepspeed without a zero section")
+    return recipe.zero
+
+
+def optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW; norms and biases, the parameters of one dimension, have no weight decay, as in megatron-core.
+
+    The learning rate is set by the scheduler before each step.
+    """
+    settings = recipe.optimizer
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    groups = [
+        {"params": [each for each in parameters if (len(full_shape(each)) > 1) == decays], "wd_mult": float(decays)}
+        for decays in (True, False)
+    ]
+    options: dict[str, Any] = {
+        "lr": 0.0,
+        "betas": (settings.adam_beta1, settings.adam_beta2),
+        "eps": settings.adam_eps,
+        "weight_decay": settings.weight_decay,
+    }
+    if zero(recipe).offload_optimizer == "none":
+        return torch.optim.AdamW(groups, **options, fused=True)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, **options, adamw_mode=True)
+
+
+@contextmanager
+def _partitioned(plan: Plan) -> Iterator[None]:
+    import deepspeed
+
+    group = mpu().get_data_parallel_group()
+    dtype = DTYPES[plan.recipe.train.precision]
+    with deepspeed.zero.Init(
+        data_parallel_group=group, config_dict_or_path=deepspeed_config(plan), mpu=mpu(), dtype=dtype
+    ):
+        yield
+
+
+@torch.no_grad()
+def _initialise(placement: Placement, recipe: Recipe) -> None:
+    """Fill this rank's part of a partitioned parameter with the values that every layout starts from."""
+    partition = own_partition(placement.parameter)
+    for part in placement.parts:
+        shard, depth = part.shard, part.shard.prepend_axis_num
+        shape = torch.Size(shard.global_shape[depth:])
+        whole = global_values(global_name(shard), shape, recipe.model, recipe.train.seed)
+        local = whole[
+            tuple(
+                slice(first, first + size)
+                for first, size in zip(shard.global_offset[depth:], shard.local_shape, strict=True)
+            )
+        ].flatten()
+        start, stop = max(partition.start, part.start), min(partition.stop, part.start + part.numel)
+        if start < stop:
+            partition.values[start - partition.start : stop - partition.start].copy_(
+                local[start - part.start : stop - part.start]
+            )

@@ -1,0 +1,256 @@
+"""One optimizer step by DeepSpeed on the megatron-core model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Shard, StepResult, StopQuestion
+from llmrecipes.engine.deepspeed import state
+from llmrecipes.engine.deepspeed.build import optimizer, zero
+from llmrecipes.engine.deepspeed.config import deepspeed_config
+from llmrecipes.engine.deepspeed.partition import Partition
+from llmrecipes.engine.deepspeed.placement import Placement
+from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
+from llmrecipes.engine.megatron import shards
+from llmrecipes.engine.megatron.balance import RouterBalance
+from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
+from llmrecipes.engine.megatron.generate import generate
+from llmrecipes.engine.megatron.model.gpt import BuiltModel
+from llmrecipes.engine.megatron.model.init import global_name
+from llmrecipes.engine.megatron.schedule import scheduler
+from llmrecipes.engine.sampling import Sampling
+from llmrecipes.faults.numerics import named_gradients
+from llmrecipes.plan.derive import Plan
+
+
+class DeepSpeedEngine:
+    """See `engine.base.Engine`.
+
+    Args:
+        plan: of the recipe, on this world.
+        built: the initialised model.
+        placements: of its parameters.
+        platform: device of the batches.
+        resources: closed with the engine.
+    """
+
+    name = "deepspeed"
+
+    def __init__(
+        self,
+        plan: Plan,
+        built: BuiltModel,
+        placements: list[Placement],
+        platform: Platform,
+        resources: AbstractContextManager[Any],
+    ) -> None:
+        import deepspeed
+
+        self._resources = resources
+
+        self.recipe, self.plan, self.platform = plan.recipe, plan, platform
+        self.modules = built.modules
+        self.module = built.module
+        self.placements = placements
+        self.implementation = Implementation(built.implementation, built.reason)
+        self.balance: RouterBalance | None = None
+        if plan.recipe.model.num_moe_experts:
+            self.balance = RouterBalance(self.modules, plan, platform.device)
+        _sum_sequence_parallel_gradients(self.module)
+        self._engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=self.module,
+            optimizer=optimizer(plan.recipe, self.module),
+            config=deepspeed_config(plan),
+            mpu=mpu(),
+            dist_init_required=False,
+        )
+        self.partition = Partition(self.optimizer, placements)
+        self.scheduler = scheduler(plan.recipe, self.optimizer)
+        self.local_loss = 0.0
+        self._see: Callable[[list[Shard], list[Shard]], None] | None = None
+
+    def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
+        """See `Engine`."""
+        self._engine.train()
+        of_this_step = list(islice(batches, self.plan.num_microbatches))
+        # DeepSpeed averages gradients over ranks, each micro-batch for itself, so the tokens of the global batch have to
+        # be known before the first backward pass.
+        tokens, stopping = self._agree(sum(float(batch["loss_mask"].sum()) for batch in of_this_step), stop)
+        factor = self.plan.layout.data_parallel_size / max(tokens, 1.0)
+        self._scale_router_losses(factor)
+        loss = torch.zeros((), dtype=torch.float64, device=self.platform.device)
+        for number, batch in enumerate(of_this_step):
+            last = number == len(of_this_step) - 1
+            self._engine.set_gradient_accumulation_boundary(last)
+            total = self._loss(self._engine, batch)
+            loss += total.detach().double()
+            self._engine.backward(total * factor, scale_wrt_gas=False)
+            if not last:
+                self._engine.step()
+        mean = self._mean(loss, tokens)
+        scale = float(self.optimizer.loss_scale) if self.recipe.train.precision == "fp16" else None
+        lr = self.learning_rate
+        if scale is None and not math.isfinite(mean):
+            # The update would spread it to every weight and hide where it started.
+            return StepResult(mean, None, lr, scale, False, stopping)
+        if self._see is not None:
+            self._see(self.weights(), self._gradients())
+        self._engine.step()
+        updated = bool(self._engine.was_step_applied())
+        if updated:
+            self.scheduler.step(increment=1)
+        norm = self._engine.get_global_grad_norm() if updated else None
+        return StepResult(mean, None if norm is None else float(norm), lr, scale, not updated, stopping)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
+        """See `Engine`."""
+        self._engine.eval()
+        losses: list[float] = []
+        stopping = False
+        while len(losses) < global_batches and not stopping:
+            loss = torch.zeros((), dtype=torch.float64, device=self.platform.device)
+            tokens = 0.0
+            for batch in islice(batches, self.plan.num_microbatches):
+                loss += self._loss(self.module, batch).double()
+                tokens += float(batch["loss_mask"].sum())
+            tokens, stopping = self._agree(tokens, stop)
+            losses.append(self._mean(loss, tokens))
+        self._engine.train()
+        return None if stopping else math.fsum(losses) / len(losses)
+
+    def params_synced(self) -> AbstractContextManager[None]:
+        """See `Engine`; DeepSpeed gathers updated parameters before a step ends, or when they are used."""
+        return nullcontext()
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Engine`; where parameters are partitioned, this rank's part of each."""
+        if zero(self.recipe).stage < 3:
+            yield from named_gradients(self.module)
+            return
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.ds_tensor  # type: ignore[attr-defined]
+
+    def weights(self) -> list[Shard]:
+        """See `Engine`."""
+        with self._gathered():
+            return shards.weights(self.modules)
+
+    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
+        """See `Engine`."""
+        self._see = see
+
+    def checkpoint_format(self) -> ShardedFormat:
+        """See `Engine`."""
+        return ShardedFormat()
+
+    def state(self, progress: Progress) -> dict[str, Any]:
+        """See `Engine`."""
+        return state.sharded_state(self, progress)
+
+    def load_state(self, entry: Entry) -> Progress:
+        """See `Engine`."""
+        return state.load_state(self, entry)
+
+    def generate(
+        self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
+    ) -> Iterator[int]:
+        """See `Engine`."""
+        return generate(
+            self.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
+        )
+
+    def close(self) -> None:
+        """Release the model, its memory and its hooks."""
+        self._engine.destroy()
+        self._resources.__exit__(None, None, None)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Summed loss over the tokens of a micro-batch."""
+        on_device = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in batch.items()}
+        losses = model(
+            on_device["tokens"],
+            on_device["position_ids"],
+            None,
+            labels=on_device["labels"],
+            loss_mask=on_device["loss_mask"],
+        )
+        total: torch.Tensor = (losses.float() * on_device["loss_mask"]).sum()
+        return total
+
+    def _agree(self, tokens: float, stop: StopQuestion | None) -> tuple[float, bool]:
+        """Tokens of the global batch, and whether some rank has to stop."""
+        counts = torch.tensor(
+            [tokens, float(stop is not None and stop())], dtype=torch.float64, device=self.platform.device
+        )
+        dist.all_reduce(counts)
+        total, stops = counts.tolist()
+        return total / self.plan.layout.tensor_model_parallel_size, stops > 0
+
+    def _mean(self, loss: torch.Tensor, tokens: float) -> float:
+        self.local_loss = float(loss)
+        dist.all_reduce(loss)
+        return float(loss) / self.plan.layout.tensor_model_parallel_size / max(tokens, 1.0)
+
+    def _scale_router_losses(self, factor: float) -> None:
+        """The routers' auxiliary losses, which have their own backward pass, get the factor of the loss."""
+        if self.balance is None:
+            return
+        if self.recipe.train.precision == "fp16":
+            factor *= float(self.optimizer.loss_scale)
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(factor, device=self.platform.device))
+
+    def _gradients(self) -> list[Shard]:
+        """Copies of the reduced gradients of this rank's parameters, in model order."""
+        from deepspeed.utils import safe_get_full_grad
+
+        return [
+            Shard(
+                global_name(part.shard),
+                part.shard.global_offset[part.shard.prepend_axis_num :],
+                part.shard.global_shape[part.shard.prepend_axis_num :],
+                values[part.start : part.start + part.numel].view(part.shard.local_shape).clone(),
+            )
+            for placement in self.placements
+            for values in (safe_get_full_grad(placement.parameter).detach().to("cpu", torch.float32).flatten(),)
+            for part in placement.parts
+        ]
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        if zero(self.recipe).stage < 3:
+            return nullcontext()
+        from deepspeed.zero import GatheredParameters
+
+        gathered: AbstractContextManager[None] = GatheredParameters(list(self.module.parameters()))
+        return gathered
+
+
+def _sum_sequence_parallel_gradients(module: torch.nn.Module) -> None:
+    """Sum the gradients of weights that every tensor-parallel rank applies to its own tokens, before ZeRO takes them."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return
+    for parameter in module.parameters():
+        if getattr(parameter, "sequence_parallel", False):
+            parameter.register_hook(_all_reduced)
+
+
+def _all_reduced(gradient: torch.Tensor) -> torch.Tensor:
+    total = gradient.contiguous().clone()
+    dist.all_reduce(total, group=tensor_parallel_group())
+    return total

@@ -1,0 +1,115 @@
+"""What this rank has of each parameter's master weights, moments and gradients, at every stage.
+
+ZeRO 1 and 2 cut the concatenation of all parameters into equal ranges, so a rank has a range of some parameters and
+nothing of the others. ZeRO 3 cuts every parameter. Without ZeRO a rank has everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmrecipes.engine.deepspeed.placement import Placement
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of a flattened parameter, or of state of its shape."""
+
+    start: int
+    values: torch.Tensor
+    """[n] a view; writing to it changes the state."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.values.numel()
+
+
+@dataclass(frozen=True)
+class Owned:
+    """State of a range of a parameter."""
+
+    placement: Placement
+    start: int
+    tensors: dict[str, torch.Tensor]
+    """`param` (the fp32 master weights), `exp_avg` and `exp_avg_sq`, each [n]; views."""
+
+
+def own_partition(parameter: torch.nn.Parameter) -> Range:
+    """This rank's part of a parameter's weights in stage 3, without padding."""
+    partition: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+    size = partition.numel()
+    rank = parameter.ds_process_group.rank() if hasattr(parameter, "ds_process_group") else 0
+    start = min(rank * size, parameter.ds_numel)  # type: ignore[attr-defined]
+    return Range(start, partition.data.view(-1)[: max(0, min(size, parameter.ds_numel - start))])  # type: ignore[attr-defined]
+
+
+class Partition:
+    """State of this rank in DeepSpeed's optimizer.
+
+    Args:
+        optimizer: DeepSpeed's optimizer, or without ZeRO and mixed precision the plain one.
+        found: all parameters.
+    """
+
+    def __init__(self, optimizer: Any, found: list[Placement]) -> None:
+        self._optimizer = optimizer
+        self.base: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._found = found
+        for master in self._masters():
+            _allocate_moments(self.base, master)
+
+    def owned(self) -> Iterator[Owned]:
+        """State of every parameter that this rank has a part of, in model order."""
+        for placement in self._found:
+            parameter: Any = placement.parameter
+            if hasattr(parameter, "ds_id"):
+                group, first, size = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+                start, own = own_partition(parameter).start, own_partition(parameter).values.numel()
+                yield self._range(placement, start, self._optimizer.fp32_partitioned_groups_flat[group], first, own)
+            elif hasattr(parameter, "_hp_mapping"):
+                if (mapping := parameter._hp_mapping) is not None:
+                    here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    flat = self._optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+                    yield self._range(placement, here.start, flat, there.start, there.numel)
+            else:
+                yield self._range(placement, 0, parameter, 0, parameter.numel())
+
+    @property
+    def updates(self) -> int:
+        """Updates so far."""
+        return int(next((state["step"] for state in self.base.state.values()), 0))
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for state in self.base.state.values():
+            if isinstance(state["step"], torch.Tensor):
+                state["step"].fill_(count)
+            else:
+                state["step"] = count
+
+    def _masters(self) -> list[torch.Tensor]:
+        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+            if hasattr(self._optimizer, name):
+                return list(getattr(self._optimizer, name))
+        return [each for group in self.base.param_groups for each in group["params"]]
+
+    def _range(self, placement: Placement, start: int, master: torch.Tensor, first: int, size: int) -> Owned:
+        state = self.base.state[master]
+        tensors = {"param": master, **{name: state[name] for name in MOMENTS}}
+        return Owned(
+            placement, start, {name: each.detach().view(-1)[first : first + size] for name, each in tensors.items()}
+        )
+
+
+def _allocate_moments(base: torch.optim.Optimizer, master: torch.Tensor) -> None:
+    """Create the state that the optimizer would create at its first step: a checkpoint may be loaded before it."""
+    if not base.state[master]:
+        on_host = hasattr(base, "ds_opt_adam")
+        counter: Any = 0 if on_host else torch.zeros((), dtype=torch.float32, device=master.device)
+        base.state[master] = {"step": counter, **{name: torch.zeros_like(master) for name in MOMENTS}}

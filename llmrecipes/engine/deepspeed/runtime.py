@@ -1,0 +1,59 @@
+"""DeepSpeed's process-wide state: its accelerator, communication layer, logger and groups."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from llmrecipes.engine.base import Platform
+
+_SHARED_MEMORY = "deepspeed_shm_comm"
+_MPU = {
+    "model_parallel": "tensor_model_parallel",  # DeepSpeed's older name of the same group
+    "tensor_model_parallel": "tensor_model_parallel",
+    "pipeline_model_parallel": "pipeline_model_parallel",
+    "data_parallel": "data_parallel",
+}
+
+
+@contextmanager
+def communication(platform: Platform) -> Iterator[None]:
+    """A block in which DeepSpeed uses the device and the process group of this process."""
+    # Read at DeepSpeed's first import, which would otherwise guess.
+    os.environ["DS_ACCELERATOR"] = platform.name
+    import deepspeed
+    from deepspeed.utils import groups, logger
+
+    # Its all-reduce in shared memory is for inference on one node, and would be compiled here first, for minutes.
+    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
+    # It reports every stage of its construction at level INFO, on the terminal.
+    logger.setLevel(logging.WARNING)
+    deepspeed.init_distributed(dist_backend=platform.backend, dist_init_required=False, verbose=False)
+    try:
+        yield
+    finally:
+        # Both refer to groups that end with the process group.
+        deepspeed.comm.comm.cdb = None
+        groups._WORLD_GROUP = groups.mpu = None
+
+
+def mpu() -> Any:
+    """megatron-core's groups under the names that DeepSpeed asks a `model parallel unit` for."""
+    found = {
+        f"get_{theirs}_{what}": getattr(parallel_state, f"get_{ours}_{what}")
+        for theirs, ours in _MPU.items()
+        for what in ("rank", "world_size", "group")
+    }
+    return SimpleNamespace(**found, get_model_parallel_src_rank=parallel_state.get_tensor_model_parallel_src_rank)
+
+
+def tensor_parallel_group() -> dist.ProcessGroup:
+    """Ranks that share every layer."""
+    return parallel_state.get_tensor_model_parallel_group()

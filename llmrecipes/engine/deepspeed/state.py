@@ -1,0 +1,113 @@
+"""The state in a checkpoint, in the form that the megatron engine writes: either engine reads the other's.
+
+Each rank stores the ranges of weights, master weights and moments that ZeRO gave it, as boxes of the global tensors:
+nothing is gathered, and any number of ranks, at any stage, can read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.base import Progress
+from llmrecipes.engine.deepspeed.build import zero
+from llmrecipes.engine.deepspeed.partition import own_partition
+from llmrecipes.engine.deepspeed.placement import other_state
+from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
+
+if TYPE_CHECKING:
+    from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
+
+
+def sharded_state(engine: DeepSpeedEngine, progress: Progress, *, random: bool = True) -> dict[str, Any]:
+    """The state to save, or the state dict that a checkpoint is loaded into; its tensors are the engine's own."""
+    state = {
+        "model": _model(engine),
+        "optimizer": {
+            "param_state": {0: _optimizer(engine)},
+            "step": engine.partition.updates,
+            "grad_scaler": _scaler(engine),
+        },
+        "scheduler": engine.scheduler.state_dict(),
+        "progress": asdict(progress),
+    }
+    if random:
+        state["random"] = sharded_random_states()
+    return state
+
+
+def load_state(engine: DeepSpeedEngine, entry: Entry) -> Progress:
+    """Load a checkpoint into the engine and the random generators; a collective of all ranks."""
+    random = same_random_states(engine.recipe, entry)
+    wanted = sharded_state(engine, Progress(), random=random)
+    model, optimizer = wanted["model"], wanted["optimizer"]["param_state"]
+    loaded = load(entry, wanted)
+    if zero(engine.recipe).stage < 3:
+        engine.module.load_state_dict(loaded["model"])
+    else:
+        _copy(loaded["model"], model)
+    _copy(loaded["optimizer"]["param_state"], optimizer)
+    engine.partition.updates = loaded["optimizer"]["step"]
+    _load_scaler(engine, loaded["optimizer"]["grad_scaler"])
+    engine.scheduler.load_state_dict(loaded["scheduler"])
+    progress = Progress(**loaded["progress"])
+    load_random_states(loaded.get("random"), engine.recipe.train.seed + progress.step)
+    return progress
+
+
+def _model(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Weights as this rank has them, and buffers that training changes."""
+    if zero(engine.recipe).stage < 3:
+        return engine.module.sharded_state()
+    state: dict[str, Any] = dict(other_state(engine.module))
+    for number, placement in enumerate(engine.placements):
+        own = own_partition(placement.parameter)
+        state[str(number)] = placement.shards("", own.start, own.values, exclusive=True)
+    return state
+
+
+def _optimizer(engine: DeepSpeedEngine) -> dict[int, Any]:
+    replicated = zero(engine.recipe).stage == 0
+    return {
+        number: {
+            name: owned.placement.shards(f"optimizer.state.{name}.", owned.start, values, exclusive=not replicated)
+            for name, values in owned.tensors.items()
+        }
+        for number, owned in enumerate(engine.partition.owned())
+    }
+
+
+def _copy(loaded: Any, wanted: Any) -> None:
+    """Copy loaded tensors into the engine's; where they were read in place, that is nothing."""
+    for key, value in wanted.items() if isinstance(wanted, dict) else enumerate(wanted):
+        if isinstance(value, ShardedTensor):
+            value.data.copy_(loaded[key])
+        elif not isinstance(value, ShardedObject):
+            _copy(loaded[key], value)
+
+
+def _scaler(engine: DeepSpeedEngine) -> dict[str, Any] | None:
+    """The loss scaler in megatron-core's form: scale, steps since the last change, overflows that are left."""
+    if engine.recipe.train.precision != "fp16":
+        return None
+    scaler = engine.optimizer.loss_scaler
+    grown = (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
+    return {
+        "scale": torch.tensor([float(scaler.cur_scale)]),
+        "growth_tracker": grown,
+        "hysteresis_tracker": scaler.cur_hysteresis,
+    }
+
+
+def _load_scaler(engine: DeepSpeedEngine, loaded: dict[str, Any] | None) -> None:
+    if loaded is None:
+        return
+    scaler = engine.optimizer.loss_scaler
+    scaler.cur_scale = float(loaded["scale"])
+    scaler.cur_iter, scaler.last_overflow_iter = loaded["growth_tracker"], -1
+    scaler.cur_hysteresis = max(1, loaded["hysteresis_tracker"])
