@@ -15,6 +15,9 @@ ENGINES = {
 }
 """Name in a recipe, and its `engine.base.Backend`, imported on demand."""
 
+EXTRAS = {"deepspeed": ("zero", ("deepspeed",))}
+"""Engines that need more than the project's dependencies: the extra, and the packages that a run imports from it."""
+
 
 def engine_name(recipe: Recipe) -> str:
     """The engine that a recipe selects, or the default."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from llmrecipes.engine.base import Platform
+from llmrecipes.hardware.operators import search_path
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _MPU = {
@@ -28,6 +29,7 @@ def communication(platform: Platform) -> Iterator[None]:
     """A block in which DeepSpeed uses the device and the process group of this process."""
     # Read at DeepSpeed's first import, which would otherwise guess.
     os.environ["DS_ACCELERATOR"] = platform.name
+    os.environ["PATH"] = search_path()
     import deepspeed
     from deepspeed.utils import groups, logger
 
