@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from llmrecipes.engine.base import Platform
+from llmrecipes.hardware.operators import search_path
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _MPU = {
@@ -30,6 +31,7 @@ def communication(platform: Platform) -> Iterator[None]:
     # Read at DeepSpeed's first import, which would otherwise guess.
     os.environ["DS_ACCELERATOR"] = platform.name
     os.environ.setdefault("LOCAL_RANK", "0")  # a single process without a launcher
+    os.environ["PATH"] = search_path()
     import deepspeed
     from deepspeed.utils import groups, logger
 
