@@ -35,6 +35,9 @@ def communication(platform: Platform) -> Iterator[None]:
     import deepspeed
     from deepspeed.utils import groups, logger
 
+    if platform.name == "cpu":
+        # It asks for fast fp16; torch computes in fp16 on every CPU.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     # Its all-reduce in shared memory is for inference on one node, and would be compiled here first, for minutes.
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
     # It reports every stage of its construction at level INFO, on the terminal.
