@@ -41,7 +41,7 @@ endif
 BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 
-.PHONY: help setup train smoke verify prepare generate ui test check bench lock clean slurm k8s image test-deep test-version test-system
+.PHONY: help setup setup-zero train smoke verify prepare generate ui test check bench lock clean slurm k8s image test-deep test-version test-system
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -50,6 +50,9 @@ help: ## list the targets
 
 setup: ## create the environment in .venv (updated when the lock file has changed)
 	@$(PYTHON) tools/setup_env.py --venv $(VENV) --lock "$(LOCK)"
+
+setup-zero: ## the environment of setup with DeepSpeed, for recipes with ZeRO 2, 3 or offload
+	@$(PYTHON) tools/setup_env.py --venv $(VENV) --lock "$(LOCK)" --zero
 
 train: setup ## train RECIPE on this machine
 	@$(LLMRECIPES) train "$$RECIPE"
@@ -85,10 +88,10 @@ WORKERS = -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash
 	@$(PYTEST) $(WORKERS) -m "not slow and not system"
 
-test-deep: setup ## run the tests that `make test` leaves out: all layouts, many interruptions
+test-deep: setup-zero ## run the tests that `make test` leaves out: all layouts, many interruptions
 	@$(PYTEST) $(WORKERS) -m "slow and not system"
 
-test-version: setup ## run the tests that depend on the versions of Python and megatron-core: PYTHON=python3.12
+test-version: setup-zero ## run the tests that depend on the versions of Python and megatron-core: PYTHON=python3.12
 	@$(PYTEST) $(WORKERS) -m "version and not system"
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
@@ -101,7 +104,7 @@ check: setup ## run linters and type checks, and check that generated pages are 
 	@$(BIN)/mypy
 	@$(BIN)/llmrecipes docs --check
 
-bench: setup ## run one of benchmarks/: BENCH=name
+bench: setup-zero ## run one of benchmarks/: BENCH=name
 	@test -f "benchmarks/$$BENCH.py" || { echo "BENCH is one of:" $$(cd benchmarks && ls *.py | sed 's/\.py$$//'); exit 2; }
 	@$(BIN)/python tools/with_args.py $(BIN)/python "benchmarks/$$BENCH.py"
 
@@ -109,7 +112,7 @@ bench: setup ## run one of benchmarks/: BENCH=name
 # local directory, use CPU_WHEELS="--find-links DIR". ARGS=--upgrade upgrades every version.
 CPU_WHEELS ?= --torch-backend cpu
 COMPILE = $(BIN)/python tools/with_args.py $(BIN)/uv pip compile --quiet --no-config --system-certs --generate-hashes \
-	--custom-compile-command "make lock" --extra dev --extra server --extra wandb pyproject.toml
+	--custom-compile-command "make lock" --extra dev --extra server --extra wandb --extra zero pyproject.toml
 
 lock: setup ## update the lock files in requirements/ after a change of pyproject.toml
 	@$(COMPILE) $(CPU_WHEELS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cpu.txt

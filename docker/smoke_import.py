@@ -11,6 +11,7 @@ MODULES = (
     "torch",
     "megatron.core",
     "megatron.core.models.gpt",
+    "deepspeed",
     "datasets",
     "tokenizers",
     "transformers",

@@ -3,6 +3,7 @@
     python tools/runtime_lock.py requirements/py311-cpu.txt
     python tools/runtime_lock.py requirements/py312.txt --without torch
     python tools/runtime_lock.py requirements/py311-cpu.txt --only torch
+    python tools/runtime_lock.py requirements/py311-cpu.txt --extra zero --except deepspeed
 
 The lock files hold development tools too. uv writes below each package who needs it (`# via`), which gives the graph.
 Needs nothing but Python: it runs while an image is built.
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml, beside the project")
     parser.add_argument("--only", action="append", default=[], help="this package alone, without what it needs")
     parser.add_argument("--without", action="append", default=[], help="leave out, with what nothing else needs")
+    parser.add_argument("--except", action="append", default=[], dest="but", help="leave out, but not what it needs")
     options = parser.parse_args()
     lock = entries(options.lock.read_text("utf-8"))
     roots = options.only or declared((ROOT / "pyproject.toml").read_text("utf-8"), options.extra)
@@ -89,6 +91,7 @@ def main() -> None:
         sys.exit(f"{options.lock} has no {error.args[0]}: make lock")
     if options.only:
         names = [name for name in names if name in map(normal, options.only)]
+    names = [name for name in names if name not in map(normal, options.but)]
     sys.stdout.write("".join(lock[name].text for name in names))
 
 

@@ -1,8 +1,9 @@
 """Make the virtual environment that the Makefile's targets run in.
 
 Run by `make setup` with the Python to use; needs nothing but that Python. The environment is exactly one lock file from
-requirements/ plus this checkout (editable). A second run compares `setup.json` inside the environment with what is
-wanted and ends at once. uv, from the lock file, does the installing with the user's pip configuration (mirrors,
+requirements/ plus this checkout (editable). DeepSpeed, which PyPI has only as source, is left out until
+`make setup-zero` builds it from the same lock file. A second run compares `setup.json` inside the environment with what
+is wanted and ends at once. uv, from the lock file, does the installing with the user's pip configuration (mirrors,
 certificates); where it cannot, pip does.
 """
 
@@ -28,6 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 11)
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TAIL_LINES = 20
+CPU_TORCH = r"torch==\S+\+cpu"
+UV = r"uv==\S+"
+ZERO = r"deepspeed==\S+"
+# DeepSpeed's setup.py asks GPU and nvcc what it can compile ahead of time. It is told to compile nothing: its operators
+# are compiled at first use, for the processor that they run on.
+ZERO_BUILD = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "TORCH_CUDA_ARCH_LIST": "9.0"}
 # Half of all files, and a run imports next to none of them; Python compiles those that it meets.
 NOT_COMPILED = r"/tests/|/transformers/models/"
 
@@ -116,6 +123,10 @@ class Installer:
     def note(self, text: str) -> None:
         print(f"      {text}", flush=True)
 
+    def site(self) -> Path:
+        """Folder of the installed packages."""
+        return self.venv / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
     def run(self, command: list[str], environment: Mapping[str, str]) -> bool:
         """Run a command and keep its output; whether it succeeded."""
         with self.log.open("a+", errors="replace") as log:
@@ -124,7 +135,13 @@ class Installer:
             start = log.tell()
             try:
                 code = subprocess.run(
-                    command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+                    command,
+                    cwd=ROOT,
+                    env={**environment, **ZERO_BUILD},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    check=False,
                 ).returncode
             except OSError as error:  # a program of another machine
                 log.write(f"{error}\n")
@@ -158,13 +175,12 @@ class Installer:
             self.uv = None
         return self.pip("--no-deps", *pip)
 
-    def compile(self) -> None:
+    def compile(self, folder: Path) -> None:
         """Compile what uv installed (pip does so itself), before many ranks do it at once or an image is read-only."""
-        site = self.venv / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         workers = str(len(os.sched_getaffinity(0)))
         python = [str(self.venv / "bin" / "python"), "-I", "-W", "ignore"]
         # Its exit code is left: packages carry files for other versions of Python.
-        self.run([*python, "-m", "compileall", "-qq", "-j", workers, "-x", NOT_COMPILED, str(site)], os.environ)
+        self.run([*python, "-m", "compileall", "-qq", "-j", workers, "-x", NOT_COMPILED, str(folder)], os.environ)
 
     def lacks(self, pinned: str) -> bool:
         """Whether the last command failed because no index has this version."""
@@ -240,18 +256,28 @@ def make_venv(venv: Path, state: Mapping[str, str]) -> None:
 
 
 def install_uv(installer: Installer, block: str) -> None:
-    """The lock's own uv, and pip's configuration in its words; without either, pip does everything."""
+    """The lock's own uv; without it, pip does everything."""
     installer.say(block.split(maxsplit=1)[0])
+    path = installer.venv / "uv.txt"
+    path.write_text(block)
+    if installer.pip("--no-deps", "--require-hashes", "--only-binary=:all:", "-r", str(path)):
+        use_uv(installer)
+    else:
+        pip_instead(installer, f"it cannot be installed, {shown(installer.log)} says why")
+
+
+def use_uv(installer: Installer) -> None:
+    """Let the environment's uv install, with pip's configuration in its words."""
     try:
-        path = installer.venv / "uv.txt"
-        path.write_text(block)
-        if not installer.pip("--no-deps", "--require-hashes", "--only-binary=:all:", "-r", str(path)):
-            raise pip_settings.NotTranslatableError(f"it cannot be installed, {shown(installer.log)} says why")
         command = [str(installer.venv / "bin" / "python"), "-m", "pip", "config", "list"]
         listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
         installer.uv = pip_settings.translate(pip_settings.read(listing), os.environ)
     except (pip_settings.NotTranslatableError, ValueError, SyntaxError) as reason:
-        installer.note(f"pip installs, more slowly, not uv: {reason}")
+        pip_instead(installer, reason)
+
+
+def pip_instead(installer: Installer, reason: object) -> None:
+    installer.note(f"pip installs, more slowly, not uv: {reason}")
 
 
 def install_torch_cpu(installer: Installer, block: str, index: str) -> None:
@@ -267,26 +293,25 @@ def install_torch_cpu(installer: Installer, block: str, index: str) -> None:
         raise installer.failure(f"Installing {pinned} from {index}")
 
 
-def install(venv: Path, lock: Path, index: str, fresh: bool) -> None:
-    """Carry out the steps that are needed.
+def install(installer: Installer, lock: Path, index: str, fresh: bool, unfinished: Mapping[str, str]) -> None:
+    """Install a lock file, without DeepSpeed, and this checkout.
 
     Args:
-        venv: folder of the environment.
+        installer: of the environment.
         lock: lock file to install.
         index: where torch's CPU wheel is looked for second.
         fresh: make the environment anew; otherwise only this checkout's own metadata is renewed.
+        unfinished: state of the environment until all is done.
 
     Raises:
         SetupError: a step failed.
     """
-    text = lock.read_text()
-    torch, rest = take_block(text, r"torch==\S+\+cpu")
-    uv, _ = take_block(text, r"uv==\S+")
-    installer = Installer(venv, 3 + bool(torch) + bool(uv) if fresh else 1)
-    unfinished = {"root": str(ROOT), "lock": lock.stem}
     if fresh:
-        installer.say(f"{venv.name}: virtual environment for Python {platform.python_version()}")
-        make_venv(venv, unfinished)
+        torch, rest = take_block(lock.read_text(), CPU_TORCH)
+        _, rest = take_block(rest, ZERO)
+        uv, _ = take_block(rest, UV)
+        installer.say(f"{installer.venv.name}: virtual environment for Python {platform.python_version()}")
+        make_venv(installer.venv, unfinished)
         if uv:
             install_uv(installer, uv)
         if torch:
@@ -296,16 +321,38 @@ def install(venv: Path, lock: Path, index: str, fresh: bool) -> None:
         if not installer.requirements(rest, "packages.txt"):
             raise installer.failure(f"Installing {lock.name}")
         if installer.uv:
-            installer.compile()
-    write_state(venv, unfinished)
+            installer.compile(installer.site())
+    write_state(installer.venv, unfinished)
     installer.say("llmrecipes (editable)")
     editable = ["--no-build-isolation", "--no-index", "-e", str(ROOT)]
     if not installer.install(editable, editable):
         raise installer.failure("Installing llmrecipes")
 
 
-def set_up(venv: Path, lock_name: str | None, index: str) -> None:
-    """Bring the environment to the wanted state, or do nothing when it is there already."""
+def install_zero(installer: Installer, block: str) -> None:
+    """DeepSpeed, built from its hashed archive with the setuptools and torch of the environment.
+
+    Raises:
+        SetupError: it could not be built.
+    """
+    pinned = block.split(maxsplit=1)[0]
+    installer.say(f"{pinned}, built from source")
+    if installer.uv is None and (installer.venv / "bin" / "uv").exists():
+        use_uv(installer)
+    path = installer.venv / "zero.txt"
+    path.write_text(block)
+    arguments = ["--require-hashes", "--no-build-isolation", "-r", str(path)]
+    if not installer.install(arguments, arguments):
+        raise installer.failure(f"Installing {pinned}")
+    if installer.uv:
+        installer.compile(installer.site() / "deepspeed")
+
+
+def set_up(venv: Path, lock_name: str | None, index: str, zero: bool = False) -> None:
+    """Bring the environment to the wanted state, or do nothing when it is there already.
+
+    An environment with DeepSpeed keeps it, also where a changed lock file makes everything anew.
+    """
     state = read_state(venv)
     check_place(venv, state)
     name = lock_name or choose_lock(
@@ -323,14 +370,28 @@ def set_up(venv: Path, lock_name: str | None, index: str) -> None:
         "lock_sha256": sha256(lock),
         "project_sha256": sha256(ROOT / "pyproject.toml"),
     }
-    if state == wanted:
+    wish = {"zero": "deepspeed"} if zero or "zero" in state else {}
+    if state == wanted | wish:
         return
     started = time.monotonic()
-    kept = ("python", "base", "root", "lock", "lock_sha256")
-    install(venv, lock, index, fresh=any(state.get(key) != wanted[key] for key in kept))
-    write_state(venv, wanted)
+    text = lock.read_text()
+    block, _ = take_block(text, ZERO)
+    if wish and not block:
+        raise SetupError(f"{shown(lock)} has no deepspeed.\n  fix: make lock")
+    fresh = any(state.get(key) != value for key, value in wanted.items() if key != "project_sha256")
+    renewed = fresh or state["project_sha256"] != wanted["project_sha256"]
+    build = bool(wish) and (fresh or "zero" not in state)
+    first = 2 + sum(bool(take_block(text, pinned)[0]) for pinned in (CPU_TORCH, UV)) if fresh else 0
+    installer = Installer(venv, first + renewed + build)
+    if renewed:
+        install(installer, lock, index, fresh, {"root": str(ROOT), "lock": name, **wish})
+        write_state(venv, wanted if build else wanted | wish)
+    if build:
+        install_zero(installer, block)
+        write_state(venv, wanted | wish)
     print(f"ready in {time.monotonic() - started:.0f} s, log in {shown(venv / 'setup.log')}", flush=True)
-    print(f"for `llmrecipes` on the PATH: source {shown(venv / 'bin' / 'activate')}", flush=True)
+    if renewed:
+        print(f"for `llmrecipes` on the PATH: source {shown(venv / 'bin' / 'activate')}", flush=True)
 
 
 def main() -> int:
@@ -338,6 +399,7 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment")
     parser.add_argument("--lock", help="name of a lock file in requirements/; chosen by Python and machine if absent")
     parser.add_argument("--torch-index", default=PYTORCH_CPU_INDEX, help="where to look second for torch's CPU wheel")
+    parser.add_argument("--zero", action="store_true", help="build DeepSpeed too, for the engine deepspeed")
     options = parser.parse_args()
     venv = options.venv.absolute()
     os.chdir(ROOT)  # what relative paths in pip's configuration start from, whoever reads them
@@ -345,7 +407,7 @@ def main() -> int:
         # Two targets started at once must not build the same environment twice.
         with venv.with_name(f"{venv.name}.lock").open("w") as mutex:
             fcntl.flock(mutex, fcntl.LOCK_EX)
-            set_up(venv, options.lock or None, options.torch_index)
+            set_up(venv, options.lock or None, options.torch_index, options.zero)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 2

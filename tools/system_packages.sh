@@ -8,6 +8,8 @@ wanted=(
     slurm-wlm slurm-client munge slurmdbd slurm-wlm-mysql-plugin mariadb-server libslurm-dev gcc iproute2
     # tests/system/containers
     podman netavark aardvark-dns catatonit iptables debootstrap
+    # DeepSpeed's CPU Adam and asynchronous I/O, compiled at first use
+    g++ libaio-dev
 )
 # tests/unit/test_kubernetes_*: any kubectl does; with Debian's 1.20 the image of a TrainJob cannot be set.
 command -v kubectl >/dev/null || wanted+=(kubernetes-client)

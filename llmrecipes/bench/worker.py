@@ -7,6 +7,7 @@ import os
 from pydantic import BaseModel
 
 from llmrecipes.bench.spec import ANSWER, BenchSpec, Collectives
+from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode
 from llmrecipes.train.rank import nodes, rank_main
 
@@ -17,6 +18,7 @@ def run(spec: BenchSpec) -> ExitCode:
     Raises:
         UserError: a problem the user can fix.
     """
+    require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.bench import collectives, training
     from llmrecipes.engine.registry import backend

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmrecipes.doctor import data, fabric, gpus, limits, network, storage, versions
+from llmrecipes.doctor import data, fabric, gpus, limits, network, storage, versions, zero
 from llmrecipes.doctor.finding import Finding, fail
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.recipe.schema import Recipe
@@ -62,7 +62,9 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
             driver, states = gpus.parse(report)
         yield from gpus.check(states, subject.profile)
     pins = versions.locked(versions.lock_file(ROOT, len(states)))
-    yield from versions.check(versions.installed(), sys.version_info[:2], driver, len(states), pins)
+    packages = versions.installed()
+    yield from versions.check(packages, sys.version_info[:2], driver, len(states), pins)
+    yield from zero.check(packages.get("deepspeed"), subject.recipe)
     yield from fabric.check(fabric.ports(), subject.profile)
     ranks = len(states) or (subject.profile.gpus_per_node if subject.profile else 0)
     yield from limits.check(limits.read(), subject.profile, ranks)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "datasets", "mlflow")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "deepspeed", "numpy", "datasets", "mlflow")
 MEGATRON = {(3, 11): ("0.16",), (3, 12): ("0.19",)}
 """megatron-core releases that the test suite covers, by Python version; newer ones use the newest entry."""
 DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}

@@ -31,6 +31,9 @@ ENGINES = {
 }
 """Engines by name in a recipe."""
 
+EXTRAS = {"deepspeed": ("zero", ("deepspeed",))}
+"""Engines that need more than the project's dependencies: the extra, and the packages that a run imports from it."""
+
 
 def engine_name(recipe: Recipe) -> str:
     """The engine that a recipe selects, or the default."""

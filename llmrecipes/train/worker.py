@@ -7,6 +7,7 @@ import logging
 import os
 from contextlib import ExitStack
 
+from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode
 from llmrecipes.train.rank import nodes, rank_main
 from llmrecipes.train.spec import RunSpec
@@ -20,6 +21,7 @@ def run(spec: RunSpec) -> ExitCode:
     Raises:
         UserError: a problem the user can fix.
     """
+    require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
     from llmrecipes.checkpoint.store import CheckpointStore

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode
 from llmrecipes.train.rank import rank_main
 from llmrecipes.verify.scale import first_beyond
@@ -22,6 +23,7 @@ def run(spec: VerifySpec) -> ExitCode:
     Raises:
         UserError: a problem the user can fix.
     """
+    require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.engine.registry import backend
 

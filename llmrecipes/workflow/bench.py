@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from llmrecipes.bench.spec import ANSWER, BenchSpec
+from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import clusters_dir, load_profile
@@ -49,6 +50,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
             return (own.out / ANSWER).read_text("utf-8") if rank.rank == 0 else None
         cluster = detect()
         ranks = default_world_size(spec.recipe, cluster) if nproc is None else nproc
+        require_packages(spec.recipe)
         derive(spec.recipe, ranks, cluster)  # rejects inconsistent settings before a process starts
         path = own.out / "spec.json"
         path.write_text(own.model_dump_json(), "utf-8")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from llmrecipes.engine.requirements import require_packages
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
@@ -48,6 +49,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     recipe = run_recipe(run_dir)
     entry = require_checkpoint(run_dir, data_dir)
     plan = derive(on_one_rank(recipe), 1, detect())
+    require_packages(plan.recipe)
     _require_memory(plan)
     tokenizer = open_prepared(recipe, data_dir).tokenizer()
     prompt = tokenizer.encode(request.prompt)

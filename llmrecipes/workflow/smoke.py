@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.plan.derive import Plan
@@ -83,6 +84,7 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
     cluster = detect()
     small = proxy(recipe, cluster.device)
     plan = plan_run(small, cluster, nproc)
+    require_packages(small)
     prepare_data(small, paths.data_dir, log)
     folder = paths.runs_dir / small.name
     half = small.train.train_iters // 2

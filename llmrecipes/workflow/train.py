@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from llmrecipes.commandline import command_line
+from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.local import Grace, run_ranks
@@ -45,6 +46,7 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
     if options.cluster is not None:
         _set_environment_of(options.cluster, recipe, ranks, cluster, nodes)
     plan = plan_run(recipe, cluster, ranks)
+    require_packages(recipe)
     require_library(recipe)
     spec = new_spec(recipe, paths, options)
     if options.node is not None and not options.run.from_scratch and finished(spec.run_dir, recipe.train.train_iters):

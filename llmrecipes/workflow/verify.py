@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.local import run_ranks
@@ -83,6 +84,8 @@ def verify(
     plan = plan_run(small, cluster, _ranks(small, options.nproc, cluster))
     one = reference(small, plan.layout.data_parallel_size)
     plan_run(one, cluster, 1)
+    for each in (one, small):
+        require_packages(each)
     prepare_data(small, paths.data_dir, log)
     folder = paths.runs_dir / f"{recipe.name}-verify" / new_run_id()
     (folder / "logs").mkdir(parents=True)

@@ -62,6 +62,7 @@ VARIANTS: dict[str, Sections] = {
     "gpt with label smoothing": {"train": {"label_smoothing": 0.1}},
     "gpt with qk norm": {"model": {"qk_layernorm": True}},
     "gpt in bf16": {"train": {"precision": "bf16"}},
+    "gpt in fp16": {"train": {"precision": "fp16", "initial_loss_scale": 1024.0}},
     "llama": {"model": _LLAMA},
     "llama in bf16": {"model": _LLAMA, "train": {"precision": "bf16"}},
     "moe": {"model": _MOE},
@@ -193,6 +194,7 @@ _BF16 = (
     "bf16 keeps 8 bits of a number: where a sum over ranks or micro-batches is cut elsewhere, the last of them differs "
     "(2^-9 = 2e-3 of each value; losses average it away, gradient norms and single tensors less)"
 )
+_FP16 = "as in bf16, with 11 bits of a number"
 _TOGETHER = (
     "the balance counts over the micro-batches that run at the same time on data-parallel ranks and over those before: "
     "one process does the same with them in one micro-batch"
@@ -288,6 +290,25 @@ def _rows() -> Iterator[Row]:
     for stage in (0, 1, 2, 3):
         for layout in ("dp2", "tp2 sp dp2"):
             yield Row("gpt", layout, _zero(stage), engine="deepspeed")
+    for stage in (1, 2, 3):
+        yield Row("gpt", "dp4", _zero(stage), engine="deepspeed")
+        yield Row("gpt in bf16", "dp2", _zero(stage), bound=BF16_BOUND, why=_BF16, engine="deepspeed")
+        yield Row("gpt in fp16", "dp2", _zero(stage), bound=BF16_BOUND, why=_FP16, engine="deepspeed")
+        yield Row("llama", "tp2 sp dp2", _zero(stage), engine="deepspeed")
+        yield Row("gpt with label smoothing", "tp2 dp2", _zero(stage), engine="deepspeed")
+    yield Row("gpt", "dp1", _zero(3), engine="deepspeed")
+    for stage in (2, 3):
+        yield Row("moe with aux_loss", "dp2", _zero(stage), engine="deepspeed")
+        yield Row("moe with z-loss", "tp2 sp dp2", _zero(stage), engine="deepspeed")
+        yield Row("mla", "tp2 sp dp2", _zero(stage), engine="deepspeed")
+        yield Row("gpt", "dp2", {**_zero(stage), "train": _FULL}, engine="deepspeed")
+        yield Row("gpt", "dp2", {**_zero(stage), "optimizer": {"clip_grad": 0.0}}, {"optimizer": {"clip_grad": 0.0}},
+                  engine="deepspeed")  # fmt: skip
+        yield Row("gpt", "dp2", _zero(stage, overlap_comm=True), engine="deepspeed")
+    for stage in (1, 2, 3):
+        yield Row("gpt", "dp2", _zero(stage, offload_optimizer="cpu"), engine="deepspeed")
+    yield Row("gpt", "dp2", _zero(3, offload_optimizer="cpu", offload_param="cpu"), engine="deepspeed")
+    yield Row("gpt in bf16", "dp2", _zero(2, offload_optimizer="cpu"), bound=BF16_BOUND, why=_BF16, engine="deepspeed")
 
 
 ROWS = tuple(_rows())

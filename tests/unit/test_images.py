@@ -157,6 +157,21 @@ def test_the_runtime_part_of_a_lock_has_no_tools(name: str) -> None:
         assert re.match(r"[\w.-]+==\S+( ; [^\\]+)? \\\n    --hash=sha256:", lock[package].text), package
 
 
+@pytest.mark.parametrize("name", LOCKS)
+def test_deepspeed_is_installed_apart_from_what_it_needs(name: str) -> None:
+    """It is built from source, after torch and setuptools; everything else in an image is a wheel."""
+    command = [sys.executable, "tools/runtime_lock.py", f"requirements/{name}.txt"]
+
+    def packages(*options: str) -> set[str]:
+        done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=True)
+        return {line.partition("==")[0] for line in done.stdout.splitlines() if line[0] != " "}
+
+    rest = packages("--extra", "server", "--extra", "zero", "--without", "torch", "--except", "deepspeed")
+    assert {"einops", "hjson", "msgpack", "ninja", "py-cpuinfo", "setuptools"} <= rest
+    assert not rest & {"deepspeed", "torch"}
+    assert packages("--only", "deepspeed") == {"deepspeed"}
+
+
 def test_a_package_that_is_not_locked_is_named() -> None:
     command = [sys.executable, "tools/runtime_lock.py", "requirements/py312.txt", "--only", "no-such-package"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

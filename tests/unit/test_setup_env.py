@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -111,6 +113,42 @@ def make_wheel(folder: Path, name: str, version: str, script: str = "") -> str:
     return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
+def make_archive(folder: Path, name: str, version: str) -> str:
+    """Write a source distribution that builds itself without setuptools, and an index page; returns its SHA-256."""
+    files = {
+        "PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
+        "backend.py": SOURCE_BACKEND.replace("NAME", name).replace("VERSION", version),
+    }
+    page = folder / name
+    page.mkdir(parents=True)
+    archive = page / f"{name}-{version}.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for path, content in files.items():
+            entry = tarfile.TarInfo(f"{name}-{version}/{path}")
+            entry.size = len(content.encode())
+            tar.addfile(entry, io.BytesIO(content.encode()))
+    (page / "index.html").write_text(f'<a href="{archive.name}">{archive.name}</a>')
+    return hashlib.sha256(archive.read_bytes()).hexdigest()
+
+
+SOURCE_BACKEND = """
+import os, zipfile
+def build_wheel(directory, config_settings=None, metadata_directory=None):
+    name, info = "NAME-VERSION-py3-none-any.whl", "NAME-VERSION.dist-info"
+    files = {
+        "NAME/__init__.py": f"BUILT = {os.environ.get('DS_BUILD_OPS')!r}\\n",
+        f"{info}/METADATA": "Metadata-Version: 2.1\\nName: NAME\\nVersion: VERSION\\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\\nGenerator: test\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    }
+    files[f"{info}/RECORD"] = "\\n".join(f"{path},," for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(f"{directory}/{name}", "w") as archive:
+        for path, content in files.items():
+            archive.writestr(path, content)
+    return name
+"""
+
+
 class Checkout:
     """A small checkout with the real setup tool, a lock of two made-up wheels, and two indexes on disk."""
 
@@ -144,12 +182,13 @@ class Checkout:
         """Put a package uv with this program into the user's index and the lock."""
         self.lock({**self.hashes, "uv==1.0": make_wheel(self.user_index, "uv", "1.0", script)})
 
-    def setup(self, torch_index: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def setup(self, *options: str, torch_index: Path | None = None) -> subprocess.CompletedProcess[str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
         environment = {**clean, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": self.user_index.as_uri()}
         environment |= {"UV_CACHE_DIR": str(self.root.parent / "uv-cache"), "UV_NO_VERIFY_HASHES": "1"}
         index = (torch_index or self.torch_index).as_uri()
         command = [sys.executable, str(self.root / "tools" / "setup_env.py"), "--lock", "test", "--torch-index", index]
+        command += options
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     def value(self, code: str) -> str:
@@ -231,6 +270,44 @@ def test_uv_installs_with_pips_configuration_and_checks_hashes(tmp_path: Path) -
     refused = checkout.setup()
     assert refused.returncode == 2
     assert "THESE PACKAGES DO NOT MATCH THE HASHES" in refused.stderr and "uv" in refused.stdout
+
+
+@pytest.mark.slow
+def test_deepspeed_is_built_on_request_and_stays(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    state = checkout.root / ".venv" / "setup.json"
+    checkout.hashes["deepspeed==9.9"] = make_archive(checkout.user_index, "deepspeed", "9.9")
+    checkout.uv(REAL_UV)
+    plain = checkout.setup()
+    assert plain.returncode == 0, plain.stdout + plain.stderr
+    installed = "import importlib.util as u; print(bool(u.find_spec('deepspeed')))"
+    assert checkout.value(installed) == "False"
+
+    built = checkout.setup("--zero")
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert built.stdout.startswith("[1/1] deepspeed==9.9, built from source\nready in ")
+    assert checkout.value("import deepspeed; print(deepspeed.BUILT)") == "0"
+    assert checkout.value("import deepspeed; print(__import__('os').path.exists(deepspeed.__cached__))") == "True"
+    before = state.stat().st_mtime_ns
+    for again in (checkout.setup("--zero"), checkout.setup()):
+        assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert state.stat().st_mtime_ns == before
+
+    checkout.project('version = "2"')
+    assert checkout.setup().stdout.startswith("[1/1] llmrecipes (editable)\n")
+    assert (checkout.setup("--zero").stdout, checkout.value(installed)) == ("", "True")
+
+    lock = checkout.root / "requirements" / "test.txt"
+    lock.write_text(lock.read_text() + "# changed\n")
+    renewed = checkout.setup()
+    assert renewed.returncode == 0, renewed.stdout + renewed.stderr
+    assert "[6/6] deepspeed==9.9" in renewed.stdout and checkout.value(installed) == "True"
+
+    # an archive with another hash is not built, and what is there without it stays usable
+    lock.write_text(lock.read_text().replace(checkout.hashes["deepspeed==9.9"], "0" * 64))
+    refused = checkout.setup()
+    assert refused.returncode == 2 and "Installing deepspeed==9.9 failed" in refused.stderr
+    assert (checkout.setup().stdout, checkout.value(installed)) == ("", "False")
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from llmrecipes.engine.deepspeed.partition import own_partition
 from llmrecipes.engine.deepspeed.placement import Placement, full_shape, placements
 from llmrecipes.engine.deepspeed.runtime import mpu
 from llmrecipes.engine.megatron.model import gpt
-from llmrecipes.engine.megatron.model.config import DTYPES
 from llmrecipes.engine.megatron.model.init import global_name, global_values
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe, Zero
@@ -69,10 +68,8 @@ def _partitioned(plan: Plan) -> Iterator[None]:
     import deepspeed
 
     group = mpu().get_data_parallel_group()
-    dtype = DTYPES[plan.recipe.train.precision]
-    with deepspeed.zero.Init(
-        data_parallel_group=group, config_dict_or_path=deepspeed_config(plan), mpu=mpu(), dtype=dtype
-    ):
+    # The precision is in the configuration: an explicit `dtype` is replaced by bf16 on a CPU.
+    with deepspeed.zero.Init(data_parallel_group=group, config_dict_or_path=deepspeed_config(plan), mpu=mpu()):
         yield
 
 

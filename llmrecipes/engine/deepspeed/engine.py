@@ -105,12 +105,14 @@ class DeepSpeedEngine:
             return StepResult(mean, None, lr, scale, False, stopping)
         if self._see is not None:
             self._see(self.weights(), self._gradients())
+        norm = self._norm_without_zero() if zero(self.recipe).stage == 0 else None
         self._engine.step()
-        updated = bool(self._engine.was_step_applied())
-        if updated:
-            self.scheduler.step(increment=1)
-        norm = self._engine.get_global_grad_norm() if updated else None
-        return StepResult(mean, None if norm is None else float(norm), lr, scale, not updated, stopping)
+        if not self._engine.was_step_applied():
+            return StepResult(mean, None, lr, scale, True, stopping)
+        self.scheduler.step(increment=1)
+        if norm is None:
+            norm = float(self._engine.get_global_grad_norm())
+        return StepResult(mean, norm, lr, scale, False, stopping)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
@@ -207,6 +209,12 @@ class DeepSpeedEngine:
         dist.all_reduce(loss)
         return float(loss) / self.plan.layout.tensor_model_parallel_size / max(tokens, 1.0)
 
+    def _norm_without_zero(self) -> float:
+        """Global gradient norm; DeepSpeed's stage 0 clips without telling it."""
+        from deepspeed.runtime.utils import clip_grad_norm_
+
+        return float(clip_grad_norm_(self.module.parameters(), math.inf, mpu=mpu()))
+
     def _scale_router_losses(self, factor: float) -> None:
         """The routers' auxiliary losses, which have their own backward pass, get the factor of the loss."""
         if self.balance is None:
@@ -234,9 +242,9 @@ class DeepSpeedEngine:
     def _gathered(self) -> AbstractContextManager[None]:
         if zero(self.recipe).stage < 3:
             return nullcontext()
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        gathered: AbstractContextManager[None] = GatheredParameters(list(self.module.parameters()))
+        gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(list(self.module.parameters()))
         return gathered
 
 

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from llmrecipes.engine.base import Platform
+from llmrecipes.hardware.operators import search_path
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _MPU = {
@@ -28,17 +30,24 @@ def communication(platform: Platform) -> Iterator[None]:
     """A block in which DeepSpeed uses the device and the process group of this process."""
     # Read at DeepSpeed's first import, which would otherwise guess.
     os.environ["DS_ACCELERATOR"] = platform.name
+    os.environ.setdefault("LOCAL_RANK", "0")  # a single process without a launcher
+    os.environ["PATH"] = search_path()
     import deepspeed
     from deepspeed.utils import groups, logger
 
+    if platform.name == "cpu":
+        # It asks for fast fp16; torch computes in fp16 on every CPU.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     # Its all-reduce in shared memory is for inference on one node, and would be compiled here first, for minutes.
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
     # It reports every stage of its construction at level INFO, on the terminal.
     logger.setLevel(logging.WARNING)
     deepspeed.init_distributed(dist_backend=platform.backend, dist_init_required=False, verbose=False)
+    linear = torch.nn.functional.linear
     try:
         yield
     finally:
+        torch.nn.functional.linear = linear  # stage 3 replaces it for good
         # Both refer to groups that end with the process group.
         deepspeed.comm.comm.cdb = None
         groups._WORLD_GROUP = groups.mpu = None

@@ -59,6 +59,7 @@ def image(tool: Podman, tmp_path_factory: pytest.TempPathFactory) -> str:
     assert validator.validate_str(text) is None
     packages = {component["purl"] for component in json.loads(text)["components"]}
     assert any(purl.startswith("pkg:pypi/torch@2.13.0") for purl in packages)
+    assert any(purl.startswith("pkg:pypi/deepspeed@0.19.") for purl in packages)
     assert any(purl.startswith("pkg:deb/debian/python3@") for purl in packages)
     return done.stdout.splitlines()[-2]
 

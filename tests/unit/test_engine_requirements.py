@@ -1,0 +1,146 @@
+"""What the engine deepspeed needs is checked before a run starts, and only then."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.cli.app import run
+from llmrecipes.doctor import zero
+from llmrecipes.engine.requirements import require_packages
+from llmrecipes.hardware import operators
+from llmrecipes.recipe.schema import Recipe, Zero
+from tests.helpers import tiny_on, write_recipe
+from tests.refusals import refused, require_message
+
+Found = Callable[[str], object]
+
+
+def with_zero(corpus: Path, **keys: object) -> Recipe:
+    values = {"zero": Zero.model_validate({"stage": 3, **keys})}
+    return tiny_on(corpus).model_copy(update={**values, "engine": "deepspeed"})
+
+
+@pytest.fixture
+def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed as not installed."""
+    found: Found = importlib.util.find_spec
+    for module in ("llmrecipes.engine.requirements", "llmrecipes.hardware.operators"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == "deepspeed" else found(name))
+
+
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """DeepSpeed as installed, with torch's headers: folders in place of both. Returns DeepSpeed's."""
+    for name in ("deepspeed", "torch/include"):
+        (tmp_path / name).mkdir(parents=True)
+
+    def spec(name: str) -> importlib.machinery.ModuleSpec:
+        return importlib.util.spec_from_file_location(name, tmp_path / name / "__init__.py")  # type: ignore[return-value]
+
+    monkeypatch.setattr("llmrecipes.engine.requirements.find_spec", spec)
+    monkeypatch.setattr("llmrecipes.hardware.operators.find_spec", spec)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    for name in ("CXX", "CFLAGS", "LDFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "deepspeed"
+
+
+@pytest.mark.usefixtures("hidden")
+def test_a_missing_package_is_refused_with_its_extra(corpus: Path) -> None:
+    require_packages(tiny_on(corpus))
+    with refused("engine", rule=("setup-zero", "llmrecipes[zero]")):
+        require_packages(with_zero(corpus))
+
+
+@pytest.mark.usefixtures("hidden")
+def test_a_run_without_deepspeed_starts_nothing(
+    corpus: Path, tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recipe(with_zero(corpus, stage=1), tmp_path)
+    options = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
+    for command in ("train", "smoke", "verify"):
+        assert run([command, path, *options]) == 2
+        require_message(capsys.readouterr().err, "engine", rule=("setup-zero", "llmrecipes[zero]"))
+    assert not (tmp_path / "runs").exists()
+    assert run(["show", path]) == 0
+
+
+def tools(folder: Path, **programs: str) -> str:
+    """A PATH of these programs, which are shell scripts."""
+    folder.mkdir()
+    for name, script in programs.items():
+        (folder / name.replace("_", "+")).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name.replace("_", "+")).chmod(0o755)
+    return str(folder)
+
+
+COMPILER = 'case "$*" in *-laio*) exit {libaio};; esac'
+
+
+@pytest.mark.parametrize(
+    ("programs", "offload", "key", "token"),
+    [
+        ({"ninja": "exit 0"}, {"offload_optimizer": "cpu"}, "zero.offload_optimizer", "g++"),
+        ({"ninja": "", "c__": "exit 1"}, {"offload_optimizer": "cpu"}, "zero.offload_optimizer", "python3-dev"),
+        ({"c__": ""}, {"offload_optimizer": "cpu"}, "zero.offload_optimizer", "setup-zero"),
+        (
+            {"ninja": "", "c__": COMPILER.format(libaio=1)},
+            {"offload_param": "nvme", "nvme_path": "/nvme"},
+            "zero.offload_param",
+            "libaio-dev",
+        ),
+    ],
+)
+def test_what_offload_cannot_compile_is_refused(
+    shown: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    programs: dict[str, str], offload: dict[str, str], key: str, token: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PATH", tools(tmp_path / "bin", **programs))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(tmp_path / "nowhere"))
+    recipe = with_zero(corpus, **offload)
+    with refused(key, rule=token):
+        require_packages(recipe)
+    (finding,) = [each for each in zero.check("0.19.8", recipe) if each.status == "fail"]
+    assert key in finding.what and token in finding.fix
+    record = "installed_ops={'async_io': 1, 'cpu_adam': True, 'fused_adam': False}\naccelerator_name='cpu'\n"
+    (shown / "git_version_info_installed.py").write_text(record)
+    require_packages(recipe)
+    assert [each.status for each in zero.check("0.19.8", recipe)] == ["ok", "ok", "ok"]
+
+
+def test_headers_and_a_writable_folder_are_needed(shown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", tools(tmp_path / "bin", ninja="", c__=COMPILER.format(libaio=0)))
+    assert operators.obstacle(operators.ASYNC_IO) is None
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/proc/self/built")
+    found = operators.obstacle(operators.CPU_ADAM)
+    assert found and "TORCH_EXTENSIONS_DIR" in found.fix
+    (tmp_path / "torch" / "include").rmdir()
+    found = operators.obstacle(operators.CPU_ADAM)
+    assert found and "torch" in found.what and found.fix
+
+
+def test_ninja_of_an_environment_that_is_not_activated_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = tools(tmp_path / "scripts", ninja="")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _name: scripts)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert operators.search_path() == f"{tmp_path}{os.pathsep}{scripts}"
+    monkeypatch.setenv("PATH", operators.search_path())
+    assert operators.search_path() == os.environ["PATH"]
+
+
+def test_the_doctor_does_not_require_deepspeed(corpus: Path) -> None:
+    assert [each.status for each in zero.check(None, tiny_on(corpus))] == ["skip"]
+
+
+@pytest.mark.usefixtures("hidden")
+def test_the_doctor_fails_a_recipe_whose_engine_is_missing(corpus: Path) -> None:
+    (finding,) = [each for each in zero.check(None, with_zero(corpus)) if each.status == "fail"]
+    assert "deepspeed" in finding.what and "setup-zero" in finding.fix
