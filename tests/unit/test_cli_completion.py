@@ -87,7 +87,7 @@ def test_bash_completes(tmp_path: Path) -> None:
         source <(llmrecipes completion bash)
         compopt() { echo "compopt $1 $2"; }
         complete -p llmrecipes
-        for line in "train gpt-tiny-" "train gpt-tiny train.prec"; do
+        for line in "train gpt-tiny-3" "train gpt-tiny train.prec"; do
             COMP_WORDS=(llmrecipes $line) COMP_CWORD=$(wc -w <<< "$line") && _llmrecipes_completion llmrecipes
             echo "${COMPREPLY[@]}"
         done"""
