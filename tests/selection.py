@@ -24,7 +24,10 @@ VERSION = (
 VERSION_SLOW = ("dist/test_layouts", "unit/test_checkpoint_")
 """Those whose slow tests do so too, and do more than start the same processes with other options."""
 
-VERSION_ZERO = ("[gpt: dp2, deepspeed, stage=2", "[gpt: tp2 sp dp2, deepspeed, stage=3")
+VERSION_ZERO = (
+    "[gpt: dp2, deepspeed, stage=2, reduce_bucket_size=20000, use_distributed_optimizer]",
+    "[gpt: tp2 sp dp2, deepspeed, stage=3",
+)
 """Beginnings of the ids of those with DeepSpeed that do; DeepSpeed itself has the same version everywhere."""
 
 RANKS = "ranks"
