@@ -22,6 +22,10 @@ class Engine:
     """Function from a plan to its library's configuration, which `llmrecipes show` prints; it must not import torch."""
     reads: frozenset[str] = frozenset()
     """Other engines whose checkpoints it can load, weights and optimizer state alike."""
+    extra: str | None = None
+    """Extra of pyproject.toml that a run needs; None: the project's dependencies are enough."""
+    packages: tuple[str, ...] = ()
+    """What a run imports from the extra."""
 
 
 ENGINES = {
@@ -30,12 +34,11 @@ ENGINES = {
         "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
         configuration="llmrecipes.engine.deepspeed.config:deepspeed_config",
         reads=frozenset({MEGATRON}),
+        extra="zero",
+        packages=("deepspeed",),
     ),
 }
 """Engines by name in a recipe."""
-
-EXTRAS = {"deepspeed": ("zero", ("deepspeed",))}
-"""Engines that need more than the project's dependencies: the extra, and the packages that a run imports from it."""
 
 
 def engine_name(recipe: Recipe) -> str:

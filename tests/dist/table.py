@@ -152,6 +152,11 @@ class Row:
         return ", ".join([f"{self.variant}: {self.layout}", *extra])
 
     @property
+    def engines(self) -> set[str]:
+        """Engines that it needs."""
+        return {self.engine}
+
+    @property
     def core(self) -> bool:
         """Whether `make test` runs it."""
         return self.name in CORE
@@ -375,6 +380,11 @@ class Resume:
     @property
     def resumed_row(self) -> Row:
         return Row(self.variant, self.resumed, self.resumed_changes, engine=_engine(self.resumed_changes))
+
+    @property
+    def engines(self) -> set[str]:
+        """Engines that it needs."""
+        return {self.saved_row.engine, self.resumed_row.engine}
 
     @property
     def bound(self) -> float:
