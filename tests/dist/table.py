@@ -433,4 +433,9 @@ RESUMES = (
     Resume("gpt", "dp2", "dp2", _zero(2, offload_optimizer="cpu"), _zero(3)),
     Resume("gpt", "tp2 sp dp2", "dp1", _zero(3)),
     Resume("llama", "dp4", "dp2", _zero(3), _zero(3)),
+    Resume("gpt in bf16", "dp2", "tp2 sp", _zero(3)),
+    Resume("gpt in fp16", "dp2", "dp2", {}, _zero(3)),
+    Resume("gpt in fp16", "dp2", "dp2", _zero(3)),
+    Resume("gpt", "dp2", "tp2 dp2", _zero(0), _zero(3)),
+    Resume("moe", "dp2 ep2", "dp2", {}, _zero(3)),
 )

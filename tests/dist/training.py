@@ -41,6 +41,8 @@ class Outcome:
     norms: list[float]
     valid: float
     """Validation loss after the last step."""
+    scales: list[float | None]
+    """fp16 loss scale of each step."""
     tensors: dict[str, np.ndarray]
     """Every global parameter and buffer by name, put together from the ranks that hold it."""
     replicas: ReplicaDifference | None = None
@@ -81,6 +83,8 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
     worst = max(tensors, key=lambda name: tensors[name])
     count = len(outcome.losses)
     exact = [f"replicas differ: {outcome.replicas}"] if outcome.replicas else []
+    if outcome.scales != reference.scales[-count:]:
+        exact.append(f"loss scales are {outcome.scales}, not {reference.scales[-count:]}")
     if outcome.lost:
         exact.append(f"not restored bit for bit: {', '.join(outcome.lost)}")
     return Difference(
@@ -126,7 +130,8 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
 
 def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
     """Train the steps after a checkpoint, from a model that started elsewhere."""
-    elsewhere = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 99})})
+    different = {"seed": 99, "initial_loss_scale": recipe.train.initial_loss_scale * 4}
+    elsewhere = recipe.model_copy(update={"train": recipe.train.model_copy(update=different)})
     with training(elsewhere) as (engine, world):
         progress = resume(engine, CheckpointStore(folder), world).progress
         assert progress.step == SAVED_AT
@@ -165,7 +170,14 @@ def _run(engine: Engine, world: World, steps: int, consumed: int = 0) -> Outcome
     if not world.is_first:
         return None
     apart = replicas.first_difference(digests, STEPS)
-    return Outcome([r.loss for r in results], [r.grad_norm or math.nan for r in results], valid, tensors, apart)
+    return Outcome(
+        [r.loss for r in results],
+        [r.grad_norm or math.nan for r in results],
+        valid,
+        [r.loss_scale for r in results],
+        tensors,
+        apart,
+    )
 
 
 def _beside(folder: Path) -> Path:
@@ -208,9 +220,7 @@ def _whole_tensors(parts: Sequence[Shard], world: World) -> dict[str, np.ndarray
     dist.gather_object(list(parts), everyones)
     whole: dict[str, np.ndarray] = {}
     for part in (each for one in everyones or () for each in one):
-        place = tuple(
-            slice(start, start + size) for start, size in zip(part.offset, part.tensor.shape, strict=True)
-        )
+        place = tuple(slice(start, start + size) for start, size in zip(part.offset, part.tensor.shape, strict=True))
         # A part that no rank holds stays NaN, and so differs from everything.
         whole.setdefault(part.name, np.full(part.shape, np.nan, dtype=np.float32))[place] = part.tensor.numpy()
     return whole
