@@ -75,8 +75,15 @@ def _write(path: Path, outcome: Outcome | None) -> None:
     assert outcome is not None, "a world of one is its own first rank"
     tensors = {f"tensor {name}": value for name, value in outcome.tensors.items()}
     scales = [math.nan if scale is None else scale for scale in outcome.scales]
-    numbers = {"losses": outcome.losses, "norms": outcome.norms, "valid": outcome.valid, "scales": scales}
-    np.savez(path, allow_pickle=False, **numbers, **tensors)
+    np.savez(
+        path,
+        losses=outcome.losses,
+        norms=outcome.norms,
+        valid=outcome.valid,
+        scales=scales,
+        allow_pickle=False,
+        **tensors,
+    )
 
 
 def _read(path: Path) -> Outcome:
