@@ -105,7 +105,7 @@ _BUCKETS = {"reduce_bucket_size": 20_000, "sub_group_size": 50_000, "stage3_para
 
 
 def _zero(stage: int, **keys: Any) -> Sections:
-    buckets = _BUCKETS if stage == 3 else {"reduce_bucket_size": 20_000}
+    buckets = {0: {}, 3: _BUCKETS}.get(stage, {"reduce_bucket_size": 20_000})
     return {"zero": {"stage": stage, **buckets, **keys}, "parallelism": {"use_distributed_optimizer": stage > 0}}
 
 
