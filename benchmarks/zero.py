@@ -85,10 +85,10 @@ class Failed(Exception):
 
 
 def run(
-    recipe: Recipe, ranks: int, *, warmup: int = 1, steps: int = 0, count: bool = False, walk: bool = False,
+    recipes: Sequence[Recipe], ranks: int, *, warmup: int = 1, steps: int = 0, count: bool = False, walk: bool = False,
     limit_bytes: int | None = None, limit_seconds: float | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Train in new processes of one thread each; gives each rank's report.
+) -> list[list[dict[str, Any]]]:  # fmt: skip
+    """Train the recipes in turn in new processes of one thread each; gives each rank's reports.
 
     Raises:
         Failed: a rank ended, for one because it exceeded a limit.
@@ -97,7 +97,7 @@ def run(
         folder = Path(name)
         spec = folder / "spec.json"
         job = {
-            "recipe": recipe.model_dump_json(), "warmup": warmup, "steps": steps, "count": count, "bytes": walk,
+            "recipes": [each.model_dump_json() for each in recipes], "warmup": warmup, "steps": steps, "count": count, "bytes": walk,
             "limit_bytes": limit_bytes, "limit_seconds": limit_seconds,
         }  # fmt: skip
         spec.write_text(json.dumps(job), "utf-8")
@@ -108,25 +108,165 @@ def run(
         return [json.loads((folder / f"rank-{rank}.json").read_text("utf-8")) for rank in range(ranks)]
 
 
-def bytes_row(variant: Variant, types: Types, ranks: int) -> dict[str, Any]:
-    """What the rank that holds most holds, beside the formula and the plan."""
-    recipe = recipe_of(variant, types, ranks)
-    plan = derive(recipe, ranks, detect())
-    reports = run(recipe, ranks, warmup=2, walk=True)
-    found = [_states(report["moments"]) for report in reports]
-    measured = max(found, key=lambda each: each.total)
+def bytes_part(worlds: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of every stage, precision and number of ranks."""
+    cases = [
+        (variant, types)
+        for types in TYPES
+        for variant in (*PLAIN, VARIANTS[-1])
+        # Without ZeRO DeepSpeed accumulates in the type of the weights.
+        if variant.stage > 0 or types.weight == types.gradient
+    ]
+    rows = []
+    for ranks in worlds:
+        print(f"{ranks} ranks …", flush=True)
+        recipes = [recipe_of(variant, types, ranks) for variant, types in cases]
+        for (variant, types), recipe, *reports in zip(cases, recipes, *run(recipes, ranks, walk=True), strict=True):
+            rows.append(_bytes_row(variant, types, ranks, derive(recipe, ranks, detect()), reports))
+    show("Model states of a rank, MiB (DeepSpeed unless named)", *_bytes_table(rows))
+    return rows
+
+
+def _bytes_row(variant: Variant, types: Types, ranks: int, plan: Plan, reports: Sequence[Any]) -> dict[str, Any]:
+    """What the rank that holds most holds before the update, beside the formula and the plan."""
+    moments = max((report["moments"] for report in reports), key=lambda each: _states(each["reduced"]).total)
+    measured = _states(moments["reduced"])
     expected = held(plan.num_parameters_on_rank, ranks, variant.stage, types)
-    moments = reports[found.index(measured)]["moments"]
     return {
         "variant": variant.name, "types": types.name, "ranks": ranks, "parameters": plan.num_parameters_on_rank,
         "measured": measured._asdict(), "expected": expected._asdict(), "over": measured.total / expected.total - 1,
         "plan": {name: plan.memory.as_dict()[name] for name in ("weights", "gradients", "optimizer")},
         "gathered": max(moment["gathered"] for moment in moments.values()),
+        "in_update": _states(moments["update"]).total - measured.total,
         "moments": moments,
     }  # fmt: skip
 
 
-def _states(moments: dict[str, dict[str, Any]]) -> Bytes:
-    """Weights and state do not change; gradients are those at the update, or before it where they are freed by then."""
-    last = moments["update"]
-    return Bytes(last["weights"], last["gradients"], last["optimizer"])
+def _states(moment: dict[str, Any]) -> Bytes:
+    return Bytes(moment["weights"], moment["gradients"], moment["optimizer"])
+
+
+def _bytes_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    columns = ["stage", "types", "ranks", "weights", "gradients", "optimizer", "sum", "formula", "over", "plan",
+               "gathered", "in update"]  # fmt: skip
+    table = []
+    for row in rows:
+        measured, expected = Bytes(**row["measured"]), Bytes(**row["expected"])
+        numbers = (*measured, measured.total, expected.total)
+        table.append([
+            row["variant"], row["types"], str(row["ranks"]), *(f"{number / MIB:.1f}" for number in numbers),
+            f"{row['over']:+.1%}",
+            *(f"{size / MIB:.1f}" for size in (sum(row["plan"].values()), row["gathered"], row["in_update"])),
+        ])  # fmt: skip
+    return columns, table
+
+
+def speed_part(ranks: int, warmup: int, steps: int) -> list[dict[str, Any]]:
+    """Rate, peak memory and bytes sent of every variant in fp32."""
+    rows = []
+    for variant in VARIANTS:
+        print(f"{variant.name} …", flush=True)
+        recipe = recipe_of(variant, FP32, ranks)
+        plan = derive(recipe, ranks, detect())
+        reports = [own for (own,) in run([recipe], ranks, warmup=warmup, steps=steps, count=True)]
+        seconds = statistics.median(max(each) for each in zip(*(one["seconds"] for one in reports), strict=True))
+        volume = statistics.mean(sum(Call(*call).volume for call in report["calls"]) for report in reports)
+        rows.append({
+            "variant": variant.name, "tokens_per_second": plan.tokens_per_step / seconds,
+            "peak": max(report["peak"] for report in reports), "empty": max(report["empty"] for report in reports),
+            "sent": volume, "expected_sent": sent(plan.num_parameters_on_rank, ranks, variant.stage, FP32),
+        })  # fmt: skip
+    columns = ["fp32", "tokens/s", "peak MiB", "of it without a model", "sent MiB a rank", "formula", "over"]
+    show(f"{ranks} ranks", columns, [
+        [
+            row["variant"], f"{row['tokens_per_second']:,.0f}", f"{row['peak'] / MIB:,.0f}",
+            f"{row['empty'] / MIB:,.0f}", f"{row['sent'] / MIB:,.1f}", f"{row['expected_sent'] / MIB:,.1f}",
+            f"{row['sent'] / row['expected_sent'] - 1:+.1%}" if row["expected_sent"] else "",
+        ]
+        for row in rows
+    ])  # fmt: skip
+    return rows
+
+
+def largest_part(
+    ranks: int, limit_gib: float, hidden: int, seconds: float, chosen: Sequence[Variant], svg: Path | None
+) -> list[dict[str, Any]]:
+    """The largest number of layers that trains for two steps, of every variant, in bf16 with bf16 gradients."""
+    rows = []
+    for variant in chosen:
+        tries: dict[int, str] = {}
+
+        def fits(layers: int, variant: Variant = variant, tries: dict[int, str] = tries) -> bool:
+            recipe = _deep(variant, ranks, layers, hidden)
+            try:
+                reports = run([recipe], ranks, steps=1, limit_bytes=int(limit_gib * GIB), limit_seconds=seconds)
+            except Failed as failed:
+                if failed.code not in (TOO_MUCH, TOO_LONG):
+                    raise
+                tries[layers] = "too much" if failed.code == TOO_MUCH else f"more than {seconds:g} s"
+            else:
+                tries[layers] = f"{max(own['peak'] for (own,) in reports) / GIB:.2f} GiB"
+            print(f"{variant.name}, {layers} layers: {tries[layers]}", flush=True)
+            return tries[layers].endswith("GiB")
+
+        layers = largest(fits, _first(variant, ranks, limit_gib, hidden))
+        parameters = _planned(_deep(variant, ranks, layers, hidden), ranks).num_parameters_on_rank if layers else 0
+        rows.append({"variant": variant.name, "layers": layers, "parameters": parameters, "tries": tries})
+    show(f"Largest model in {limit_gib:g} GiB a rank, {ranks} ranks, hidden {hidden}", ["", "layers", "parameters"], [
+        [row["variant"], str(row["layers"]), f"{row['parameters'] / 1e6:,.1f}M"] for row in rows
+    ])  # fmt: skip
+    if svg is not None:
+        title = f"Largest model that trains in {limit_gib:g} GiB for each of {ranks} ranks"
+        svg.write_text(bars(title, {row["variant"]: row["parameters"] / 1e6 for row in rows}, "M"), "utf-8")
+    return rows
+
+
+def _deep(variant: Variant, ranks: int, layers: int, hidden: int) -> Recipe:
+    return recipe_of(variant, BF16, ranks, f"model.num_layers={layers}", f"model.hidden_size={hidden}")
+
+
+def _planned(recipe: Recipe, ranks: int) -> Plan:
+    return derive(recipe, ranks, detect())
+
+
+def _first(variant: Variant, ranks: int, limit_gib: float, hidden: int) -> int:
+    """Layers whose model states alone fill the limit, by the formula: the search starts there."""
+    few, more = (_planned(_deep(variant, ranks, layers, hidden), ranks).num_parameters_on_rank for layers in (1, 2))
+    each = held(1, ranks, variant.stage, BF16).total
+    return max(1, int((limit_gib * GIB / each - few) / (more - few)))
+
+
+def main() -> int:
+    """Print the tables of a part; 1 where stages hold more than they should."""
+    made = parser(__doc__)
+    made.add_argument("--part", choices=("bytes", "speed", "largest"), default="bytes")
+    made.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="ranks of `bytes`")
+    made.add_argument("--ranks", type=int, help="of `speed` and `largest`; default: the GPUs, or two processes")
+    made.add_argument("--warmup", type=int, default=2)
+    made.add_argument("--steps", type=int, default=5)
+    made.add_argument("--limit-gib", type=float, default=8.0)
+    made.add_argument("--hidden-size", type=int, default=1024)
+    made.add_argument("--try-seconds", type=float, default=240.0, help="a try of `largest` that takes longer fails")
+    made.add_argument("--variants", nargs="+", choices=[each.name for each in VARIANTS], metavar="NAME")
+    made.add_argument("--svg", type=Path, metavar="FILE", help="bar chart of `largest`")
+    arguments = made.parse_args()
+    started_on = machine()
+    ranks = arguments.ranks or len(detect().gpus) or 2
+    chosen = [each for each in VARIANTS if each.name in (arguments.variants or [each.name])]
+    if arguments.part == "bytes":
+        rows = bytes_part(arguments.worlds)
+    elif arguments.part == "speed":
+        rows = speed_part(ranks, arguments.warmup, arguments.steps)
+    else:
+        rows = largest_part(
+            ranks, arguments.limit_gib, arguments.hidden_size, arguments.try_seconds, chosen, arguments.svg
+        )
+    close({arguments.part: rows}, started_on, arguments.json)
+    wrong = [row for row in rows if row.get("over", 0.0) > ALLOWED]
+    for row in wrong:
+        print(f"over by {row['over']:.1%}: {row['variant']}, {row['types']}, {row['ranks']} ranks", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

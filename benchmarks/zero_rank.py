@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks import counted
 from llmrecipes.bench.training import random_tokens
-from llmrecipes.engine.base import Platform
+from llmrecipes.engine.base import Platform, World
 from llmrecipes.engine.registry import backend
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
@@ -46,7 +46,7 @@ def resident_peak() -> int:
 
 
 def main() -> None:
-    """Build the engine, train, measure what the spec asks for."""
+    """Build the engine of each recipe in turn, train, measure what the spec asks for."""
     import logging
 
     from llmrecipes.console import setup_logging
@@ -55,32 +55,40 @@ def main() -> None:
     warnings.simplefilter("ignore")
     spec = Path(sys.argv[1])
     job = json.loads(spec.read_text("utf-8"))
-    recipe = Recipe.model_validate_json(job["recipe"])
-    engines = backend(recipe)
+    recipes = [Recipe.model_validate_json(each) for each in job["recipes"]]
+    engines = backend(recipes[0])
     platform = engines.platform(int(os.environ["LOCAL_RANK"]))
     _limit(platform, job["limit_bytes"], job["limit_seconds"])
-    with engines.join(recipe, platform) as world:
-        report: dict[str, Any] = {"empty": resident_peak()}
+    with engines.join(recipes[0], platform) as world:
         try:
-            engine = engines.build(derive(recipe, world.size, detect()), platform)
-            batches = random_tokens(recipe, world.data_parallel_rank)
-
-            def step() -> None:
-                engine.train_step(batches)
-
-            for _ in range(job["warmup"]):
-                step()
-            report["seconds"] = [_timed(step, platform) for _ in range(job["steps"])]
-            report["peak"] = platform.peak_memory() if platform.name == "cuda" else resident_peak()
-            if job["count"]:
-                report["calls"] = counted(step)
-            if job["bytes"]:
-                report["moments"] = moments(engine, step)
+            reports = [_measured(recipe, world, platform, job) for recipe in recipes]
         except torch.OutOfMemoryError:
             os._exit(TOO_MUCH)
         dist.barrier()
-        engine.close()
-        (spec.parent / f"rank-{world.rank}.json").write_text(json.dumps(report), "utf-8")
+        (spec.parent / f"rank-{world.rank}.json").write_text(json.dumps(reports), "utf-8")
+
+
+def _measured(recipe: Recipe, world: World, platform: Platform, job: dict[str, Any]) -> dict[str, Any]:
+    """The report on one recipe; peaks of memory are those of the process so far."""
+    report: dict[str, Any] = {"empty": resident_peak()}
+    engine = backend(recipe).build(derive(recipe, world.size, detect()), platform)
+    batches = random_tokens(recipe, world.data_parallel_rank)
+
+    def step() -> None:
+        engine.train_step(batches)
+
+    for _ in range(job["warmup"]):
+        step()
+    report["seconds"] = [_timed(step, platform) for _ in range(job["steps"])]
+    report["peak"] = platform.peak_memory() if platform.name == "cuda" else resident_peak()
+    if job["count"]:
+        report["calls"] = counted(step)
+    if job["bytes"]:
+        report["moments"] = moments(engine, step)
+    engine.close()
+    del engine, step
+    gc.collect()
+    return report
 
 
 def _limit(platform: Platform, memory: int | None, seconds: float | None) -> None:
@@ -113,8 +121,8 @@ def _timed(step: Callable[[], None], platform: Platform) -> float:
 def moments(engine: Any, step: Callable[[], None]) -> dict[str, dict[str, Any]]:
     """What is held at three moments of a step.
 
-    `loss`: the output layer is about to run. `backward`: the backward pass has ended, its last bucket is not reduced.
-    `update`: the optimizer that ZeRO wraps is called, for the first of its groups of parameters.
+    `loss`: the output layer is about to run. `reduced`: gradients are ready, the update has not begun. `update`: the
+    optimizer that ZeRO wraps is called, for the first of its groups of parameters.
     """
     found: dict[str, dict[str, Any]] = {}
 
@@ -122,15 +130,13 @@ def moments(engine: Any, step: Callable[[], None]) -> dict[str, dict[str, Any]]:
         if name not in found:
             found[name] = _held(engine)
 
-    bases = base_optimizers(engine)
+    updating = engine._engine if hasattr(engine, "_engine") else engine.optimizer
     hook = engine.module.output_layer.register_forward_pre_hook(lambda *_: at("loss"))
-    with _before(bases[0], "step", lambda: at("update")):
-        epilogue = "independent_gradient_partition_epilogue"
-        if hasattr(engine.optimizer, epilogue):
-            with _before(engine.optimizer, epilogue, lambda: at("backward")):
-                step()
-        else:
-            step()
+    with (
+        _before(updating, "step", lambda: at("reduced")),
+        _before(base_optimizers(engine)[0], "step", lambda: at("update")),
+    ):
+        step()
     hook.remove()
     return found
 
