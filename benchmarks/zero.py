@@ -97,8 +97,8 @@ def run(
         folder = Path(name)
         spec = folder / "spec.json"
         job = {
-            "recipes": [each.model_dump_json() for each in recipes], "warmup": warmup, "steps": steps, "count": count, "bytes": walk,
-            "limit_bytes": limit_bytes, "limit_seconds": limit_seconds,
+            "recipes": [each.model_dump_json() for each in recipes], "warmup": warmup, "steps": steps,
+            "count": count, "bytes": walk, "limit_bytes": limit_bytes, "limit_seconds": limit_seconds,
         }  # fmt: skip
         spec.write_text(json.dumps(job), "utf-8")
         code = run_ranks("benchmarks.zero_rank", [str(spec)], world_size=ranks, threads=1, logs=folder)

@@ -70,6 +70,7 @@ def main() -> None:
 
 def _measured(recipe: Recipe, world: World, platform: Platform, job: dict[str, Any]) -> dict[str, Any]:
     """The report on one recipe; peaks of memory are those of the process so far."""
+    gc.collect()  # the engine before
     report: dict[str, Any] = {"empty": resident_peak()}
     engine = backend(recipe).build(derive(recipe, world.size, detect()), platform)
     batches = random_tokens(recipe, world.data_parallel_rank)
@@ -86,8 +87,6 @@ def _measured(recipe: Recipe, world: World, platform: Platform, job: dict[str, A
     if job["bytes"]:
         report["moments"] = moments(engine, step)
     engine.close()
-    del engine, step
-    gc.collect()
     return report
 
 
@@ -164,7 +163,7 @@ def _before(of: Any, name: str, see: Callable[[], None]) -> Iterator[None]:
 
 
 def _held(engine: Any) -> dict[str, Any]:
-    """Bytes of distinct memory by what it is; `rest` has the tensors that are none of it, by name where one is known."""
+    """Bytes of distinct memory by what it is; `rest` is by attribute of the optimizer where it has one."""
     parameters = [each for module in engine.modules for each in module.parameters()]
     bases = base_optimizers(engine)
     # Stage 3 names them in the groups of the optimizer only while it updates them.
