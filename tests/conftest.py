@@ -46,6 +46,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> selection.Gr
     return selection.Groups(config, log) if config.getoption("dist") == "loadscope" else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip, before any fixture is made, what needs a package that `make setup` leaves out; in CI this is a failure."""
+    if reason := selection.missing_package({mark.name for mark in item.iter_markers()}):
+        pytest.skip(reason)
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the ranks after the last test that needs them: they would be memory and children of all others."""
     if nextitem is None or selection.group(nextitem.nodeid) != selection.RANKS:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from xdist.scheduler import LoadScopeScheduling
@@ -49,6 +51,16 @@ def of_the_version(path: str, slow: bool = False) -> bool:
 def needs_ranks(path: str) -> bool:
     """Whether a module has tests that use the pool of rank processes: it names the fixture, or one that uses it."""
     return path.startswith("dist/") or re.search(r"\bworlds\b", (TESTS / path).read_text("utf-8")) is not None
+
+
+def missing_package(markers: Collection[str]) -> str:
+    """What a test cannot run without and this environment lacks, with the command that installs it; else empty.
+
+    Args:
+        markers: names of the test's markers.
+    """
+    lacking = "deepspeed" in markers and find_spec("deepspeed") is None
+    return "DeepSpeed is not installed: make setup-zero" if lacking else ""
 
 
 def group(nodeid: str) -> str:

@@ -30,7 +30,7 @@ def check(version: str | None, recipe: Recipe | None) -> Iterator[Finding]:
         for operator, purpose in OPERATORS.items():
             found = obstacle(operator)
             if found is None:
-                yield ok(f"zero {operator}", f"can be loaded, for {purpose}")
+                yield ok(f"zero {operator}", f"can be compiled or loaded, for {purpose}")
             else:
                 yield warn(f"zero {operator}", f"no {purpose}: {found.what}", found.fix)
     if recipe is not None:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.operators import ASYNC_IO, CPU_ADAM, obstacle
-from llmrecipes.recipe.engines import EXTRAS, engine_name
+from llmrecipes.recipe.engines import DEEPSPEED, ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe, Zero
 
 
@@ -18,8 +18,8 @@ def require_packages(recipe: Recipe) -> None:
         UserError: a package is missing, or an operator that offload needs can neither be loaded nor compiled.
     """
     name = engine_name(recipe)
-    extra, packages = EXTRAS.get(name, ("", ()))
-    missing = [package for package in packages if find_spec(package) is None]
+    extra = ENGINES[name].extra
+    missing = [package for package in ENGINES[name].packages if find_spec(package) is None]
     if missing:
         raise UserError(
             f"{name}, but the package {', '.join(missing)} is not installed",
@@ -27,7 +27,7 @@ def require_packages(recipe: Recipe) -> None:
             rule=f"the engine {name} is optional: its packages are in the extra {extra}",
             fix=f"make setup-{extra} in the checkout, or pip install 'llmrecipes[{extra}]'",
         )
-    if name == "deepspeed" and recipe.zero is not None:
+    if name == DEEPSPEED and recipe.zero is not None:
         for key, operator in _operators(recipe.zero):
             _require_operator(key, operator)
 

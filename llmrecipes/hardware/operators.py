@@ -50,10 +50,11 @@ def obstacle(operator: str) -> Obstacle | None:
         what = f"{' '.join(compiler)} does not compile a program with Python.h and OpenMP"
         return Obstacle(what, "apt-get install g++ libgomp1 python3-dev")
     if operator == ASYNC_IO and not _compiles(compiler, _LIBAIO_PROGRAM, "-laio"):
-        return Obstacle("libaio cannot be compiled against", "apt-get install libaio-dev")
+        return Obstacle("libaio.h or libaio.so is missing", "apt-get install libaio-dev")
     folder = build_folder()
-    if not _writable(folder):
-        return Obstacle(f"{folder} is not writable", "TORCH_EXTENSIONS_DIR=DIR, a folder on this node's own disk")
+    if not _holds_programs(folder):
+        what = f"{folder} is not writable, or its file system is mounted with noexec"
+        return Obstacle(what, "TORCH_EXTENSIONS_DIR=DIR, a folder on this node's own disk")
     return None
 
 
@@ -105,7 +106,9 @@ def _compiles(compiler: Sequence[str], program: str, *flags: str) -> bool:
     return done.returncode == 0
 
 
-def _writable(folder: Path) -> bool:
+def _holds_programs(folder: Path) -> bool:
+    """Whether libraries can be written to a folder, which need not exist yet, and loaded from it."""
+    folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
-    return os.access(folder, os.W_OK | os.X_OK)
+    return os.access(folder, os.W_OK | os.X_OK) and not os.statvfs(folder).f_flag & os.ST_NOEXEC

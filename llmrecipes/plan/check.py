@@ -27,6 +27,7 @@ def check(plan: Plan, cluster: Cluster) -> None:
     """
     if plan.fits:
         return
+    _check_host(plan, cluster)
     name, ranks = plan.recipe.name, plan.layout.world_size
     parts = {name: size for name, size in plan.memory.as_dict().items() if size and name != "total"}
     needed = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items())
@@ -38,6 +39,19 @@ def check(plan: Plan, cluster: Cluster) -> None:
         where=f"recipe {name}",
         fix=f"make smoke RECIPE={name} rehearses a small version of it here; "
         f"{recommend(plan.recipe, plan.shape, cluster)}",
+    )
+
+
+def _check_host(plan: Plan, cluster: Cluster) -> None:
+    if plan.fits_host:
+        return
+    place = f"on {cluster.name}" if cluster.name else "here"
+    raise UserError(
+        f"does not fit: a node offloads {gib(plan.host_memory_bytes)} to main memory, and there are "
+        f"{gib(plan.host_capacity_bytes)} {place}",
+        where=f"recipe {plan.recipe.name}",
+        rule="main memory holds what the ranks of a node offload with zero.offload_optimizer and zero.offload_param",
+        fix="more nodes, which take a smaller share each; zero.offload_optimizer nvme with zero.stage 3; or none",
     )
 
 

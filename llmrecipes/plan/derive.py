@@ -34,7 +34,8 @@ class Plan:
     recomputation (`full`: all attention positions, `causal`: half of them). `num_parameters_on_rank` and `memory` are
     those of the rank with the most. `memory_capacity_bytes` is available to one rank: its GPU's free memory, or an
     equal share of the machine's available memory. `fits` compares it with `memory.total`, and `memory_headroom` is the
-    share of it that stays free, negative if the run does not fit. `checkpoint_bytes` is the size of one checkpoint.
+    share of it that stays free, negative if the run does not fit. `host_memory_bytes` of a node with GPUs are offloaded
+    to its main memory, of which `host_capacity_bytes` are available. `checkpoint_bytes` is the size of one checkpoint.
     """
 
     recipe: Recipe
@@ -50,11 +51,18 @@ class Plan:
     flops_per_token_causal: float
     memory: Memory
     memory_capacity_bytes: int
+    host_memory_bytes: int
+    host_capacity_bytes: int
     checkpoint_bytes: int
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.memory_capacity_bytes
+        return self.memory.total <= self.memory_capacity_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether a node's main memory holds what its ranks offload."""
+        return self.host_memory_bytes <= self.host_capacity_bytes
 
     @property
     def memory_headroom(self) -> float:
@@ -98,11 +106,12 @@ def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
     """Number of ranks if the user gives none.
 
     On GPUs as many of the machine's as layout and batch divide over; on a CPU the fewest that the layout needs (one
-    for a recipe without one).
+    for a recipe without one), and twice as many where gradients are sharded: with one replica nothing would be.
     """
     least = smallest_world(recipe.parallelism)
     micro_batches = recipe.train.global_batch_size // recipe.train.micro_batch_size
-    most = len(cluster.gpus) // least * least
+    shards = recipe.zero is not None and recipe.zero.stage >= 2
+    most = len(cluster.gpus) // least * least if cluster.gpus else least * (1 + shards)
     dense = model_parallel_size(recipe.parallelism)
     return next((ranks for ranks in range(most, least, -least) if micro_batches % (ranks // dense) == 0), least)
 
@@ -123,6 +132,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)
     parameters = count(recipe.model, sizes)
+    memory = estimate(recipe, sizes, laid_out, micro_batches, cluster.device)
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
     return Plan(
         recipe=recipe,
@@ -138,8 +148,10 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         ),
         flops_per_token_full=flops_per_token(recipe.model, sizes, causal=False),
         flops_per_token_causal=flops_per_token(recipe.model, sizes, causal=True),
-        memory=estimate(recipe, sizes, laid_out, micro_batches, cluster.device),
+        memory=memory,
         memory_capacity_bytes=_capacity(cluster, world_size),
+        host_memory_bytes=memory.host * min(world_size, len(cluster.gpus) // cluster.nodes),
+        host_capacity_bytes=cluster.memory_available_bytes // cluster.nodes,
         checkpoint_bytes=checkpoint_bytes(recipe, parameters.total),
     )
 

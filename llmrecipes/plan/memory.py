@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 
 from llmrecipes.plan.activations import activations, logits
 from llmrecipes.plan.layout import Layout
-from llmrecipes.plan.parameters import count_on_rank
+from llmrecipes.plan.parameters import count_on_rank, largest_gathered
+from llmrecipes.plan.sharding import States, sharded
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 from llmrecipes.units import GIB
@@ -29,7 +30,8 @@ class Memory:
     """Bytes of one rank at the peak of a step.
 
     `logits` are the tensors that the loss derives from the output layer's result; `checkpoint_copy` is the snapshot of
-    an asynchronous save (in a CPU run it uses the ranks' memory); `workspace` is the process without a model.
+    an asynchronous save (in a CPU run it uses the ranks' memory); `workspace` is the process without a model;
+    `buffers` are those in which ZeRO reduces gradients.
     """
 
     weights: int
@@ -39,14 +41,20 @@ class Memory:
     logits: int
     checkpoint_copy: int
     workspace: int
+    buffers: int = 0
+    host: int = 0
+    """Offloaded from a GPU to the node's main memory; not in `total`."""
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(self._parts().values())
 
     def as_dict(self) -> dict[str, int]:
         """Parts and their sum, in bytes."""
-        return {**asdict(self), "total": self.total}
+        return {**self._parts(), "total": self.total}
+
+    def _parts(self) -> dict[str, int]:
+        return {name: size for name, size in asdict(self).items() if name != "host"}
 
 
 def estimate(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, device: str) -> Memory:
@@ -58,10 +66,38 @@ def estimate(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, de
 
 
 def _stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Memory:
+    states, host = _states(recipe, s, layout, stage, device)
+    kept = activations(recipe, s, layout, num_microbatches, stage, device)
+    of_logits = logits(recipe, s, layout) if stage == layout.pipeline_model_parallel_size - 1 else 0
+    if device == "cuda":
+        copy, process, rest = 0, _CUDA_PROCESS, _CUDA_REST
+    else:
+        states, host = states + host, States()
+        copy = states.weights + states.optimizer if recipe.checkpoint.async_save else 0
+        process = _CPU_PROCESS + _CPU_LOADER * recipe.data.num_workers
+        rest = _CPU_REST[recipe.train.precision]
+    return Memory(
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=kept,
+        logits=of_logits,
+        checkpoint_copy=copy,
+        workspace=process + int(rest * (kept + of_logits)),
+        buffers=states.buffers,
+        host=host.total,
+    )
+
+
+def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -> tuple[States, States]:
+    """Model states of a rank on its device, and in host memory."""
+    zero = recipe.zero
+    n = count_on_rank(recipe.model, s, layout, stage, device)
+    if zero is not None and (zero.stage >= 2 or zero.offload_optimizer != "none"):
+        layer = largest_gathered(recipe.model, s, layout)
+        return sharded(recipe, zero, n.total, layer, layout.data_parallel_size, device)
     half = recipe.train.precision != "fp32"
     element = 2 if half else 4
-    n = count_on_rank(recipe.model, s, layout, stage, device)
-    weights = element * n.total
     # Adam's two moments in fp32, and fp32 master weights if the model's weights are not fp32.
     state = 12 if half else 8
     if recipe.parallelism.use_distributed_optimizer:
@@ -70,20 +106,5 @@ def _stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stag
         optimizer = state * n.dense // dense_ranks + state * n.experts // layout.expert_data_parallel_size
     else:
         optimizer = state * n.total
-    kept = activations(recipe, s, layout, num_microbatches, stage, device)
-    of_logits = logits(recipe, s, layout) if stage == layout.pipeline_model_parallel_size - 1 else 0
-    if device == "cuda":
-        copy, process, rest = 0, _CUDA_PROCESS, _CUDA_REST
-    else:
-        copy = weights + optimizer if recipe.checkpoint.async_save else 0
-        process = _CPU_PROCESS + _CPU_LOADER * recipe.data.num_workers
-        rest = _CPU_REST[recipe.train.precision]
-    return Memory(
-        weights=weights,
-        gradients=(4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element) * n.total,
-        optimizer=optimizer,
-        activations=kept,
-        logits=of_logits,
-        checkpoint_copy=copy,
-        workspace=process + int(rest * (kept + of_logits)),
-    )
+    reduced = 4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element
+    return States(weights=element * n.total, gradients=reduced * n.total, optimizer=optimizer), States()

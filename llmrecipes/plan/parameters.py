@@ -113,6 +113,14 @@ def count_on_rank(model: Model, s: Shape, layout: Layout, stage: int, device: st
     )
 
 
+def largest_gathered(model: Model, s: Shape, layout: Layout) -> int:
+    """Parameters of a rank's largest layer, or of its word embedding if that is larger."""
+    layers = (_layers(model, s, number, number + 1) for number in range(s.num_layers))
+    tensor = layout.tensor_model_parallel_size
+    sizes = (layer.shared // tensor + layer.whole + layer.experts // tensor for layer in layers)
+    return max(*sizes, s.vocab_size * s.hidden_size // tensor, 0)
+
+
 def _layers(model: Model, s: Shape, first: int, last: int, *, split_down: bool = True) -> _Part:
     """The transformer layers `first` to `last` - 1, counted from 0."""
     with_experts = s.moe_layers(first, last)

@@ -20,6 +20,10 @@ class Engine:
     """Its `engine.base.Backend`."""
     configuration: str | None = None
     """Function from a plan to its library's configuration, which `llmrecipes show` prints; it must not import torch."""
+    extra: str | None = None
+    """Extra of pyproject.toml that a run needs; None: the project's dependencies are enough."""
+    packages: tuple[str, ...] = ()
+    """What a run imports from the extra."""
 
 
 ENGINES = {
@@ -27,12 +31,11 @@ ENGINES = {
     DEEPSPEED: Engine(
         "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
         configuration="llmrecipes.engine.deepspeed.config:deepspeed_config",
+        extra="zero",
+        packages=("deepspeed",),
     ),
 }
 """Engines by name in a recipe."""
-
-EXTRAS = {"deepspeed": ("zero", ("deepspeed",))}
-"""Engines that need more than the project's dependencies: the extra, and the packages that a run imports from it."""
 
 
 def engine_name(recipe: Recipe) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
+from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.proxy_model import Device, small_layout, small_model
 from llmrecipes.recipe.schema import (
     Checkpoint,
@@ -17,10 +19,15 @@ from llmrecipes.recipe.schema import (
     Tracking,
     Train,
 )
+from llmrecipes.recipe.zero import Zero
 
 SUFFIX = "-smoke"
 MAX_NAME = 63
 ITERS = 20
+# Elements: of a reduction, of what ZeRO-3 gathers at a time, and of parameters that it leaves whole.
+MAX_BUCKET = 1_000_000
+MAX_GATHERED = 100_000
+MAX_WHOLE = 100
 
 
 def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
@@ -29,8 +36,9 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     Kept: norm, positions, activation and gate, biases, tying, grouping of queries, routing of experts, latent
     attention, dropout, initialisation, precision, recomputation, every kind of parallelism, optimizer, shape of the
     schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by the
-    standard library, the tokenizer by a small BPE (no network), an explicit TransformerEngine by `auto`. Disabled:
-    torch.compile (not available on every CPU) and all tracking (a rehearsal is not an experiment).
+    standard library, the tokenizer by a small BPE (no network), an explicit TransformerEngine by `auto`, NVMe by
+    main memory. Disabled: torch.compile (not available on every CPU), ZeRO++ on a CPU and all tracking (a rehearsal is
+    not an experiment).
 
     Args:
         recipe: the full recipe.
@@ -44,6 +52,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "description": f"rehearsal of {recipe.name}",
             "model": model,
             "parallelism": parallel,
+            "zero": _zero(recipe.zero, device) if recipe.zero and engine_name(recipe) == DEEPSPEED else recipe.zero,
             "train": _train(recipe.train, model, parallel),
             "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
             "data": _data(recipe.data),
@@ -51,6 +60,25 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "tracking": _tracking(recipe.tracking),
         }
     )
+
+
+def _zero(zero: Zero, device: Device) -> Zero:
+    """The same stage and offload, to main memory alone; buckets that the small model fills several times."""
+    update: dict[str, Any] = {
+        name: "cpu" for name in ("offload_optimizer", "offload_param") if getattr(zero, name) == "nvme"
+    }
+    update["nvme_path"] = None
+    limits = {} if zero.stage == 0 else {"reduce_bucket_size": MAX_BUCKET}
+    if zero.stage in (1, 2):
+        limits["allgather_bucket_size"] = MAX_BUCKET
+    if zero.stage == 3:
+        gathered = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+        limits |= {"stage3_param_persistence_threshold": MAX_WHOLE, **dict.fromkeys(gathered, MAX_GATHERED)}
+        update["zero_hpz_partition_size"] = 1
+        if device == "cpu":
+            update |= {"zero_quantized_weights": False, "zero_quantized_gradients": False}
+    update |= {name: min(limit, getattr(zero, name)) for name, limit in limits.items()}
+    return zero.model_copy(update=update)
 
 
 def _train(train: Train, model: Model, parallel: Parallelism) -> Train:

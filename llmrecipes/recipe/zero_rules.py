@@ -82,7 +82,7 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
         return
     parallel, model, train = recipe.parallelism, recipe.model, recipe.train
     virtual, experts = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
-    bias = "moe_router_enable_expert_bias"
+    bias, tensor = "moe_router_enable_expert_bias", "expert_tensor_parallel_size"
     without_pipeline = recipe.zero is None or recipe.zero.stage < 2  # above that `pipeline` reports it
     found = {
         "parallelism.pipeline_model_parallel_size": (
@@ -109,6 +109,14 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
             "DeepSpeed averages gradients over all data-parallel ranks, and those of different experts are not of one "
             "parameter",
             f"{experts} 1: every rank has all experts",
+        ),
+        f"parallelism.{tensor}": (
+            model.num_moe_experts is not None
+            and parallel.expert_tensor_parallel_size not in (None, parallel.tensor_model_parallel_size),
+            parallel.expert_tensor_parallel_size,
+            "tensor-parallel ranks that do not share an expert's matrices are replicas of it, and DeepSpeed does not "
+            "average over them",
+            f"{tensor} {parallel.tensor_model_parallel_size}, or tensor_model_parallel_size 1",
         ),
         "model.mtp_num_layers": (
             model.mtp_num_layers is not None,

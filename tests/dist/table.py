@@ -288,25 +288,22 @@ def _rows() -> Iterator[Row]:
         yield Row("deepseek", layout)
     # -- ZeRO by DeepSpeed --
     for stage in (0, 1, 2, 3):
-        for layout in ("dp2", "tp2 sp dp2"):
-            yield Row("gpt", layout, _zero(stage), engine="deepspeed")
+        yield Row("gpt", "dp2", _zero(stage), engine="deepspeed")
     for stage in (1, 2, 3):
-        yield Row("gpt", "dp4", _zero(stage), engine="deepspeed")
+        yield Row("gpt", "tp2 sp dp2", _zero(stage), engine="deepspeed")
         yield Row("gpt in bf16", "dp2", _zero(stage), bound=BF16_BOUND, why=_BF16, engine="deepspeed")
-        yield Row("gpt in fp16", "dp2", _zero(stage), bound=BF16_BOUND, why=_FP16, engine="deepspeed")
-        yield Row("llama", "tp2 sp dp2", _zero(stage), engine="deepspeed")
-        yield Row("gpt with label smoothing", "tp2 dp2", _zero(stage), engine="deepspeed")
-    yield Row("gpt", "dp1", _zero(3), engine="deepspeed")
-    for stage in (2, 3):
-        yield Row("moe with aux_loss", "dp2", _zero(stage), engine="deepspeed")
-        yield Row("moe with z-loss", "tp2 sp dp2", _zero(stage), engine="deepspeed")
-        yield Row("mla", "tp2 sp dp2", _zero(stage), engine="deepspeed")
-        yield Row("gpt", "dp2", {**_zero(stage), "train": _FULL}, engine="deepspeed")
-        yield Row("gpt", "dp2", {**_zero(stage), "optimizer": {"clip_grad": 0.0}}, {"optimizer": {"clip_grad": 0.0}},
-                  engine="deepspeed")  # fmt: skip
-        yield Row("gpt", "dp2", _zero(stage, overlap_comm=True), engine="deepspeed")
-    for stage in (1, 2, 3):
         yield Row("gpt", "dp2", _zero(stage, offload_optimizer="cpu"), engine="deepspeed")
+    for stage in (2, 3):
+        yield Row("gpt in fp16", "dp2", _zero(stage), bound=BF16_BOUND, why=_FP16, engine="deepspeed")
+        yield Row("moe with aux_loss", "dp2", _zero(stage), engine="deepspeed")
+        yield Row("gpt", "dp2", _zero(stage, overlap_comm=True), engine="deepspeed")
+    for layout in ("dp1", "dp4"):
+        yield Row("gpt", layout, _zero(3), engine="deepspeed")
+    for variant in ("llama", "mla"):
+        yield Row(variant, "tp2 sp dp2", _zero(3), engine="deepspeed")
+    yield Row("gpt", "dp2", {**_zero(3), "train": _FULL}, engine="deepspeed")
+    unclipped: Sections = {"optimizer": {"clip_grad": 0.0}}
+    yield Row("gpt", "dp2", {**_zero(2), **unclipped}, unclipped, engine="deepspeed")
     yield Row("gpt", "dp2", _zero(3, offload_optimizer="cpu", offload_param="cpu"), engine="deepspeed")
     yield Row("gpt in bf16", "dp2", _zero(2, offload_optimizer="cpu"), bound=BF16_BOUND, why=_BF16, engine="deepspeed")
 

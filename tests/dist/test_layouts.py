@@ -32,7 +32,12 @@ SIMILAR = {
 
 def cases(table: Sequence[Row | Resume]) -> list[Any]:
     """Parameters of a test; those outside the core are slow."""
-    return [pytest.param(each, id=each.name, marks=() if each.core else pytest.mark.slow) for each in table]
+    return [pytest.param(each, id=each.name, marks=_marks(each)) for each in table]
+
+
+def _marks(case: Row | Resume) -> list[pytest.MarkDecorator]:
+    slow = [] if case.core else [pytest.mark.slow]
+    return [*slow, pytest.mark.deepspeed] if isinstance(case, Row) and case.engine == "deepspeed" else slow
 
 
 @pytest.mark.parametrize("row", cases(HERE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ def poisoned(row: Row) -> list[str]:
     """What each rank says when one weight in the last layer of the last rank is NaN."""
     with training(row.recipe) as (engine, world):
         if world.rank == world.size - 1:
+            last: Any = engine.modules[-1]
             with torch.no_grad():
-                engine.modules[-1].decoder.layers[-1].mlp.linear_fc1.weight[2, 3] = math.nan
+                last.decoder.layers[-1].mlp.linear_fc1.weight[2, 3] = math.nan
         said = "nothing"
         try:
             require_finite(7, engine.train_step(loaders(row.recipe, world)), engine, world)

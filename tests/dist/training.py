@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -208,9 +207,7 @@ def _whole_tensors(parts: Sequence[Shard], world: World) -> dict[str, np.ndarray
     dist.gather_object(list(parts), everyones)
     whole: dict[str, np.ndarray] = {}
     for part in (each for one in everyones or () for each in one):
-        place = tuple(
-            slice(start, start + size) for start, size in zip(part.offset, part.tensor.shape, strict=True)
-        )
+        place = tuple(slice(start, start + size) for start, size in zip(part.offset, part.tensor.shape, strict=True))
         # A part that no rank holds stays NaN, and so differs from everything.
         whole.setdefault(part.name, np.full(part.shape, np.nan, dtype=np.float32))[place] = part.tensor.numpy()
     return whole

@@ -42,7 +42,7 @@ def test_names_of_commands_recipes_and_clusters(complete: Complete) -> None:
     assert complete("completion", "") == ["bash", "zsh", "fish"]
     for command in ("train", "show", "layout", "prepare", "smoke", "verify", "submit", "doctor"):
         assert complete(command, "") == recipe_names()
-    assert complete("bench", "step", "gpt-tiny-") == ["gpt-tiny-3d"]
+    assert complete("bench", "step", "gpt-tiny-") == ["gpt-tiny-3d", "gpt-tiny-zero"]
     for command in ("show", "train"):
         assert complete(command, "gpt-1b", "--cluster", "") == cluster_names()
     assert complete("train", "recipes/gpt") == []  # paths are the shell's own
@@ -87,7 +87,7 @@ def test_bash_completes(tmp_path: Path) -> None:
         source <(llmrecipes completion bash)
         compopt() { echo "compopt $1 $2"; }
         complete -p llmrecipes
-        for line in "train gpt-tiny-" "train gpt-tiny train.prec"; do
+        for line in "train gpt-tiny-3" "train gpt-tiny train.prec"; do
             COMP_WORDS=(llmrecipes $line) COMP_CWORD=$(wc -w <<< "$line") && _llmrecipes_completion llmrecipes
             echo "${COMPREPLY[@]}"
         done"""

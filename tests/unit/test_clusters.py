@@ -23,7 +23,7 @@ from llmrecipes.workflow.train import _set_environment_of
 from tests.helpers import tiny
 from tests.refusals import refused, require_message
 
-SHIPPED = ["a100-roce", "aws-p5-efa", "ethernet", "gb200-nvl72", "gcp-a3", "h100-ib", "h200-ib", "laptop"]
+SHIPPED = ["a100-roce", "aws-p5-efa", "ethernet", "gb200-nvl72", "gcp-a3", "h100-ib", "h200-ib", "laptop", "rtx-4090"]
 GOOD = """\
 name: mine
 gpus_per_node: 2

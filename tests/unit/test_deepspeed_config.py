@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
 from tests.helpers import ROOMY
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 PLAIN = ("parallelism.overlap_grad_reduce=false", "parallelism.overlap_param_gather=false")
 
 
@@ -22,7 +20,7 @@ def config(name: str, *overrides: str, ranks: int = 2) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("golden", "name", "overrides"),
+    ("case", "name", "overrides"),
     [
         ("stage-1-fp32", "gpt-tiny", ("engine=deepspeed", "zero.stage=1")),
         (
@@ -40,9 +38,10 @@ def config(name: str, *overrides: str, ranks: int = 2) -> dict[str, Any]:
         ),
     ],
 )  # fmt: skip
-def test_the_configuration_of_a_recipe(golden: str, name: str, overrides: tuple[str, ...]) -> None:
-    expected = json.loads((GOLDEN / f"deepspeed-{golden}.json").read_text())
-    assert config(name, *overrides) == expected
+def test_the_configuration_of_a_recipe(
+    case: str, name: str, overrides: tuple[str, ...], golden: Callable[[str, Any], None]
+) -> None:
+    golden(f"deepspeed-{case}.json", config(name, *overrides))
 
 
 def test_extra_is_merged_into_the_sections() -> None:

@@ -21,6 +21,7 @@ from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, open_prepared
 from llmrecipes.engine import registry
 from llmrecipes.engine.base import Progress
+from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.megatron.model import config as engine_config
 from llmrecipes.engine.megatron.model.config import transformer_config
 from llmrecipes.engine.megatron.schedule import learning_rate
@@ -161,6 +162,10 @@ def backend_of(recipe: Recipe, *_: Any) -> str:
     return type(registry.backend(recipe)).__name__
 
 
+def deepspeed(recipe: Recipe, *_: Any) -> dict[str, Any]:
+    return deepspeed_config(derive(recipe, 2, ROOMY))
+
+
 def grace(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
     monkeypatch.setattr(workflow, "run_ranks", recorder)
     (folder / "r" / "logs").mkdir(parents=True, exist_ok=True)
@@ -246,6 +251,9 @@ FILES = {"data.sources.N.type": "jsonl", "data.sources.N.path": "a"}
 TOKENIZER = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": "gpt2"}
 WANDB = {"tracking.wandb": True}
 
+ZERO1, ZERO2, ZERO3 = ({"engine": "deepspeed", "zero.stage": stage} for stage in (1, 2, 3))
+NVME = {**ZERO3, "zero.offload_optimizer": "nvme", "zero.nvme_path": "/nvme"}
+
 CASES: dict[str, Case] = {
     "engine": Case("plain", backend_of),
     "model.num_layers": Case(3, config),
@@ -325,6 +333,22 @@ CASES: dict[str, Case] = {
     "parallelism.overlap_grad_reduce": Case(True, optimizer),
     "parallelism.overlap_param_gather": Case(True, optimizer, {"parallelism.overlap_grad_reduce": True}),
     "parallelism.grad_reduce_in_fp32": Case(False, optimizer, {"train.precision": "bf16"}),
+    "zero.stage": Case(3, deepspeed, ZERO1),
+    "zero.offload_optimizer": Case("cpu", deepspeed, ZERO2),
+    "zero.offload_param": Case("cpu", deepspeed, ZERO3),
+    "zero.nvme_path": Case("/scratch", deepspeed, NVME),
+    "zero.reduce_bucket_size": Case(1000, deepspeed, ZERO1),
+    "zero.allgather_bucket_size": Case(1000, deepspeed, ZERO2),
+    "zero.overlap_comm": Case(True, deepspeed, ZERO2),
+    "zero.sub_group_size": Case(1000, deepspeed, ZERO3),
+    "zero.stage3_prefetch_bucket_size": Case(1000, deepspeed, ZERO3),
+    "zero.stage3_param_persistence_threshold": Case(1000, deepspeed, ZERO3),
+    "zero.stage3_max_live_parameters": Case(1000, deepspeed, ZERO3),
+    "zero.stage3_max_reuse_distance": Case(1000, deepspeed, ZERO3),
+    "zero.zero_hpz_partition_size": Case(2, deepspeed, ZERO3),
+    "zero.zero_quantized_weights": Case(True, deepspeed, ZERO3),
+    "zero.zero_quantized_gradients": Case(True, deepspeed, ZERO3),
+    "zero.extra": Case({"comms_logger": {"enabled": True}}, deepspeed, ZERO2),
     "train.train_iters": Case(4, loop),
     "train.micro_batch_size": Case(4, plan),
     "train.global_batch_size": Case(4, loop),
@@ -440,7 +464,7 @@ def test_the_same_recipe_looks_the_same(see: See, tmp_path: Path, monkeypatch: p
     seen = []
     for _ in range(2):
         with monkeypatch.context() as patch:
-            seen.append(see(made(), tmp_path, patch))
+            seen.append(see(made(ZERO1 if see is deepspeed else {}), tmp_path, patch))
     assert seen[0] == seen[1]
 
 

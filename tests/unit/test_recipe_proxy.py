@@ -37,6 +37,11 @@ MAY_CHANGE = {
     "train.recompute_num_layers", "train.torch_compile", *(f"parallelism.{name}" for name in DEGREES),
     "parallelism.expert_tensor_parallel_size", "parallelism.num_layers_in_first_pipeline_stage",
     "parallelism.num_layers_in_last_pipeline_stage",
+    *(f"zero.{name}" for name in (
+        "offload_optimizer", "offload_param", "nvme_path", "reduce_bucket_size", "allgather_bucket_size",
+        "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
+        "stage3_max_reuse_distance", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+    )),
     *(f"tracking.wandb_{name}" for name in ("project", "exp_name", "entity", "save_dir")),
     *(f"model.{name}" for name in (
         "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
@@ -57,7 +62,8 @@ def assert_rehearses(recipe: Recipe) -> None:
     assert Recipe.model_validate(small.model_dump()) == small
     assert check(small) == []
     ranks = default_world_size(small, LAPTOP)
-    assert ranks == smallest_world(small.parallelism) <= 8
+    replicas = 2 if recipe.zero is not None and recipe.zero.stage >= 2 else 1
+    assert ranks == replicas * smallest_world(small.parallelism) <= 8
     for world in {ranks, 2 * ranks} if 1 < ranks <= 4 else {ranks}:
         plan = derive(small, world, LAPTOP)
         assert plan.fits
@@ -120,7 +126,7 @@ def test_what_a_cpu_cannot_run_is_reported() -> None:
     "section", [name for name in Recipe.model_fields if name not in ("name", "description", "engine")]
 )
 def test_a_new_key_reaches_the_rehearsal(section: str) -> None:
-    whole = load("moe-tiny").recipe
+    whole = load("gpt-tiny-zero").recipe
     old = getattr(whole, section)
     longer = create_model("WithNewKey", __base__=type(old), new_key=(int, 0)).model_validate(
         {**dict(old), "new_key": 1}
@@ -136,6 +142,29 @@ def test_keys_that_no_shipped_recipe_sets_are_kept_too() -> None:
             "train.seed=7", "checkpoint.async_save=false", "parallelism.overlap_grad_reduce=true",
         ]).recipe
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["zero.stage=0", "parallelism.use_distributed_optimizer=false"],
+        ["zero.stage=1"],
+        ["zero.stage=1", "engine=deepspeed", "zero.overlap_comm=true"],
+        ["zero.stage=2", "zero.offload_optimizer=cpu"],
+        [
+            "zero.stage=3", "zero.offload_optimizer=nvme", "zero.offload_param=nvme", "zero.nvme_path=/nvme",
+            "zero.zero_hpz_partition_size=8", "zero.zero_quantized_weights=true", "zero.extra.aio={}",
+        ],
+    ],
+)  # fmt: skip
+def test_rehearsals_with_zero(overrides: list[str]) -> None:
+    recipe = load("gpt-tiny", overrides).recipe
+    assert_rehearses(recipe)
+    small, whole = proxy(recipe).zero, recipe.zero
+    assert small is not None and whole is not None
+    assert small.stage == whole.stage
+    assert (small.offload_optimizer == "none") == (whole.offload_optimizer == "none")
+    assert (small.offload_param == "none") == (whole.offload_param == "none")
 
 
 @pytest.mark.parametrize("name", names())

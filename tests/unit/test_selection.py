@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import RANKS, TESTS, group, of_the_version, rank
+from tests.selection import RANKS, TESTS, group, missing_package, of_the_version, rank
 
 
 def test_tests_that_use_torch_or_megatron_core_belong_to_the_version() -> None:
@@ -35,6 +35,14 @@ def test_modules_stay_together_and_ranks_come_first() -> None:
     assert group("tests/train/test_train_faults.py::test_a") != group("tests/train/test_train_faults.py::test_b")
     assert rank("tests/dist/test_layouts.py::test_a") < rank("tests/train/test_train_faults.py::test_a")
     assert rank("tests/train/test_train_faults.py::test_a") < rank("tests/unit/test_cli.py::test_a")
+
+
+def test_what_needs_deepspeed_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.selection.find_spec", lambda _name: None)
+    assert "make setup-zero" in missing_package({"slow", "deepspeed"})
+    assert not missing_package({"slow"})
+    monkeypatch.setattr("tests.selection.find_spec", lambda name: object() if name == "deepspeed" else None)
+    assert not missing_package({"deepspeed"})
 
 
 @pytest.mark.parametrize(("ci", "code", "said"), [("true", 1, "ERROR"), ("false", 0, "SKIPPED")])

@@ -136,6 +136,9 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
     ]
     lines += [(f"memory: {name.replace('_', ' ')}", gib(size), "") for name, size in memory.as_dict().items() if size]
     share = "free on one GPU" if cluster.gpus else "available memory / ranks"
+    if plan.host_memory_bytes:
+        available = f"of {gib(plan.host_capacity_bytes)} of main memory"
+        lines.append(("offloaded, a node", gib(plan.host_memory_bytes), available))
     lines.append(("fits" if plan.fits else "does NOT fit", gib(plan.memory_capacity_bytes), share))
     return lines
 

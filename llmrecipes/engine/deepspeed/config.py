@@ -22,7 +22,7 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
         "train_batch_size": recipe.train.global_batch_size,
         "train_micro_batch_size_per_gpu": recipe.train.micro_batch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
-        **({"gradient_clipping": recipe.optimizer.clip_grad} if recipe.optimizer.clip_grad else {}),
+        "gradient_clipping": recipe.optimizer.clip_grad,  # also 0, because the default clips at 1
         **_precision(recipe),
         "zero_optimization": _zero_optimization(zero, pin_memory=plan.device == "cuda"),
         "zero_allow_untested_optimizer": True,

@@ -83,8 +83,8 @@ class DeepSpeedEngine:
         """See `Engine`."""
         self._engine.train()
         of_this_step = list(islice(batches, self.plan.num_microbatches))
-        # DeepSpeed averages gradients over ranks, each micro-batch for itself, so the tokens of the global batch have to
-        # be known before the first backward pass.
+        # DeepSpeed averages gradients over ranks, each micro-batch for itself, so the tokens of the global batch are
+        # needed before the first backward pass.
         tokens, stopping = self._agree(sum(float(batch["loss_mask"].sum()) for batch in of_this_step), stop)
         factor = self.plan.layout.data_parallel_size / max(tokens, 1.0)
         self._scale_router_losses(factor)
@@ -141,7 +141,7 @@ class DeepSpeedEngine:
             yield from named_gradients(self.module)
             return
         for name, parameter in self.module.named_parameters():
-            yield name, parameter.ds_tensor  # type: ignore[attr-defined]
+            yield name, parameter.ds_tensor
 
     def weights(self) -> list[Shard]:
         """See `Engine`."""
@@ -249,7 +249,7 @@ class DeepSpeedEngine:
 
 
 def _sum_sequence_parallel_gradients(module: torch.nn.Module) -> None:
-    """Sum the gradients of weights that every tensor-parallel rank applies to its own tokens, before ZeRO takes them."""
+    """Sum gradients of weights that each tensor-parallel rank applies to its own tokens, before ZeRO takes them."""
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
         return

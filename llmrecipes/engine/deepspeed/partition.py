@@ -40,13 +40,11 @@ class Owned:
     """`param` (the fp32 master weights), `exp_avg` and `exp_avg_sq`, each [n]; views."""
 
 
-def own_partition(parameter: torch.nn.Parameter) -> Range:
-    """This rank's part of a parameter's weights in stage 3, without padding."""
-    partition: Any = parameter.ds_tensor  # type: ignore[attr-defined]
-    size = partition.numel()
-    rank = parameter.ds_process_group.rank() if hasattr(parameter, "ds_process_group") else 0
-    start = min(rank * size, parameter.ds_numel)  # type: ignore[attr-defined]
-    return Range(start, partition.data.view(-1)[: max(0, min(size, parameter.ds_numel - start))])  # type: ignore[attr-defined]
+def own_partition(parameter: Any) -> Range:
+    """This rank's part of the weights of a parameter that stage 3 has partitioned, without padding."""
+    size = parameter.ds_tensor.ds_numel
+    start = min(parameter.ds_zero_partition_rank * size, parameter.ds_numel)
+    return Range(start, parameter.ds_tensor.data.view(-1)[: min(size, parameter.ds_numel - start)])
 
 
 class Partition:
@@ -69,13 +67,13 @@ class Partition:
         for placement in self._found:
             parameter: Any = placement.parameter
             if hasattr(parameter, "ds_id"):
-                group, first, size = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-                start, own = own_partition(parameter).start, own_partition(parameter).values.numel()
-                yield self._range(placement, start, self._optimizer.fp32_partitioned_groups_flat[group], first, own)
+                group, first, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+                own, flat = own_partition(parameter), self._optimizer.fp32_partitioned_groups_flat[group]
+                yield self._range(placement, own.start, flat, first, own.values.numel())
             elif hasattr(parameter, "_hp_mapping"):
                 if (mapping := parameter._hp_mapping) is not None:
                     here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    flat = self._optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+                    (flat,) = self.base.param_groups[mapping.param_group_index]["params"]
                     yield self._range(placement, here.start, flat, there.start, there.numel)
             else:
                 yield self._range(placement, 0, parameter, 0, parameter.numel())
@@ -94,10 +92,9 @@ class Partition:
                 state["step"] = count
 
     def _masters(self) -> list[torch.Tensor]:
-        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
-            if hasattr(self._optimizer, name):
-                return list(getattr(self._optimizer, name))
-        return [each for group in self.base.param_groups for each in group["params"]]
+        # Stage 3 shows its optimizer one group at a time, so its parameter groups are empty.
+        partitioned = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)
+        return partitioned or [each for group in self.base.param_groups for each in group["params"]]
 
     def _range(self, placement: Placement, start: int, master: torch.Tensor, first: int, size: int) -> Owned:
         state = self.base.state[master]

@@ -69,14 +69,14 @@ def placements(module: RecipeGPTModel) -> list[Placement]:
     return list(found.values())
 
 
-def other_state(module: RecipeGPTModel) -> dict[str, ShardedTensor | ShardedObject]:
+def other_state(module: RecipeGPTModel) -> list[ShardedTensor | ShardedObject]:
     """What a module's sharded state dict has besides parameters: buffers that training changes, layers' own objects."""
     with _with_shapes(module):
-        return {
-            value.key: value
+        return [
+            value
             for value in nested_values(module.sharded_state())
             if isinstance(value, ShardedTensor | ShardedObject) and not isinstance(value.data, torch.nn.Parameter)
-        }
+        ]
 
 
 def full_shape(parameter: torch.nn.Parameter) -> torch.Size:

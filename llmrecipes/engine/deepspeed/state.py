@@ -64,11 +64,11 @@ def _model(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Weights as this rank has them, and buffers that training changes."""
     if zero(engine.recipe).stage < 3:
         return engine.module.sharded_state()
-    state: dict[str, Any] = dict(other_state(engine.module))
-    for number, placement in enumerate(engine.placements):
+    parameters = []
+    for placement in engine.placements:
         own = own_partition(placement.parameter)
-        state[str(number)] = placement.shards("", own.start, own.values, exclusive=True)
-    return state
+        parameters.append(placement.shards("", own.start, own.values, exclusive=True))
+    return {"parameters": parameters, "others": other_state(engine.module)}
 
 
 def _optimizer(engine: DeepSpeedEngine) -> dict[int, Any]:

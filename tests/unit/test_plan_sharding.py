@@ -1,0 +1,131 @@
+"""Memory with ZeRO: the paper's shares, what DeepSpeed keeps besides, and what is offloaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.plan.check import check
+from llmrecipes.plan.derive import Plan, default_world_size, derive
+from llmrecipes.recipe.load import load
+from llmrecipes.units import GIB
+from tests.refusals import refused
+
+GPU = Gpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
+NODE = Cluster((GPU,) * 8, 8, 1 << 41, 1 << 40, 0)
+LAPTOP = replace(NODE, gpus=())
+N = 24 * (4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048) + 50304 * 2048 + 2048
+"""Parameters of gpt-1b with its padded vocabulary."""
+PLAIN = ("parallelism.overlap_grad_reduce=false", "parallelism.overlap_param_gather=false")
+BUCKET = 500_000_000
+EXACT = ("zero.stage3_max_live_parameters=0", "zero.stage3_max_reuse_distance=0", "zero.stage3_prefetch_bucket_size=0")
+
+
+def plan(*overrides: str, machine: Cluster = NODE, ranks: int = 8) -> Plan:
+    return derive(load("gpt-1b", [*PLAIN, *overrides]).recipe, ranks, machine)
+
+
+def test_parameters() -> None:
+    assert plan().num_parameters.total == N
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights", "gradients", "optimizer", "buffers"),
+    [
+        # Figure 1 of arXiv 1910.02054: 2 + 2 + 12 bytes a parameter, each divided from its stage on; fp32 gradients.
+        (("zero.stage=1",), 2 * N, 4 * N, 12 * N // 8, 0),
+        (("zero.stage=2",), 2 * N, 4 * N // 8, 12 * N // 8, (2 + 4) * BUCKET),
+        (
+            ("zero.stage=2", "parallelism.grad_reduce_in_fp32=false"),
+            2 * N, 2 * N // 8, 12 * N // 8, 2 * BUCKET,
+        ),
+        (("zero.stage=2", "zero.overlap_comm=true"), 2 * N, 4 * N // 8, 12 * N // 8, (2 + 2 + 4) * BUCKET),
+        (("zero.stage=2", "train.precision=fp32"), 4 * N, 4 * N // 8, 12 * N // 8, 4 * BUCKET),
+        (("zero.stage=2", "zero.offload_optimizer=cpu"), 2 * N, 0, 0, (2 + 4) * BUCKET),
+        (("zero.stage=1", "zero.offload_optimizer=cpu"), 2 * N, 4 * N, 0, (2 + 4) * BUCKET),
+        # Stage 3 and gathered: a billion parameters by default.
+        (("zero.stage=3",), 2 * N // 8 + 2 * 10**9, 4 * N // 8, 12 * N // 8, 4 * BUCKET),
+        (("zero.stage=3", "train.precision=fp32"), 4 * N // 8 + 4 * 10**9, 4 * N // 8, 8 * N // 8, 4 * BUCKET),
+        (
+            ("zero.stage=3", "train.precision=fp32", "zero.offload_param=cpu"),
+            4 * 10**9, 4 * N // 8, 12 * N // 8, 4 * BUCKET,
+        ),
+        (
+            ("zero.stage=3", "zero.offload_optimizer=cpu", "zero.offload_param=cpu"),
+            2 * 10**9, 0, 0, 4 * BUCKET,
+        ),
+    ],
+)  # fmt: skip
+def test_the_states_of_a_rank(
+    overrides: tuple[str, ...], weights: int, gradients: int, optimizer: int, buffers: int
+) -> None:
+    memory = plan(*overrides).memory
+    assert (memory.weights, memory.gradients, memory.optimizer, memory.buffers) == (
+        weights, gradients, optimizer, buffers,
+    )  # fmt: skip
+
+
+def test_stage_3_gathers_at_least_its_largest_part_and_at_most_the_model() -> None:
+    share = 2 * N // 8
+    embedding = 50304 * 2048
+    assert plan("zero.stage=3", *EXACT).memory.weights == share + 2 * embedding
+    more = plan("zero.stage=3", *EXACT[:2], "zero.stage3_prefetch_bucket_size=1000").memory
+    assert more.weights == share + 2 * (embedding + 1000)
+    assert plan("zero.stage=3", "zero.stage3_max_live_parameters=9000000000").memory.weights == share + 2 * N
+
+
+@pytest.mark.parametrize(
+    ("overrides", "host"),
+    [
+        (("zero.stage=3",), 0),
+        # Master weights, two moments, fp32 gradients, gradients summed over micro-batches, updated weights.
+        (("zero.stage=2", "zero.offload_optimizer=cpu"), 12 + 4 + 2 + 2),
+        (("zero.stage=3", "zero.offload_optimizer=cpu"), 12 + 4 + 4),
+        (("zero.stage=3", "zero.offload_optimizer=cpu", "zero.offload_param=cpu"), 12 + 4 + 4 + 2),
+    ],
+)
+def test_what_is_offloaded_counts_against_the_main_memory_of_a_node(overrides: tuple[str, ...], host: int) -> None:
+    found = plan(*overrides)
+    assert found.memory.host == host * N // 8
+    assert found.host_memory_bytes == 8 * found.memory.host
+    assert found.as_dict()["host_memory_bytes"] == found.host_memory_bytes
+    assert "host" not in found.as_dict()["memory"]
+    two_nodes = plan(*overrides, machine=NODE.times(2), ranks=16)
+    assert two_nodes.host_memory_bytes == 8 * two_nodes.memory.host == host * (N // 16) * 8
+    assert two_nodes.host_capacity_bytes == NODE.memory_available_bytes
+
+
+def test_nvme_leaves_buffers_in_main_memory() -> None:
+    nvme = ("zero.stage=3", "zero.offload_optimizer=nvme", "zero.nvme_path=/nvme", "zero.sub_group_size=1000000")
+    assert plan(*nvme).memory.host == 12 * 4_000_000 + 8 * N // 8
+
+
+def test_a_node_with_too_little_main_memory_is_refused() -> None:
+    small = replace(NODE, memory_available_bytes=20 * GIB)
+    found = plan("zero.stage=2", "zero.offload_optimizer=cpu", machine=small)
+    assert not found.fits
+    with refused("recipe gpt-1b", rule=("24.5 GiB", "20.0 GiB", "zero.offload_optimizer")):
+        check(found, small)
+    check(plan("zero.stage=2", "zero.offload_optimizer=cpu"), NODE)
+
+
+def test_on_a_cpu_offloaded_states_are_in_the_same_memory() -> None:
+    here = plan("zero.stage=2", "zero.offload_optimizer=cpu", machine=LAPTOP, ranks=2)
+    there = plan("zero.stage=2", "zero.offload_optimizer=cpu", ranks=2)
+    assert here.host_memory_bytes == here.memory.host == 0
+    assert here.memory.gradients + here.memory.optimizer == there.memory.host
+    small = derive(load("gpt-tiny", ["zero.stage=3"]).recipe, 2, LAPTOP)
+    assert small.memory.buffers == 4 * small.num_parameters.total  # what is written to, of a larger bucket
+
+
+def test_sharded_gradients_need_two_replicas_on_a_cpu() -> None:
+    def ranks(machine: Cluster, *overrides: str) -> int:
+        return default_world_size(load("gpt-tiny", overrides).recipe, machine)
+
+    assert ranks(LAPTOP, "zero.stage=1") == 1
+    assert ranks(LAPTOP, "zero.stage=2") == ranks(LAPTOP, "zero.stage=3") == 2
+    assert ranks(LAPTOP, "zero.stage=2", "parallelism.tensor_model_parallel_size=2") == 4
+    assert ranks(LAPTOP, "zero.stage=3", "train.global_batch_size=8") == 1
+    assert ranks(replace(NODE, gpus=(GPU,)), "zero.stage=3") == 1
