@@ -2,7 +2,7 @@
 
     python -m benchmarks.zero --part bytes|speed|largest [--json FILE]
 
-`bytes` walks the tensors of the engines after some steps: parameters, gradients and optimizer state of a rank, by
+`bytes` walks the tensors of the engine `deepspeed` in its second step: parameters, gradients and optimizer state of a rank, by
 distinct memory, beside the formulas (`benchmarks.zero_formulas`) and the plan. `speed` gives tokens/s, peak memory and
 the bytes sent in a step. `largest` searches the largest model of which every rank stays below `--limit-gib`: resident
 memory of the process on a CPU, torch's allocator on a GPU. Every try is a new world of ranks. Devices are those of this
@@ -113,7 +113,7 @@ def bytes_part(worlds: Sequence[int]) -> list[dict[str, Any]]:
     cases = [
         (variant, types)
         for types in TYPES
-        for variant in (*PLAIN, VARIANTS[-1])
+        for variant in PLAIN
         # Without ZeRO DeepSpeed accumulates in the type of the weights.
         if variant.stage > 0 or types.weight == types.gradient
     ]
@@ -123,7 +123,7 @@ def bytes_part(worlds: Sequence[int]) -> list[dict[str, Any]]:
         recipes = [recipe_of(variant, types, ranks) for variant, types in cases]
         for (variant, types), recipe, *reports in zip(cases, recipes, *run(recipes, ranks, walk=True), strict=True):
             rows.append(_bytes_row(variant, types, ranks, derive(recipe, ranks, detect()), reports))
-    show("Model states of a rank, MiB (DeepSpeed unless named)", *_bytes_table(rows))
+    show("Model states of a rank, MiB, engine deepspeed", *_bytes_table(rows))
     return rows
 
 
@@ -192,7 +192,7 @@ def largest_part(
     ranks: int, limit_gib: float, hidden: int, seconds: float, chosen: Sequence[Variant], svg: Path | None
 ) -> list[dict[str, Any]]:
     """The largest number of layers that trains for two steps, of every variant, in bf16 with bf16 gradients."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for variant in chosen:
         tries: dict[int, str] = {}
 

@@ -118,7 +118,7 @@ def _timed(step: Callable[[], None], platform: Platform) -> float:
 
 
 def moments(engine: Any, step: Callable[[], None]) -> dict[str, dict[str, Any]]:
-    """What is held at three moments of a step.
+    """What an engine `deepspeed` holds at three moments of a step.
 
     `loss`: the output layer is about to run. `reduced`: gradients are ready, the update has not begun. `update`: the
     optimizer that ZeRO wraps is called, for the first of its groups of parameters.
@@ -129,22 +129,14 @@ def moments(engine: Any, step: Callable[[], None]) -> dict[str, dict[str, Any]]:
         if name not in found:
             found[name] = _held(engine)
 
-    updating = engine._engine if hasattr(engine, "_engine") else engine.optimizer
     hook = engine.module.output_layer.register_forward_pre_hook(lambda *_: at("loss"))
     with (
-        _before(updating, "step", lambda: at("reduced")),
-        _before(base_optimizers(engine)[0], "step", lambda: at("update")),
+        _before(engine._engine, "step", lambda: at("reduced")),
+        _before(engine.partition.base, "step", lambda: at("update")),
     ):
         step()
     hook.remove()
     return found
-
-
-def base_optimizers(engine: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that update: DeepSpeed wraps one, megatron-core some."""
-    if hasattr(engine, "partition"):
-        return [engine.partition.base]
-    return [each.optimizer for each in engine.optimizer.chained_optimizers]
 
 
 @contextmanager
@@ -165,20 +157,20 @@ def _before(of: Any, name: str, see: Callable[[], None]) -> Iterator[None]:
 def _held(engine: Any) -> dict[str, Any]:
     """Bytes of distinct memory by what it is; `rest` is by attribute of the optimizer where it has one."""
     parameters = [each for module in engine.modules for each in module.parameters()]
-    bases = base_optimizers(engine)
+    base = engine.partition.base
     # Stage 3 names them in the groups of the optimizer only while it updates them.
-    masters = [each for base in bases for each in base.state]
+    masters = list(base.state)
     taken: set[int] = set()
     if any(hasattr(each, "ds_tensor") for each in parameters):
         weights = _new(taken, [each.ds_tensor.data for each in parameters])
         gathered = _new(taken, [each.data for each in parameters])
     else:
         weights, gathered = _new(taken, [each.data for each in parameters]), {}
-    state = _new(taken, [*masters, *(each for base in bases for _, each in tensors(dict(base.state), ""))])
+    state = _new(taken, [*masters, *(each for _, each in tensors(dict(base.state), ""))])
     gradients = _new(taken, [
         gradient
         for each in (*parameters, *masters)
-        for gradient in (each.grad, getattr(each, "grad_accum", None), getattr(each, "main_grad", None))
+        for gradient in (each.grad, getattr(each, "grad_accum", None))
         if isinstance(gradient, torch.Tensor)
     ])  # fmt: skip
     for name in GRADIENTS:
