@@ -2,11 +2,11 @@
 
     python -m benchmarks.zero --part bytes|speed|largest [--json FILE]
 
-`bytes` walks the tensors of the engine `deepspeed` in its second step: parameters, gradients and optimizer state of a rank, by
-distinct memory, beside the formulas (`benchmarks.zero_formulas`) and the plan. `speed` gives tokens/s, peak memory and
-the bytes sent in a step. `largest` searches the largest model of which every rank stays below `--limit-gib`: resident
-memory of the process on a CPU, torch's allocator on a GPU. Every try is a new world of ranks. Devices are those of this
-machine: without a GPU, processes of one thread.
+`bytes` walks the tensors of the engine `deepspeed` in its second step: parameters, gradients and optimizer state of a
+rank, by distinct memory, beside the formulas (`benchmarks.zero_formulas`) and the plan. `speed` gives tokens/s, peak
+memory and the bytes sent in a step. `largest` searches the largest model of which every rank stays below `--limit-gib`:
+resident memory of the process on a CPU, torch's allocator on a GPU. Every try is a new world of ranks. Devices are
+those of this machine: without a GPU, processes of one thread.
 """
 
 from __future__ import annotations

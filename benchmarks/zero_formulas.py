@@ -1,8 +1,9 @@
 """What ZeRO should hold and send (arXiv 1910.02054), and a search for the largest size that fits; pure functions.
 
 Ψ parameters, N ranks. Adam in mixed precision holds K = 12 bytes of optimizer state for each parameter: two moments and
-an fp32 copy of the weights. In fp32 the weights themselves are updated, so K = 8; but DeepSpeed's stages 1 and 2 keep
-the copy in every precision, as a buffer of their own, so there K = 12 in fp32 too.
+an fp32 copy of the weights. In fp32 the weights themselves can be updated, so K = 8; but with ZeRO, DeepSpeed keeps the
+copy in fp32 too, so there K = 12 in every precision. (Stages 1 and 2 always clone their partition of the weights. Stage
+3 would share it if `tensor.device == self.device`, but compares a `torch.device` with a string: stage3.py of 0.19.8.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TYPES = (FP32, BF16, BF16_FP32_GRADIENTS)
 
 def state_bytes(types: Types, stage: int) -> int:
     """K of DeepSpeed at a stage."""
-    return 8 if types.weight == 4 and stage in (0, 3) else 12
+    return 8 if types.weight == 4 and stage == 0 else 12
 
 
 def held(parameters: int, ranks: int, stage: int, types: Types) -> Bytes:

@@ -17,9 +17,9 @@ def test_formulas_give_the_figures_of_the_paper() -> None:
     assert gb == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
 
 
-def test_copies_of_weights_in_fp32_belong_to_stages_1_and_2() -> None:
+def test_zero_has_copies_of_weights_in_fp32_too() -> None:
     state = [held(100, 1, stage, FP32).optimizer for stage in STAGES]
-    assert state == [800, 1200, 1200, 800]
+    assert state == [800, 1200, 1200, 1200]
 
 
 def test_volumes_are_those_of_the_paper() -> None:
