@@ -36,7 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         slow = item.get_closest_marker("slow") is not None
-        if selection.of_the_version(item.path.relative_to(HERE).as_posix(), slow):
+        zero = item.nodeid if item.get_closest_marker("deepspeed") else ""
+        if selection.of_the_version(item.path.relative_to(HERE).as_posix(), slow, zero):
             item.add_marker(pytest.mark.version)
     items.sort(key=lambda item: selection.rank(item.nodeid))
 

@@ -24,6 +24,12 @@ VERSION = (
 VERSION_SLOW = ("dist/test_layouts", "unit/test_checkpoint_")
 """Those whose slow tests do so too, and do more than start the same processes with other options."""
 
+VERSION_ZERO = (
+    "[gpt: dp2, deepspeed, stage=2, reduce_bucket_size=20000, use_distributed_optimizer]",
+    "[gpt: tp2 sp dp2, deepspeed, stage=3",
+)
+"""Beginnings of the ids of those with DeepSpeed that do; DeepSpeed itself has the same version everywhere."""
+
 RANKS = "ranks"
 """Group of all tests that need the worlds: these are started in one process only."""
 
@@ -37,14 +43,17 @@ FIRST = (
 """Slow groups, the slowest first, so that short ones run last."""
 
 
-def of_the_version(path: str, slow: bool = False) -> bool:
+def of_the_version(path: str, slow: bool = False, zero: str = "") -> bool:
     """Whether a test belongs to `make test-version`.
 
     Args:
         path: of its module, relative to `tests`.
         slow: whether `make test` excludes it.
+        zero: its id, if it needs DeepSpeed.
     """
-    return path.startswith(VERSION_SLOW if slow else VERSION)
+    return path.startswith(VERSION_SLOW if slow else VERSION) and (
+        not zero or any(start in zero for start in VERSION_ZERO)
+    )
 
 
 @cache

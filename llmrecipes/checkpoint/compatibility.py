@@ -1,4 +1,4 @@
-"""Which recipe keys a run may change when it is resumed.
+"""Which recipe keys a run may change when it is resumed, its engine among them.
 
 Keys that determine the loss curve must not change. Keys that only determine where, how fast, how long and how observed
 it runs may. The learning rate and its decay must not change either, because that would be a different experiment;
@@ -11,11 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmrecipes.checkpoint.store import Entry
 from llmrecipes.errors import UserError
 from llmrecipes.nested import leaves
+from llmrecipes.recipe.engines import can_read
 
 FREE = (
     "description",
+    "engine",
+    "zero",
     "parallelism",
     "checkpoint",
     "tracking",
@@ -87,6 +91,26 @@ def require_compatible(now: Mapping[str, Any], then: Mapping[str, Any], *, where
             where=where,
             rule="a resumed run keeps its model, data, batch, seed, precision and learning rate",
             fix="set these keys back, or start a new run with another run id",
+        )
+
+
+def require_readable(entry: Entry, engine: str) -> None:
+    """Refuse a checkpoint of an engine whose state this one cannot load.
+
+    Args:
+        entry: the checkpoint.
+        engine: name of the engine that is to load it.
+
+    Raises:
+        UserError: it cannot.
+    """
+    written_by = entry.manifest.engine
+    if not can_read(engine, written_by):
+        raise UserError(
+            f"this checkpoint was written by engine {written_by}, but the recipe uses {engine}",
+            where=str(entry.path),
+            rule=f"{engine} cannot load the state of {written_by}",
+            fix=f"engine={written_by}, or a new run id",
         )
 
 

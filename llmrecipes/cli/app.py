@@ -45,6 +45,7 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "smoke": training.smoke,
         "verify": training.verify,
         "upcycle": training.upcycle,
+        "convert": training.convert,
     },
     "Runs": {
         "runs": runs.runs,

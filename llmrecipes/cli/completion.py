@@ -1,4 +1,4 @@
-"""Shell completion: the scripts, and candidates for recipes, recipe keys, cluster profiles and runs.
+"""Shell completion: the scripts, and candidates for recipes, recipe keys, cluster profiles, engines and runs.
 
 Nothing here loads torch or reads a run's contents, and an invalid recipe or directory has no completions.
 """
@@ -67,6 +67,13 @@ def clusters(incomplete: str) -> list[str]:
     from llmrecipes.hardware.load import names
 
     return _beginning(names(), incomplete)
+
+
+def engines(incomplete: str) -> list[str]:
+    """Names of engines."""
+    from llmrecipes.recipe.engines import ENGINES
+
+    return _beginning(list(ENGINES), incomplete)
 
 
 def overrides(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -49,6 +49,9 @@ RunIdOption = Annotated[
     str | None,
     typer.Option("--run-id", metavar="ID", help="Name of the run; an existing run is resumed. Default: a new name."),
 ]
+NewRunIdOption = Annotated[
+    str | None, typer.Option("--run-id", metavar="ID", help="Name of the new run; default: a new name.")
+]
 AcceptChangesOption = Annotated[
     bool,
     typer.Option("--accept-changes", help="Resume even if this changes the learning rate or the data order."),

@@ -1,4 +1,4 @@
-"""`train`, `prepare`, `smoke`, `verify` and `upcycle`: parsing and printing only."""
+"""`train`, `prepare`, `smoke`, `verify`, `upcycle` and `convert`: parsing and printing only."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from llmrecipes.cli.options import (
     AcceptChangesOption,
     DataOption,
     JsonOption,
+    NewRunIdOption,
     OverridesArgument,
     RanksOption,
     RecipeArgument,
@@ -204,9 +205,7 @@ def verify(
 def upcycle(
     run: RunArgument,
     overrides: OverridesArgument = None,
-    run_id: Annotated[
-        str | None, typer.Option("--run-id", metavar="ID", help="Name of the new run; default: a new name.")
-    ] = None,
+    run_id: NewRunIdOption = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
 ) -> None:
@@ -229,6 +228,45 @@ def upcycle(
     print(f"upcycled {made.dense_run}, step {made.dense_step}, {number(made.dense_parameters)} parameters")
     print(f"to       {made.run_dir}, {number(made.parameters)} parameters, {number(made.active_parameters)} active")
     print(f"train:   {resume_command(Path(made.run_dir))}")
+
+
+@early_signals()
+def convert(
+    run: RunArgument,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="ENGINE",
+            help="Engine of the new run: megatron or deepspeed.",
+            autocompletion=completion.engines,
+        ),
+    ],
+    overrides: OverridesArgument = None,
+    run_id: NewRunIdOption = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Copy a run to a different engine or ZeRO stage.
+
+    The new run resumes from the newest checkpoint, with its optimizer state. Example of overrides: zero.stage=3.
+    """
+    from llmrecipes.commandline import resume_command
+    from llmrecipes.console import setup_logging
+    from llmrecipes.workflow.convert import convert as make
+    from llmrecipes.workflow.run import checked_run_id, new_run_id
+    from llmrecipes.workflow.runs import find_run
+
+    setup_logging()
+    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
+    made = make(find_run(run, runs_dir), to, overrides or [], runs_dir, run_id)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    stage = "" if made.zero_stage is None else f", zero.stage {made.zero_stage}"
+    print(f"converted {made.from_run}, step {made.step}, saved by engine {made.from_engine}")
+    print(f"to        {made.run_dir}, engine {made.engine}{stage}")
+    print(f"resume:   {resume_command(Path(made.run_dir))}")
 
 
 def _say(line: str) -> None:

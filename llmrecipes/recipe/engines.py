@@ -20,6 +20,8 @@ class Engine:
     """Its `engine.base.Backend`."""
     configuration: str | None = None
     """Function from a plan to its library's configuration, which `llmrecipes show` prints; it must not import torch."""
+    reads: frozenset[str] = frozenset()
+    """Other engines whose checkpoints it can load, weights and optimizer state alike."""
     extra: str | None = None
     """Extra of pyproject.toml that a run needs; None: the project's dependencies are enough."""
     packages: tuple[str, ...] = ()
@@ -27,10 +29,11 @@ class Engine:
 
 
 ENGINES = {
-    MEGATRON: Engine("llmrecipes.engine.megatron.backend:MegatronBackend"),
+    MEGATRON: Engine("llmrecipes.engine.megatron.backend:MegatronBackend", reads=frozenset({DEEPSPEED})),
     DEEPSPEED: Engine(
         "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
         configuration="llmrecipes.engine.deepspeed.config:deepspeed_config",
+        reads=frozenset({MEGATRON}),
         extra="zero",
         packages=("deepspeed",),
     ),
@@ -45,6 +48,11 @@ def engine_name(recipe: Recipe) -> str:
     zero = recipe.zero
     needs_deepspeed = zero is not None and (zero.stage >= 2 or zero.offload_optimizer != "none")
     return DEEPSPEED if needs_deepspeed else MEGATRON
+
+
+def can_read(name: str, written_by: str) -> bool:
+    """Whether an engine can load a checkpoint that another one, or itself, wrote."""
+    return name == written_by or written_by in ENGINES[name].reads
 
 
 def unknown_engine(recipe: Recipe) -> Iterator[Problem]:

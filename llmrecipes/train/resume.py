@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from llmrecipes.checkpoint.compatibility import require_readable
 from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry
 from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.errors import ExitCode, UserError
@@ -50,13 +51,9 @@ def resume(engine: Engine, store: CheckpointStore, world: World, *, from_scratch
     entry, notes = found[0]
     if entry is None:
         return Start(Progress(), notes)
-    if entry.manifest.engine != engine.name:
-        raise UserError(
-            f"this checkpoint was written by engine {entry.manifest.engine}, but the recipe uses {engine.name}",
-            where=str(entry.path),
-            rule="a run keeps its engine",
-            fix=f"engine={entry.manifest.engine}, or a new run id",
-        )
+    require_readable(entry, engine.name)
+    if entry.manifest.engine != engine.name and world.is_first:
+        logger.info("%s was saved by engine %s and is resumed with %s", entry.path, entry.manifest.engine, engine.name)
     progress = engine.load_state(entry)
     if progress.step > engine.recipe.train.train_iters:
         raise UserError(

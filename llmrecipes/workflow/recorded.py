@@ -7,9 +7,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from llmrecipes.checkpoint.compatibility import require_compatible
+from llmrecipes.checkpoint.compatibility import require_compatible, require_readable
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import RESOLVED_NAME, load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow.changes import require_accepted
@@ -27,10 +28,12 @@ def require_same_recipe(recipe: Recipe, run_dir: Path, data_dir: Path, *, accept
         accept: whether the user has accepted what a different number of steps changes.
 
     Raises:
-        UserError: what differs; or the recipe of the run is damaged.
+        UserError: what differs; its engine cannot load the run's checkpoint; or the recipe of the run is damaged.
     """
     entries = CheckpointStore(run_dir / "checkpoints").entries()
     newest = entries[-1] if entries else None
+    if newest is not None:
+        require_readable(newest, engine_name(recipe))
     then = _recorded(run_dir, newest)
     if then is None:
         return

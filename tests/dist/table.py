@@ -152,6 +152,11 @@ class Row:
         return ", ".join([f"{self.variant}: {self.layout}", *extra])
 
     @property
+    def engines(self) -> set[str]:
+        """Engines that it needs."""
+        return {self.engine}
+
+    @property
     def core(self) -> bool:
         """Whether `make test` runs it."""
         return self.name in CORE
@@ -345,6 +350,10 @@ CORE = frozenset(
 """Names of the rows and resumes of `make test`; the others are left to `make test-deep`."""
 
 
+def _engine(changes: Sections) -> str:
+    return "deepspeed" if "zero" in changes else "megatron"
+
+
 @dataclass(frozen=True)
 class Resume:
     """A checkpoint of one layout that goes on in another.
@@ -352,7 +361,7 @@ class Resume:
     Args:
         variant: the model, of `VARIANTS`.
         saved, resumed: degrees, as in `Row`.
-        saved_changes, resumed_changes: what else each layout sets.
+        saved_changes, resumed_changes: what else each layout sets; one with a section `zero` is DeepSpeed's.
     """
 
     variant: str
@@ -363,15 +372,20 @@ class Resume:
 
     @property
     def saved_row(self) -> Row:
-        return Row(self.variant, self.saved, self.saved_changes)
+        return Row(self.variant, self.saved, self.saved_changes, engine=_engine(self.saved_changes))
 
     @property
     def resumed_row(self) -> Row:
-        return Row(self.variant, self.resumed, self.resumed_changes)
+        return Row(self.variant, self.resumed, self.resumed_changes, engine=_engine(self.resumed_changes))
+
+    @property
+    def engines(self) -> set[str]:
+        """Engines that it needs."""
+        return {self.saved_row.engine, self.resumed_row.engine}
 
     @property
     def bound(self) -> float:
-        return BF16_BOUND if "bf16" in self.variant else BOUND
+        return BF16_BOUND if "16" in self.variant else BOUND
 
     @property
     def core(self) -> bool:
@@ -406,4 +420,19 @@ RESUMES = (
     Resume("moe", "tp2 sp pp2 dp2 ep2 etp1", "dp2 ep2"),
     Resume("mixtral", "tp2 sp ep2 etp1", "cp2 dp2 ep2"),
     Resume("deepseek", "dp2 ep2", "tp2 sp pp2 ep2 etp1"),
+    # -- ZeRO by DeepSpeed, and from and to megatron-core --
+    Resume("gpt", "dp2", "dp4", _zero(1), _zero(3)),
+    Resume("gpt", "dp4", "dp2", _zero(3), _zero(2)),
+    Resume("gpt", "dp2", "tp2 sp", _zero(3)),
+    Resume("gpt", "pp2", "dp2", {}, _zero(3)),
+    Resume("gpt in bf16", "dp2", "dp2", {}, _zero(2)),
+    Resume("gpt in fp16", "dp2", "dp2", _zero(2), _zero(3)),
+    Resume("gpt", "dp2", "dp2", _zero(2, offload_optimizer="cpu"), _zero(3)),
+    Resume("gpt", "tp2 sp dp2", "dp1", _zero(3)),
+    Resume("llama", "dp4", "dp2", _zero(3), _zero(3)),
+    Resume("gpt in bf16", "dp2", "tp2 sp", _zero(3)),
+    Resume("gpt in fp16", "dp2", "dp2", {}, _zero(3)),
+    Resume("gpt in fp16", "dp2", "dp2", _zero(3)),
+    Resume("gpt", "dp2", "tp2 dp2", _zero(0), _zero(3)),
+    Resume("moe", "dp2 ep2", "dp2", {}, _zero(3)),
 )

@@ -37,7 +37,7 @@ def cases(table: Sequence[Row | Resume]) -> list[Any]:
 
 def _marks(case: Row | Resume) -> list[pytest.MarkDecorator]:
     slow = [] if case.core else [pytest.mark.slow]
-    return [*slow, pytest.mark.deepspeed] if isinstance(case, Row) and case.engine == "deepspeed" else slow
+    return [*slow, pytest.mark.deepspeed] if "deepspeed" in case.engines else slow
 
 
 @pytest.mark.parametrize("row", cases(HERE))

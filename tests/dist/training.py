@@ -40,6 +40,8 @@ class Outcome:
     norms: list[float]
     valid: float
     """Validation loss after the last step."""
+    scales: list[float | None]
+    """fp16 loss scale of each step."""
     tensors: dict[str, np.ndarray]
     """Every global parameter and buffer by name, put together from the ranks that hold it."""
     replicas: ReplicaDifference | None = None
@@ -80,6 +82,8 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
     worst = max(tensors, key=lambda name: tensors[name])
     count = len(outcome.losses)
     exact = [f"replicas differ: {outcome.replicas}"] if outcome.replicas else []
+    if outcome.scales != reference.scales[-count:]:
+        exact.append(f"loss scales are {outcome.scales}, not {reference.scales[-count:]}")
     if outcome.lost:
         exact.append(f"not restored bit for bit: {', '.join(outcome.lost)}")
     return Difference(
@@ -125,7 +129,8 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
 
 def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
     """Train the steps after a checkpoint, from a model that started elsewhere."""
-    elsewhere = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 99})})
+    different = {"seed": 99, "initial_loss_scale": recipe.train.initial_loss_scale * 4}
+    elsewhere = recipe.model_copy(update={"train": recipe.train.model_copy(update=different)})
     with training(elsewhere) as (engine, world):
         progress = resume(engine, CheckpointStore(folder), world).progress
         assert progress.step == SAVED_AT
@@ -164,7 +169,14 @@ def _run(engine: Engine, world: World, steps: int, consumed: int = 0) -> Outcome
     if not world.is_first:
         return None
     apart = replicas.first_difference(digests, STEPS)
-    return Outcome([r.loss for r in results], [r.grad_norm or math.nan for r in results], valid, tensors, apart)
+    return Outcome(
+        [r.loss for r in results],
+        [r.grad_norm or math.nan for r in results],
+        valid,
+        [r.loss_scale for r in results],
+        tensors,
+        apart,
+    )
 
 
 def _beside(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -73,7 +74,16 @@ def _file(folder: Path, recipe: Recipe) -> Path:
 def _write(path: Path, outcome: Outcome | None) -> None:
     assert outcome is not None, "a world of one is its own first rank"
     tensors = {f"tensor {name}": value for name, value in outcome.tensors.items()}
-    np.savez(path, losses=outcome.losses, norms=outcome.norms, valid=outcome.valid, allow_pickle=False, **tensors)
+    scales = [math.nan if scale is None else scale for scale in outcome.scales]
+    np.savez(
+        path,
+        losses=outcome.losses,
+        norms=outcome.norms,
+        valid=outcome.valid,
+        scales=scales,
+        allow_pickle=False,
+        **tensors,
+    )
 
 
 def _read(path: Path) -> Outcome:
@@ -82,6 +92,7 @@ def _read(path: Path) -> Outcome:
             stored["losses"].tolist(),
             stored["norms"].tolist(),
             float(stored["valid"]),
+            [None if math.isnan(scale) else scale for scale in stored["scales"].tolist()],
             {name.removeprefix("tensor "): stored[name] for name in stored.files if name.startswith("tensor ")},
         )
 

@@ -48,9 +48,10 @@ def recipe(**changes: Any) -> dict[str, Any]:
     }
     resolved = Recipe.model_validate(document).model_dump(mode="json")
     for key, value in changes.items():
-        section, name = key.split("__")
-        assert name in resolved[section], key
-        resolved[section][name] = value
+        section, _, name = key.partition("__")
+        place = resolved[section] if name else resolved
+        assert (name or section) in place, key
+        place[name or section] = value
     return resolved
 
 
@@ -91,6 +92,8 @@ def test_what_decides_the_loss_curve_must_not_change(change: dict[str, Any]) -> 
         {"tracking__mlflow": False},
         {"data__num_workers": 4},
         {"scheduler__lr_decay_iters": 40},
+        {"engine": "deepspeed"},
+        {"zero": {"stage": 2}},
     ],
 )
 def test_what_decides_where_and_how_long_may_change(change: dict[str, Any]) -> None:

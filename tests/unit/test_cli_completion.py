@@ -74,6 +74,8 @@ def test_runs(complete: Complete, tmp_path: Path) -> None:
     assert complete("compare", "gpt-tiny/a1", "") == ["gpt-tiny/a1", "gpt-tiny/a2"]
     assert complete("tensorboard", "--runs-dir", "other", "") == ["gpt-1b/b"]
     assert complete("upcycle", "gpt-tiny/a2") == ["gpt-tiny/a2"]
+    assert complete("convert", "gpt-tiny/a2") == ["gpt-tiny/a2"]
+    assert complete("convert", "gpt-tiny/a2", "--to", "d") == ["deepspeed"]
 
 
 def test_bash_completes(tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ def test_default_directories_are_left_out_where_every_shell_has_them(monkeypatch
 
 
 def test_no_other_module_writes_a_command_with_values_in_it() -> None:
-    written = re.compile(r"""f["'].*\bllmrecipes (train|prepare|show|generate|compare|bench|ui|submit|upcycle)\b.*\{""")
+    written = re.compile(
+        r"""f["'].*\bllmrecipes (train|prepare|show|generate|compare|bench|ui|submit|upcycle|convert)\b.*\{"""
+    )
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in (ROOT / "llmrecipes").rglob("*.py")

@@ -10,6 +10,7 @@ import torch
 
 from llmrecipes.engine.base import Platform
 from llmrecipes.engine.deepspeed.config import deepspeed_config
+from llmrecipes.engine.deepspeed.operators import load_operators
 from llmrecipes.engine.deepspeed.partition import own_partition
 from llmrecipes.engine.deepspeed.placement import Placement, full_shape, placements
 from llmrecipes.engine.deepspeed.runtime import mpu
@@ -21,6 +22,7 @@ from llmrecipes.recipe.schema import Recipe, Zero
 
 def build(plan: Plan, platform: Platform) -> tuple[gpt.BuiltModel, list[Placement]]:
     """The initialised model of this rank; with stage 3 each rank only ever has its part of a parameter's memory."""
+    load_operators(zero(plan.recipe))
     if zero(plan.recipe).stage < 3:
         built = gpt.build(plan, platform)
         return built, placements(built.module)

@@ -1,0 +1,252 @@
+"""`llmrecipes convert`: a run's newest checkpoint becomes the start of a run with another engine or ZeRO stage.
+
+Engines that read each other's checkpoints write the same files, so no tensor is loaded: the files are linked, or copied
+to another file system, under a manifest of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.io import write_atomic
+from llmrecipes.recipe.engines import DEEPSPEED, ENGINES, can_read, engine_name
+from llmrecipes.recipe.load import RESOLVED_NAME, load, recipe_hash, to_yaml
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.events import Note
+from llmrecipes.tracking.jsonl import METRICS, JsonlSink
+from llmrecipes.tracking.status import StatusSink
+from llmrecipes.workflow.run import require_checkpoint
+
+if TYPE_CHECKING:
+    from llmrecipes.checkpoint.store import Entry
+
+logger = logging.getLogger(__name__)
+
+ORIGIN = "converted.json"
+LENGTH = ("train.train_iters", "scheduler.lr_decay_iters")
+"""Keys that a resumed run may change, but a conversion may not: their effects are checked when it is resumed."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A run made from another one.
+
+    Attributes:
+        run_dir: its directory, with recipe.yaml, metrics.jsonl and one checkpoint.
+        from_run: directory of the run it was made from.
+        step: of the checkpoint.
+        from_engine: engine that wrote the checkpoint.
+        engine: of the new run.
+        zero_stage: of the new run; None without a section `zero`.
+        linked: whether all files are hard links, which take no space.
+    """
+
+    run_dir: str
+    from_run: str
+    step: int
+    from_engine: str
+    engine: str
+    zero_stage: int | None
+    linked: bool
+
+
+def convert(run: Path, to: str, overrides: Sequence[str], runs_dir: Path, run_id: str) -> Converted:
+    """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
+
+    Args:
+        run: directory of the run to convert; it is not changed.
+        to: name of the engine.
+        overrides: `key.path=value`; keys that a resumed run may change.
+        runs_dir: where runs are kept.
+        run_id: of the new run.
+
+    Raises:
+        UserError: an unknown engine, an invalid recipe, nothing to change, no valid checkpoint (`ExitCode.STOP` if all
+            are damaged), a run id in use, or a full disk. Nothing of the new run is left behind.
+    """
+    recipe = converted_recipe(run / RESOLVED_NAME, to, overrides)
+    entry = _newest(run)
+    _require_readable(entry, to)
+    run_dir = runs_dir / recipe.name / run_id
+    try:
+        run_dir.mkdir(parents=True)
+    except FileExistsError as error:
+        raise UserError(f"run {run_id} already exists", where=str(run_dir), fix="another --run-id, or none") from error
+    try:
+        return _fill(run_dir, recipe, run, entry, to)
+    except BaseException as error:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"the run cannot be converted: {error.strerror}",
+                where=str(error.filename or run_dir),
+                fix="free some disk space if it is full, and convert again",
+            ) from error
+        raise
+
+
+def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe of a run with another engine, checked.
+
+    Args:
+        path: the resolved recipe of the run.
+        to: name of the engine.
+        overrides: applied last.
+
+    Raises:
+        UserError: an unknown engine, an invalid recipe, a change of the training itself, or no change at all.
+    """
+    from llmrecipes.checkpoint.compatibility import compatibility, differences
+
+    if to not in ENGINES:
+        raise UserError(f"no engine {to}", where="--to", rule=f"one of {', '.join(ENGINES)}")
+    then = load(str(path)).recipe
+    asks_for_zero = any(text.partition("=")[0].split(".")[0] == "zero" for text in overrides)
+    if to == DEEPSPEED and then.zero is None and not asks_for_zero:
+        raise UserError(
+            "missing with engine deepspeed",
+            where=f"{path}: zero",
+            rule="the engine deepspeed needs the section zero, with zero.stage at least",
+            fix="zero.stage=2",
+        )
+    leaves_deepspeed = engine_name(then) == DEEPSPEED and to != DEEPSPEED
+    changes = [f"engine={to}", *(["zero=null"] if leaves_deepspeed else []), *overrides]
+    recipe = load(str(path), changes).recipe
+    if engine_name(recipe) != to:
+        raise UserError(f"{engine_name(recipe)} with --to {to}", where="engine", fix="leave engine out")
+    before, after = then.model_dump(mode="json"), recipe.model_dump(mode="json")
+    different = differences(after, before)
+    kept = [*compatibility(after, before), *(each for each in different if each.key in LENGTH)]
+    if kept:
+        raise UserError(
+            "a conversion does not change these:\n    " + "\n    ".join(map(str, kept)),
+            where=str(path.parent),
+            rule="the new run keeps its model, data, batch, seed, precision, learning rate and number of steps",
+            fix="leave them out; the command that resumes the new run can extend it",
+        )
+    if engine_name(then) == to and all(each.key == "engine" for each in different):
+        raise UserError(
+            f"this run has engine {to} already",
+            where=str(path.parent),
+            rule="a conversion changes the engine, or something else",
+            fix=f"--to {next(name for name in ENGINES if name != to)}, or a key such as zero.stage=3",
+        )
+    return recipe
+
+
+def _newest(run: Path) -> Entry:
+    from llmrecipes.checkpoint.store import CheckpointStore
+
+    try:
+        return require_checkpoint(run)
+    except UserError as error:
+        if damaged := CheckpointStore(run / "checkpoints").survey()[1]:
+            raise UserError(
+                "no checkpoint of this run is valid:\n    " + "\n    ".join(map(str, damaged)),
+                where=str(run),
+                fix="restore a checkpoint from a backup",
+                code=ExitCode.STOP,
+            ) from error
+        raise
+
+
+def _require_readable(entry: Entry, to: str) -> None:
+    if not can_read(to, entry.manifest.engine):
+        raise UserError(
+            f"{to} cannot load a checkpoint of engine {entry.manifest.engine}",
+            where=str(entry.path),
+            rule=f"{to} reads those of {', '.join(sorted({to, *ENGINES[to].reads}))}",
+        )
+    if entry.manifest.format == 1:
+        raise UserError(
+            "this checkpoint was written by an older version",
+            where=str(entry.path),
+            rule="its index is a pickle, which a conversion does not rewrite",
+            fix="resume the run first: its next checkpoint has the current format",
+        )
+
+
+def _fill(run_dir: Path, recipe: Recipe, run: Path, entry: Entry, to: str) -> Converted:
+    linked = _publish(run_dir, recipe, entry, to)
+    result = Converted(
+        run_dir=str(run_dir),
+        from_run=str(run),
+        step=entry.step,
+        from_engine=entry.manifest.engine,
+        engine=to,
+        zero_stage=None if recipe.zero is None else recipe.zero.stage,
+        linked=linked,
+    )
+    _copy_metrics(run, run_dir, result)
+    status = StatusSink(run_dir, resumed_step=entry.step, total_steps=recipe.train.train_iters)
+    status.note(Note(step=entry.step, event="checkpoint_saved"))  # of step 0 too: it must not start from fresh weights
+    status.close("KILLED")
+    write_atomic(run_dir / ORIGIN, json.dumps(asdict(result), indent=2) + "\n")
+    # The recipe makes a directory a run, so it comes last.
+    write_atomic(run_dir / RESOLVED_NAME, to_yaml(recipe))
+    return result
+
+
+def _publish(run_dir: Path, recipe: Recipe, entry: Entry, to: str) -> bool:
+    """Publish the checkpoint in the new run; returns whether all its files are hard links."""
+    from llmrecipes.checkpoint.manifest import CheckpointInfo
+    from llmrecipes.checkpoint.store import CheckpointStore
+
+    manifest = entry.manifest
+    store = CheckpointStore(run_dir / "checkpoints")
+    store.claim()
+    try:
+        temporary = store.temporary(entry.step)
+        linked = {
+            name: record
+            for name, record in manifest.files.items()
+            if _link_or_copy(entry.path / name, temporary / name)
+        }
+        info = CheckpointInfo(
+            step=manifest.step,
+            consumed_samples=manifest.consumed_samples,
+            consumed_tokens=manifest.consumed_tokens,
+            layout=manifest.layout,  # of the ranks that wrote it: random states belong to it
+            recipe_hash=recipe_hash(recipe),
+            engine=to,
+            recipe=recipe.model_dump(mode="json"),
+        )
+        # A linked file has just been hashed; a copy is hashed again, and has to be the same.
+        copied = store.publish(temporary, info, versions=manifest.versions, known=linked).manifest.files
+    finally:
+        store.release()
+    if different := [name for name, record in manifest.files.items() if copied[name] != record]:
+        raise OSError(5, "a copy differs from its original", str(entry.path / different[0]))
+    return len(linked) == len(manifest.files)
+
+
+def _link_or_copy(source: Path, target: Path) -> bool:
+    """Returns whether it is a hard link, which only one file system can have, and not every one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        return False
+    return True
+
+
+def _copy_metrics(run: Path, run_dir: Path, result: Converted) -> None:
+    """The curve up to the checkpoint, and a note of where it is from."""
+    (run_dir / "logs").mkdir()
+    if (run / METRICS).exists():
+        shutil.copyfile(run / METRICS, run_dir / METRICS)
+    metrics = JsonlSink(run_dir / METRICS, result.step)
+    if metrics.problems:
+        logger.warning("%s: %s", run / METRICS, "; ".join(metrics.problems))
+    details = {"run": result.from_run, "engine": result.from_engine}
+    metrics.note(Note(step=result.step, event="converted", details=details))
+    metrics.close("KILLED")
