@@ -82,13 +82,13 @@ def _main() -> None:
                 report["losses"].append(result.loss)
         dist.barrier()
         if job["count"]:
-            report["calls"] = _counted(lambda: engine.train_step(batches))
+            report["calls"] = counted(lambda: engine.train_step(batches))
         report["passes"] = [_recorded(engine, batches) for _ in range(job["record"])]
         dist.barrier()
         (spec.parent / f"rank-{world.rank}.json").write_text(json.dumps(report), "utf-8")
 
 
-def _counted(step: Callable[[], object]) -> list[Any]:
+def counted(step: Callable[[], object]) -> list[Any]:
     import torch
 
     from benchmarks.traffic import Recorder

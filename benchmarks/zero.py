@@ -1,0 +1,272 @@
+"""ZeRO: what each stage holds and sends, what it costs, and the largest model that trains.
+
+    python -m benchmarks.zero --part bytes|speed|largest [--json FILE]
+
+`bytes` walks the tensors of the engine `deepspeed` in its second step: parameters, gradients and optimizer state of a
+rank, by distinct memory, beside the formulas (`benchmarks.zero_formulas`) and the plan. `speed` gives tokens/s, peak
+memory and the bytes sent in a step. `largest` searches the largest model of which every rank stays below `--limit-gib`:
+resident memory of the process on a CPU, torch's allocator on a GPU. Every try is a new world of ranks. Devices are
+those of this machine: without a GPU, processes of one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.chart import bars
+from benchmarks.common import close, machine, parser, show
+from benchmarks.ranks import small
+from benchmarks.traffic import Call
+from benchmarks.zero_formulas import BF16, FP32, STAGES, TYPES, Bytes, Types, held, largest, sent
+from benchmarks.zero_rank import TOO_LONG, TOO_MUCH
+from llmrecipes.hardware.cluster import detect
+from llmrecipes.launch.local.ranks import run_ranks
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.units import GIB
+
+ALLOWED = 0.05
+BUCKET = 1_000_000
+MIB = 2**20
+
+
+class Variant(NamedTuple):
+    """Stage, engine and further keys of `zero`."""
+
+    name: str
+    stage: int
+    engine: str = "deepspeed"
+    keys: tuple[str, ...] = ()
+
+
+OFFLOAD = ("zero.offload_optimizer=cpu",)
+PLAIN = tuple(Variant(f"stage {stage}", stage) for stage in STAGES)
+VARIANTS = (
+    *PLAIN,
+    Variant("stage 2, optimizer offloaded", 2, keys=OFFLOAD),
+    Variant("stage 3, optimizer offloaded", 3, keys=OFFLOAD),
+    Variant("stage 3, parameters too", 3, keys=(*OFFLOAD, "zero.offload_param=cpu")),
+    Variant("megatron, stage 1", 1, engine="megatron"),
+)
+
+
+def recipe_of(variant: Variant, types: Types, ranks: int, *shape: str) -> Recipe:
+    """A GPT of 29M parameters; one micro-batch a step, buckets that are small beside the model."""
+    keys = [
+        "model.num_layers=8", "model.hidden_size=512", "model.num_attention_heads=8", "model.seq_length=64",
+        "train.micro_batch_size=1", f"train.global_batch_size={ranks}", "checkpoint.async_save=false", *shape,
+        f"train.precision={'fp32' if types.weight == 4 else 'bf16'}",
+        f"parallelism.grad_reduce_in_fp32={str(types.gradient == 4).lower()}",
+        f"parallelism.use_distributed_optimizer={str(variant.stage > 0).lower()}",
+        f"engine={variant.engine}", f"zero.stage={variant.stage}", *variant.keys,
+    ]  # fmt: skip
+    if variant.engine == "deepspeed" and variant.stage > 0:
+        keys.append(f"zero.reduce_bucket_size={BUCKET}")
+        if variant.stage < 3:
+            keys.append(f"zero.allgather_bucket_size={BUCKET}")
+        else:
+            for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
+                keys.append(f"zero.{name}={BUCKET}")
+    return small("gpt-tiny", *keys)
+
+
+class Failed(Exception):
+    """Ranks ended with a code."""
+
+    def __init__(self, code: int, logs: str) -> None:
+        super().__init__(f"the ranks ended with {code}\n{logs}")
+        self.code = code
+
+
+def run(
+    recipes: Sequence[Recipe], ranks: int, *, warmup: int = 1, steps: int = 0, count: bool = False, walk: bool = False,
+    limit_bytes: int | None = None, limit_seconds: float | None = None,
+) -> list[list[dict[str, Any]]]:  # fmt: skip
+    """Train the recipes in turn in new processes of one thread each; gives each rank's reports.
+
+    Raises:
+        Failed: a rank ended, for one because it exceeded a limit.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        spec = folder / "spec.json"
+        job = {
+            "recipes": [each.model_dump_json() for each in recipes], "warmup": warmup, "steps": steps,
+            "count": count, "bytes": walk, "limit_bytes": limit_bytes, "limit_seconds": limit_seconds,
+        }  # fmt: skip
+        spec.write_text(json.dumps(job), "utf-8")
+        code = run_ranks("benchmarks.zero_rank", [str(spec)], world_size=ranks, threads=1, logs=folder)
+        if code:
+            logs = "\n".join(path.read_text("utf-8")[-3000:] for path in sorted(folder.glob("rank-*.log")))
+            raise Failed(code, logs)
+        return [json.loads((folder / f"rank-{rank}.json").read_text("utf-8")) for rank in range(ranks)]
+
+
+def bytes_part(worlds: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of every stage, precision and number of ranks."""
+    cases = [
+        (variant, types)
+        for types in TYPES
+        for variant in PLAIN
+        # Without ZeRO DeepSpeed accumulates in the type of the weights.
+        if variant.stage > 0 or types.weight == types.gradient
+    ]
+    rows = []
+    for ranks in worlds:
+        print(f"{ranks} ranks …", flush=True)
+        recipes = [recipe_of(variant, types, ranks) for variant, types in cases]
+        for (variant, types), recipe, *reports in zip(cases, recipes, *run(recipes, ranks, walk=True), strict=True):
+            rows.append(_bytes_row(variant, types, ranks, derive(recipe, ranks, detect()), reports))
+    show("Model states of a rank, MiB, engine deepspeed", *_bytes_table(rows))
+    return rows
+
+
+def _bytes_row(variant: Variant, types: Types, ranks: int, plan: Plan, reports: Sequence[Any]) -> dict[str, Any]:
+    """What the rank that holds most holds before the update, beside the formula and the plan."""
+    moments = max((report["moments"] for report in reports), key=lambda each: _states(each["reduced"]).total)
+    measured = _states(moments["reduced"])
+    expected = held(plan.num_parameters_on_rank, ranks, variant.stage, types)
+    return {
+        "variant": variant.name, "types": types.name, "ranks": ranks, "parameters": plan.num_parameters_on_rank,
+        "measured": measured._asdict(), "expected": expected._asdict(), "over": measured.total / expected.total - 1,
+        "plan": {name: plan.memory.as_dict()[name] for name in ("weights", "gradients", "optimizer")},
+        "gathered": max(moment["gathered"] for moment in moments.values()),
+        "in_update": _states(moments["update"]).total - measured.total,
+        "moments": moments,
+    }  # fmt: skip
+
+
+def _states(moment: dict[str, Any]) -> Bytes:
+    return Bytes(moment["weights"], moment["gradients"], moment["optimizer"])
+
+
+def _bytes_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    columns = ["stage", "types", "ranks", "weights", "gradients", "optimizer", "sum", "formula", "over", "plan",
+               "gathered", "in update"]  # fmt: skip
+    table = []
+    for row in rows:
+        measured, expected = Bytes(**row["measured"]), Bytes(**row["expected"])
+        numbers = (*measured, measured.total, expected.total)
+        table.append([
+            row["variant"], row["types"], str(row["ranks"]), *(f"{number / MIB:.1f}" for number in numbers),
+            f"{row['over']:+.1%}",
+            *(f"{size / MIB:.1f}" for size in (sum(row["plan"].values()), row["gathered"], row["in_update"])),
+        ])  # fmt: skip
+    return columns, table
+
+
+def speed_part(ranks: int, warmup: int, steps: int) -> list[dict[str, Any]]:
+    """Rate, peak memory and bytes sent of every variant in fp32."""
+    rows = []
+    for variant in VARIANTS:
+        print(f"{variant.name} …", flush=True)
+        recipe = recipe_of(variant, FP32, ranks)
+        plan = derive(recipe, ranks, detect())
+        reports = [own for (own,) in run([recipe], ranks, warmup=warmup, steps=steps, count=True)]
+        seconds = statistics.median(max(each) for each in zip(*(one["seconds"] for one in reports), strict=True))
+        volume = statistics.mean(sum(Call(*call).volume for call in report["calls"]) for report in reports)
+        rows.append({
+            "variant": variant.name, "tokens_per_second": plan.tokens_per_step / seconds,
+            "peak": max(report["peak"] for report in reports), "empty": max(report["empty"] for report in reports),
+            "sent": volume, "expected_sent": sent(plan.num_parameters_on_rank, ranks, variant.stage, FP32),
+        })  # fmt: skip
+    columns = ["fp32", "tokens/s", "peak MiB", "of it without a model", "sent MiB a rank", "formula", "over"]
+    show(f"{ranks} ranks", columns, [
+        [
+            row["variant"], f"{row['tokens_per_second']:,.0f}", f"{row['peak'] / MIB:,.0f}",
+            f"{row['empty'] / MIB:,.0f}", f"{row['sent'] / MIB:,.1f}", f"{row['expected_sent'] / MIB:,.1f}",
+            f"{row['sent'] / row['expected_sent'] - 1:+.1%}" if row["expected_sent"] else "",
+        ]
+        for row in rows
+    ])  # fmt: skip
+    return rows
+
+
+def largest_part(
+    ranks: int, limit_gib: float, hidden: int, seconds: float, chosen: Sequence[Variant], svg: Path | None
+) -> list[dict[str, Any]]:
+    """The largest number of layers that trains for two steps, of every variant, in bf16 with bf16 gradients."""
+    rows: list[dict[str, Any]] = []
+    for variant in chosen:
+        tries: dict[int, str] = {}
+
+        def fits(layers: int, variant: Variant = variant, tries: dict[int, str] = tries) -> bool:
+            recipe = _deep(variant, ranks, layers, hidden)
+            try:
+                reports = run([recipe], ranks, steps=1, limit_bytes=int(limit_gib * GIB), limit_seconds=seconds)
+            except Failed as failed:
+                if failed.code not in (TOO_MUCH, TOO_LONG):
+                    raise
+                tries[layers] = "too much" if failed.code == TOO_MUCH else f"more than {seconds:g} s"
+            else:
+                tries[layers] = f"{max(own['peak'] for (own,) in reports) / GIB:.2f} GiB"
+            print(f"{variant.name}, {layers} layers: {tries[layers]}", flush=True)
+            return tries[layers].endswith("GiB")
+
+        layers = largest(fits, _first(variant, ranks, limit_gib, hidden))
+        parameters = _planned(_deep(variant, ranks, layers, hidden), ranks).num_parameters_on_rank if layers else 0
+        rows.append({"variant": variant.name, "layers": layers, "parameters": parameters, "tries": tries})
+    show(f"Largest model in {limit_gib:g} GiB a rank, {ranks} ranks, hidden {hidden}", ["", "layers", "parameters"], [
+        [row["variant"], str(row["layers"]), f"{row['parameters'] / 1e6:,.1f}M"] for row in rows
+    ])  # fmt: skip
+    if svg is not None:
+        title = f"Largest model that trains in {limit_gib:g} GiB for each of {ranks} ranks"
+        svg.write_text(bars(title, {row["variant"]: row["parameters"] / 1e6 for row in rows}, "M"), "utf-8")
+    return rows
+
+
+def _deep(variant: Variant, ranks: int, layers: int, hidden: int) -> Recipe:
+    return recipe_of(variant, BF16, ranks, f"model.num_layers={layers}", f"model.hidden_size={hidden}")
+
+
+def _planned(recipe: Recipe, ranks: int) -> Plan:
+    return derive(recipe, ranks, detect())
+
+
+def _first(variant: Variant, ranks: int, limit_gib: float, hidden: int) -> int:
+    """Layers whose model states alone fill the limit, by the formula: the search starts there."""
+    few, more = (_planned(_deep(variant, ranks, layers, hidden), ranks).num_parameters_on_rank for layers in (1, 2))
+    each = held(1, ranks, variant.stage, BF16).total
+    return max(1, int((limit_gib * GIB / each - few) / (more - few)))
+
+
+def main() -> int:
+    """Print the tables of a part; 1 where stages hold more than they should."""
+    made = parser(__doc__)
+    made.add_argument("--part", choices=("bytes", "speed", "largest"), default="bytes")
+    made.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="ranks of `bytes`")
+    made.add_argument("--ranks", type=int, help="of `speed` and `largest`; default: the GPUs, or two processes")
+    made.add_argument("--warmup", type=int, default=2)
+    made.add_argument("--steps", type=int, default=5)
+    made.add_argument("--limit-gib", type=float, default=8.0)
+    made.add_argument("--hidden-size", type=int, default=1024)
+    made.add_argument("--try-seconds", type=float, default=240.0, help="a try of `largest` that takes longer fails")
+    made.add_argument("--variants", nargs="+", choices=[each.name for each in VARIANTS], metavar="NAME")
+    made.add_argument("--svg", type=Path, metavar="FILE", help="bar chart of `largest`")
+    arguments = made.parse_args()
+    started_on = machine()
+    ranks = arguments.ranks or len(detect().gpus) or 2
+    chosen = [each for each in VARIANTS if each.name in (arguments.variants or [each.name])]
+    if arguments.part == "bytes":
+        rows = bytes_part(arguments.worlds)
+    elif arguments.part == "speed":
+        rows = speed_part(ranks, arguments.warmup, arguments.steps)
+    else:
+        rows = largest_part(
+            ranks, arguments.limit_gib, arguments.hidden_size, arguments.try_seconds, chosen, arguments.svg
+        )
+    close({arguments.part: rows}, started_on, arguments.json)
+    wrong = [row for row in rows if row.get("over", 0.0) > ALLOWED]
+    for row in wrong:
+        print(f"over by {row['over']:.1%}: {row['variant']}, {row['types']}, {row['ranks']} ranks", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
