@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.engines import MEGATRON
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.proxy_model import Device
 from llmrecipes.recipe.schema import Parallelism, Recipe
@@ -42,7 +43,7 @@ def subject(recipe: Recipe, iters: int, device: Device) -> Recipe:
 
 
 def reference(small: Recipe, data_parallel_size: int) -> Recipe:
-    """The same training in one process: no parallelism, no optimizer sharding, no recomputation.
+    """The same training in one process: no parallelism, no sharding, no recomputation; ZeRO's is by the engine megatron.
 
     Args:
         small: from `subject`.
@@ -57,7 +58,14 @@ def reference(small: Recipe, data_parallel_size: int) -> Recipe:
         "recompute_method": None,
         "recompute_num_layers": None,
     }
-    return small.model_copy(update={"parallelism": PLAIN, "train": small.train.model_copy(update=train)})
+    return small.model_copy(
+        update={
+            "parallelism": PLAIN,
+            "zero": None,
+            "engine": MEGATRON if small.zero else small.engine,
+            "train": small.train.model_copy(update=train),
+        }
+    )
 
 
 def _require_same_meaning(small: Recipe) -> None:
