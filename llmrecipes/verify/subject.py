@@ -43,7 +43,7 @@ def subject(recipe: Recipe, iters: int, device: Device) -> Recipe:
 
 
 def reference(small: Recipe, data_parallel_size: int) -> Recipe:
-    """The same training in one process: no parallelism, no sharding, no recomputation; ZeRO's is by the engine megatron.
+    """The same training in one process: no parallelism, no ZeRO, no recomputation.
 
     Args:
         small: from `subject`.

@@ -23,7 +23,7 @@ DEGREES = ("cp", "dp", "ep", "pp", "tp")
 PAIRS = [*combinations(DEGREES, 2), *((name, "vpp") for name in ("cp", "dp", "ep", "tp"))]
 
 SIMILAR = {
-    "gpt of 6 layers", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm", "gpt in bf16",
+    "gpt of 6 layers", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm", "gpt in bf16", "gpt in fp16",
     "moe with shared experts", "moe in every second layer", "moe in the last layer", "moe with room for all",
     "moe with padded capacity", "mixtral", "mtp",
 }  # fmt: skip
@@ -142,7 +142,8 @@ def test_the_core_has_every_kind_of_parallelism_and_every_pair() -> None:
         "parallelism.num_layers_in_last_pipeline_stage=1",
         "parallelism.account_for_loss_in_pipeline_split=True",
     }
-    assert kinds(HERE) - kinds(core) == left_out
+    # DeepSpeed is an extra that `make test` does without.
+    assert kinds(row for row in HERE if row.engine == "megatron") - kinds(core) == left_out
     assert set(VARIANTS) - {row.variant for row in core} == SIMILAR
 
 
