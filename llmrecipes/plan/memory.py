@@ -8,6 +8,7 @@ from llmrecipes.plan.activations import activations, logits
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.parameters import count_on_rank, largest_gathered
 from llmrecipes.plan.sharding import States, sharded
+from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 from llmrecipes.units import GIB
@@ -93,7 +94,7 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
     """Model states of a rank on its device, and in host memory."""
     zero = recipe.zero
     n = count_on_rank(recipe.model, s, layout, stage, device)
-    if zero is not None and (zero.stage >= 2 or zero.offload_optimizer != "none"):
+    if zero is not None and zero.stage >= 1 and engine_name(recipe) == DEEPSPEED:
         layer = largest_gathered(recipe.model, s, layout)
         return sharded(recipe, zero, n.total, layer, layout.data_parallel_size, device)
     half = recipe.train.precision != "fp32"

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.zero import Zero
 
+# Two moments and the fp32 weights that are updated; in fp32 these are a copy, at every stage.
+_STATE = 12
 # Sub-groups of optimizer state that are in host memory at a time with NVMe: DeepSpeed's `buffer_count`.
 _NVME_BUFFERS = 4
 # Parameters that stay in host memory with NVMe: DeepSpeed's `max_in_cpu`.
@@ -44,7 +46,7 @@ def sharded(recipe: Recipe, zero: Zero, parameters: int, layer: int, ranks: int,
 
     Args:
         recipe: for types and accumulation.
-        zero: its section `zero`, with stage 2 or 3, or offload.
+        zero: its section `zero`, with stage 1, 2 or 3.
         parameters: of the rank's tensor-parallel share of the model.
         layer: parameters of the largest part that is gathered at once.
         ranks: that share the states.
@@ -57,20 +59,20 @@ def sharded(recipe: Recipe, zero: Zero, parameters: int, layer: int, ranks: int,
     on_host = zero.offload_optimizer != "none"
     device_states = States(
         weights=_weights(zero, element, parameters, layer, share),
-        gradients=reduced * parameters if zero.stage < 2 else 0 if on_host else reduced * share,
-        optimizer=0 if on_host else _state(zero, half=half) * share,
+        gradients=_gradients(zero, element, reduced, parameters, share),
+        optimizer=0 if on_host else _STATE * share,
         buffers=_buffers(zero, element, reduced, parameters, device),
     )
     return device_states, _host(recipe, zero, element, reduced, share)
 
 
-def _state(zero: Zero, *, half: bool) -> int:
-    """Bytes of a parameter's Adam state: two moments and the fp32 copy that is updated.
-
-    In fp32 stage 3 updates the parameters themselves unless they are on another device; the lower stages always keep a
-    copy.
-    """
-    return 8 if zero.stage == 3 and not half and zero.offload_optimizer == zero.offload_param == "none" else 12
+def _gradients(zero: Zero, element: int, reduced: int, parameters: int, share: int) -> int:
+    on_host = zero.offload_optimizer != "none"
+    if zero.stage >= 2:
+        return 0 if on_host else reduced * share
+    # DeepSpeed's BF16_Optimizer, which it selects for stage 1 with fp32 sums, keeps the bf16 gradients beside them.
+    beside = element if reduced != element and not on_host else 0
+    return (reduced + beside) * parameters
 
 
 def _weights(zero: Zero, element: int, parameters: int, layer: int, share: int) -> int:
@@ -100,7 +102,9 @@ def _host(recipe: Recipe, zero: Zero, element: int, reduced: int, share: int) ->
         # fp32 gradients of the update; besides them, those that are summed over micro-batches.
         gradients = 4 * share + (reduced if zero.stage == 3 else element * accumulated) * share
         in_memory = share if zero.offload_optimizer == "cpu" else min(share, _NVME_BUFFERS * zero.sub_group_size)
-        optimizer = 12 * in_memory + (element * share if zero.stage < 3 else 0)  # and the updated weights, on their way
+        optimizer = _STATE * in_memory + (
+            element * share if zero.stage < 3 else 0
+        )  # and the updated weights, on their way
     if zero.offload_param != "none":
         weights = element * (share if zero.offload_param == "cpu" else min(share, _NVME_PARAMETERS))
     return States(weights, gradients, optimizer)

@@ -23,9 +23,9 @@ DEGREES = ("cp", "dp", "ep", "pp", "tp")
 PAIRS = [*combinations(DEGREES, 2), *((name, "vpp") for name in ("cp", "dp", "ep", "tp"))]
 
 SIMILAR = {
-    "gpt of 6 layers", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm", "gpt in bf16", "gpt in fp16",
-    "moe with shared experts", "moe in every second layer", "moe in the last layer", "moe with room for all",
-    "moe with padded capacity", "mixtral", "mtp",
+    "gpt of 6 layers", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm", "gpt in bf16",
+    "gpt in fp16", "moe with shared experts", "moe in every second layer", "moe in the last layer",
+    "moe with room for all", "moe with padded capacity", "mixtral", "mtp",
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""
 
