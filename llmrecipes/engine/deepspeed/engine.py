@@ -74,6 +74,9 @@ class DeepSpeedEngine:
             mpu=mpu(),
             dist_init_required=False,
         )
+        if plan.recipe.train.precision == "fp16":
+            # The loop decides what a scale at its minimum means; DeepSpeed would raise.
+            self.optimizer.loss_scaler.raise_error_at_min_scale = False
         self.partition = Partition(self.optimizer, placements)
         self.scheduler = scheduler(plan.recipe, self.optimizer)
         self.local_loss = 0.0

@@ -7,7 +7,8 @@ nothing of the others. ZeRO 3 cuts every parameter. Without ZeRO a rank has ever
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +38,11 @@ class Owned:
     placement: Placement
     start: int
     tensors: dict[str, torch.Tensor]
-    """`param` (the fp32 master weights), `exp_avg` and `exp_avg_sq`, each [n]; views."""
+    """`param` (the fp32 master weights), `exp_avg` and `exp_avg_sq`, each [n]."""
+
+    def copy(self) -> Owned:
+        """The same in memory of its own."""
+        return replace(self, tensors={name: tensor.clone() for name, tensor in self.tensors.items()})
 
 
 def own_partition(parameter: Any) -> Range:
@@ -59,24 +64,55 @@ class Partition:
         self._optimizer = optimizer
         self.base: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self._found = found
-        for master in self._masters():
-            _allocate_moments(self.base, master)
+        for group, master in enumerate(self._masters()):
+            with self._in_memory(group):
+                _allocate_moments(self.base, master)
 
     def owned(self) -> Iterator[Owned]:
-        """State of every parameter that this rank has a part of, in model order."""
+        """State of every parameter that this rank has a part of; copies where it is on a disk."""
+        for group in range(len(self._masters())):
+            with self._in_memory(group) as from_disk:
+                yield from (each.copy() if from_disk else each for each in self._of_group(group))
+
+    def write_back(self, changed: list[Owned]) -> None:
+        """Write changed copies of `owned` to the disk; there is nothing to do for what is in memory."""
+        by_parameter = {id(each.placement.parameter): each for each in changed}
+        for group in range(len(self._masters())):
+            with self._in_memory(group) as from_disk:
+                for each in self._of_group(group) if from_disk else ():
+                    for name, tensor in each.tensors.items():
+                        tensor.copy_(by_parameter[id(each.placement.parameter)].tensors[name])
+
+    def _of_group(self, group: int) -> Iterator[Owned]:
+        """State of the parameters of one group, which is in memory."""
+        master = self._masters()[group]
         for placement in self._found:
             parameter: Any = placement.parameter
             if hasattr(parameter, "ds_id"):
-                group, first, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-                own, flat = own_partition(parameter), self._optimizer.fp32_partitioned_groups_flat[group]
-                yield self._range(placement, own.start, flat, first, own.values.numel())
+                of, first, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+                if of == group:
+                    own = own_partition(parameter)
+                    yield self._range(placement, own.start, master, first, own.values.numel())
             elif hasattr(parameter, "_hp_mapping"):
-                if (mapping := parameter._hp_mapping) is not None:
+                mapping = parameter._hp_mapping
+                if mapping is not None and mapping.param_group_index == group:
                     here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    (flat,) = self.base.param_groups[mapping.param_group_index]["params"]
-                    yield self._range(placement, here.start, flat, there.start, there.numel)
-            else:
+                    yield self._range(placement, here.start, master, there.start, there.numel)
+            elif parameter is master:
                 yield self._range(placement, 0, parameter, 0, parameter.numel())
+
+    @contextmanager
+    def _in_memory(self, group: int) -> Iterator[bool]:
+        """A block in which a group's state is in memory; yields whether it was on a disk."""
+        optimizer = self._optimizer
+        on_disk = getattr(optimizer, "swap_optimizer", False) and optimizer._swappable_optimizer_subgroup(group)
+        if on_disk:
+            optimizer._optimizer_states_and_gradient_swap_in(group)
+        try:
+            yield on_disk
+        finally:
+            if on_disk:
+                optimizer._optimizer_states_and_gradient_swap_out(group)
 
     @property
     def updates(self) -> int:

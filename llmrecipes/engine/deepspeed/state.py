@@ -6,6 +6,7 @@ nothing is gathered, and any number of ranks, at any stage, can read it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.deepspeed.build import zero
-from llmrecipes.engine.deepspeed.partition import own_partition
+from llmrecipes.engine.deepspeed.partition import Owned, own_partition
 from llmrecipes.engine.deepspeed.placement import other_state
 from llmrecipes.engine.megatron.checkpoint.loader import load
 from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
@@ -24,12 +25,37 @@ if TYPE_CHECKING:
     from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 
 
-def sharded_state(engine: DeepSpeedEngine, progress: Progress, *, random: bool = True) -> dict[str, Any]:
-    """The state to save, or the state dict that a checkpoint is loaded into; its tensors are the engine's own."""
+def sharded_state(engine: DeepSpeedEngine, progress: Progress) -> dict[str, Any]:
+    """The state to save; its tensors are the engine's own, but copies where the engine keeps them on a disk."""
+    return _sharded_state(engine, progress, list(engine.partition.owned()), random=True)
+
+
+def load_state(engine: DeepSpeedEngine, entry: Entry) -> Progress:
+    """Load a checkpoint into the engine and the random generators; a collective of all ranks."""
+    random = same_random_states(engine.recipe, entry)
+    owned = list(engine.partition.owned())
+    wanted = _sharded_state(engine, Progress(), owned, random)
+    model, optimizer = wanted["model"], wanted["optimizer"]["param_state"]
+    loaded = load(entry, wanted)
+    if zero(engine.recipe).stage < 3:
+        engine.module.load_state_dict(loaded["model"])
+    else:
+        _copy(loaded["model"], model)
+    _copy(loaded["optimizer"]["param_state"], optimizer)
+    engine.partition.write_back(owned)
+    engine.partition.updates = loaded["optimizer"]["step"]
+    _load_scaler(engine, loaded["optimizer"]["grad_scaler"])
+    engine.scheduler.load_state_dict(loaded["scheduler"])
+    progress = Progress(**loaded["progress"])
+    load_random_states(loaded.get("random"), engine.recipe.train.seed + progress.step)
+    return progress
+
+
+def _sharded_state(engine: DeepSpeedEngine, progress: Progress, owned: Sequence[Owned], random: bool) -> dict[str, Any]:
     state = {
         "model": _model(engine),
         "optimizer": {
-            "param_state": {0: _optimizer(engine)},
+            "param_state": {0: _optimizer(engine, owned)},
             "step": engine.partition.updates,
             "grad_scaler": _scaler(engine),
         },
@@ -39,25 +65,6 @@ def sharded_state(engine: DeepSpeedEngine, progress: Progress, *, random: bool =
     if random:
         state["random"] = sharded_random_states()
     return state
-
-
-def load_state(engine: DeepSpeedEngine, entry: Entry) -> Progress:
-    """Load a checkpoint into the engine and the random generators; a collective of all ranks."""
-    random = same_random_states(engine.recipe, entry)
-    wanted = sharded_state(engine, Progress(), random=random)
-    model, optimizer = wanted["model"], wanted["optimizer"]["param_state"]
-    loaded = load(entry, wanted)
-    if zero(engine.recipe).stage < 3:
-        engine.module.load_state_dict(loaded["model"])
-    else:
-        _copy(loaded["model"], model)
-    _copy(loaded["optimizer"]["param_state"], optimizer)
-    engine.partition.updates = loaded["optimizer"]["step"]
-    _load_scaler(engine, loaded["optimizer"]["grad_scaler"])
-    engine.scheduler.load_state_dict(loaded["scheduler"])
-    progress = Progress(**loaded["progress"])
-    load_random_states(loaded.get("random"), engine.recipe.train.seed + progress.step)
-    return progress
 
 
 def _model(engine: DeepSpeedEngine) -> dict[str, Any]:
@@ -71,14 +78,14 @@ def _model(engine: DeepSpeedEngine) -> dict[str, Any]:
     return {"parameters": parameters, "others": other_state(engine.module)}
 
 
-def _optimizer(engine: DeepSpeedEngine) -> dict[int, Any]:
+def _optimizer(engine: DeepSpeedEngine, owned: Sequence[Owned]) -> dict[int, Any]:
     replicated = zero(engine.recipe).stage == 0
     return {
         number: {
-            name: owned.placement.shards(f"optimizer.state.{name}.", owned.start, values, exclusive=not replicated)
-            for name, values in owned.tensors.items()
+            name: each.placement.shards(f"optimizer.state.{name}.", each.start, values, exclusive=not replicated)
+            for name, values in each.tensors.items()
         }
-        for number, owned in enumerate(engine.partition.owned())
+        for number, each in enumerate(owned)
     }
 
 
