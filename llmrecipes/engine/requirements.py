@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.disk import unfit_for_offload
 from llmrecipes.hardware.operators import ASYNC_IO, CPU_ADAM, obstacle
 from llmrecipes.recipe.engines import DEEPSPEED, ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe, Zero
@@ -15,7 +17,8 @@ def require_packages(recipe: Recipe) -> None:
     """Refuse a recipe whose engine cannot run here; called for what is about to run here, not for what is planned.
 
     Raises:
-        UserError: a package is missing, or an operator that offload needs can neither be loaded nor compiled.
+        UserError: a package is missing, an operator that offload needs can neither be loaded nor compiled, or
+            `zero.nvme_path` is not on a fast local disk.
     """
     name = engine_name(recipe)
     extra = ENGINES[name].extra
@@ -30,6 +33,13 @@ def require_packages(recipe: Recipe) -> None:
     if name == DEEPSPEED and recipe.zero is not None:
         for key, operator in _operators(recipe.zero):
             _require_operator(key, operator)
+        if recipe.zero.nvme_path is not None and (problem := unfit_for_offload(Path(recipe.zero.nvme_path))):
+            raise UserError(
+                problem,
+                where="zero.nvme_path",
+                rule="nvme_path is a folder on a fast disk of each node: every step reads and writes all of it",
+                fix="a folder on a local NVMe disk, or offload to cpu",
+            )
 
 
 def _operators(zero: Zero) -> Iterator[tuple[str, str]]:

@@ -226,12 +226,12 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
     train = recipe.train
     if engine_name(recipe) != DEEPSPEED or train.precision == "fp32":
         return
-    if recipe.zero is not None and recipe.zero.stage == 0 and recipe.parallelism.grad_reduce_in_fp32:
+    if recipe.zero is not None and recipe.zero.stage == 0:
         yield Problem(
-            "parallelism.grad_reduce_in_fp32",
-            f"true with {train.precision} and zero.stage 0",
-            "without ZeRO DeepSpeed accumulates gradients in the model's type",
-            "zero.stage 1, or grad_reduce_in_fp32 false",
+            "train.precision",
+            f"{train.precision} with engine deepspeed and zero.stage 0",
+            "without ZeRO the engine deepspeed trains in fp32 alone",
+            "zero.stage 1, or engine megatron",
         )
     if train.precision != "fp16":
         return

@@ -91,7 +91,7 @@ COMPILER = 'case "$*" in *-laio*) exit {libaio};; esac'
         ({"c__": ""}, {"offload_optimizer": "cpu"}, "zero.offload_optimizer", "setup-zero"),
         (
             {"ninja": "", "c__": COMPILER.format(libaio=1)},
-            {"offload_param": "nvme", "nvme_path": "/nvme"},
+            {"offload_param": "nvme", "nvme_path": "nvme"},
             "zero.offload_param",
             "libaio-dev",
         ),
@@ -112,6 +112,15 @@ def test_what_offload_cannot_compile_is_refused(
     (shown / "git_version_info_installed.py").write_text(record)
     require_packages(recipe)
     assert [each.status for each in zero.check("0.19.8", recipe)] == ["ok", "ok", "ok"]
+
+
+def test_offload_to_nvme_needs_a_fast_local_disk(shown: Path, corpus: Path, tmp_path: Path) -> None:
+    (shown / "git_version_info_installed.py").write_text("installed_ops={'async_io': 1, 'cpu_adam': True}\n")
+    (tmp_path / "file").touch()
+    require_packages(with_zero(corpus, offload_optimizer="nvme", nvme_path=str(tmp_path / "made" / "later")))
+    for folder, token in (("/dev/shm/nvme", "/dev/shm"), (str(tmp_path / "file" / "nvme"), str(tmp_path / "file"))):
+        with refused("zero.nvme_path", rule=token):
+            require_packages(with_zero(corpus, offload_optimizer="nvme", nvme_path=folder))
 
 
 def test_headers_and_a_writable_folder_are_needed(shown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

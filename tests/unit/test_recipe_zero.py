@@ -135,7 +135,7 @@ NVME = {"offload_optimizer": "nvme", "nvme_path": "/nvme"}
         ),
         (
             make({"stage": 0}, "deepspeed", parallelism={"use_distributed_optimizer": False}),
-            "parallelism.grad_reduce_in_fp32", ("zero.stage 0", "zero.stage 1"),
+            "train.precision", ("zero.stage 0", "zero.stage 1", "megatron"),
         ),
         (make(None, "deepspeed"), "zero", "zero.stage"),
         (stage(2, "megatron"), "engine", ("stage 2", "zero.stage 1")),
