@@ -176,8 +176,13 @@ class DeepSpeedEngine:
         )
 
     def close(self) -> None:
-        """Release the model, its memory and its hooks."""
+        """Release the model, its memory and its process groups.
+
+        Stage 3's hooks reference all of it from inside autograd, which Python's garbage collector cannot see.
+        """
         self._engine.destroy()
+        for owner in (*self.module.parameters(), *self.module.modules(), self.optimizer, self._engine):
+            vars(owner).clear()
         self._resources.__exit__(None, None, None)
 
     @property

@@ -33,6 +33,7 @@ def communication(platform: Platform) -> Iterator[None]:
     os.environ.setdefault("LOCAL_RANK", "0")  # a single process without a launcher
     os.environ["PATH"] = search_path()
     import deepspeed
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.utils import groups, logger
 
     if platform.name == "cpu":
@@ -48,6 +49,7 @@ def communication(platform: Platform) -> Iterator[None]:
         yield
     finally:
         torch.nn.functional.linear = linear  # stage 3 replaces it for good
+        FWD_MODULE_STACK.clear()  # keeps the model
         # Both refer to groups that end with the process group.
         deepspeed.comm.comm.cdb = None
         groups._WORLD_GROUP = groups.mpu = None
