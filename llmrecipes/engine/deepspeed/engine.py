@@ -229,7 +229,8 @@ class DeepSpeedEngine:
             return
         if self.recipe.train.precision == "fp16":
             factor *= float(self.optimizer.loss_scale)
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(factor, device=self.platform.device))
+        # As megatron-core gives it, which copies into it later.
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([factor], device=self.platform.device))
 
     def _gradients(self) -> list[Shard]:
         """Copies of the reduced gradients of this rank's parameters, in model order."""
