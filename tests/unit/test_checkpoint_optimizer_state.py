@@ -29,8 +29,6 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its model on a CPU; torch sees a GPU")
-
 
 def recipe(precision: str, distributed: bool) -> Recipe:
     return Recipe.model_validate(
