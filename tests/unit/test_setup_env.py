@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-TOOLS = ("setup_env.py", "pip_settings.py")
+TOOLS = ("setup_env.py", "installer.py", "pip_settings.py")
 
 
 def load_tool(name: str) -> ModuleType:
@@ -33,6 +33,7 @@ def load_tool(name: str) -> ModuleType:
 
 
 pip_settings = load_tool("pip_settings")
+load_tool("installer")
 setup_env = load_tool("setup_env")
 
 
