@@ -306,6 +306,7 @@ def _rows() -> Iterator[Row]:
         yield Row("gpt", layout, _zero(3), engine="deepspeed")
     for variant in ("llama", "mla"):
         yield Row(variant, "tp2 sp dp2", _zero(3), engine="deepspeed")
+    yield Row("gpt", "dp4", _zero(3, zero_hpz_partition_size=2), engine="deepspeed")
     yield Row("gpt", "dp2", {**_zero(3), "train": _FULL}, engine="deepspeed")
     unclipped: Sections = {"optimizer": {"clip_grad": 0.0}}
     yield Row("gpt", "dp2", {**_zero(2), **unclipped}, unclipped, why="the training itself", engine="deepspeed")

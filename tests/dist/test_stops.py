@@ -44,6 +44,24 @@ def poisoned(row: Row) -> list[str]:
         return everyones
 
 
+def poisoned_gradient(row: Row) -> list[str]:
+    """What each rank says when one gradient of the last rank is NaN and its loss is not; then whether weights moved."""
+    with training(row.recipe) as (engine, world):
+        if world.rank == world.size - 1:
+            last: Any = engine.modules[-1]
+            last.decoder.layers[-1].mlp.linear_fc1.weight.register_hook(lambda gradient: gradient * math.nan)
+        before = [shard.tensor.clone() for shard in engine.weights()]
+        said = "nothing"
+        try:
+            require_finite(7, engine.train_step(loaders(row.recipe, world)), engine, world)
+        except NonFinite as error:
+            said = f"{error.code} {error}"
+        same = all(map(torch.equal, before, (shard.tensor for shard in engine.weights())))
+        everyones: list[str] = [""] * world.size
+        dist.all_gather_object(everyones, f"{said}; {same}")
+        return everyones
+
+
 def stopping(row: Row) -> list[bool]:
     """Whether each rank hears of a stop that the last one was asked for: before and after, training and evaluating."""
     with training(row.recipe) as (engine, world):
@@ -82,6 +100,20 @@ def test_all_ranks_stop_at_a_nan_and_name_where_it_began(layout: str, worlds: di
     assert len(said) == row.ranks
     assert len(set(said)) == 1
     for part in ("93 ", "loss is nan", "step 7", f"{POISONED} (nan among 1 of"):
+        assert part in said[0]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("variant", "stage"),
+    [("gpt in bf16", 3), *(pytest.param("gpt", stage, marks=pytest.mark.slow) for stage in (1, 2, 3))],
+)
+def test_deepspeed_skips_no_step_whose_gradients_are_nan(
+    variant: str, stage: int, worlds: dict[int, GlooWorld]
+) -> None:
+    said = worlds[2].run(poisoned_gradient, Row(variant, "dp2", {"zero": {"stage": stage}}, engine="deepspeed"))
+    assert len(set(said)) == 1
+    for part in ("93 ", "gradient norm is nan", "step 7", "; True"):
         assert part in said[0]
 
 

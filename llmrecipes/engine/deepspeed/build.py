@@ -7,16 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from llmrecipes.engine.base import Platform
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.operators import load_operators
-from llmrecipes.engine.deepspeed.partition import own_partition
+from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
 from llmrecipes.engine.deepspeed.placement import Placement, full_shape, placements
 from llmrecipes.engine.deepspeed.runtime import mpu
 from llmrecipes.engine.megatron.model import gpt
 from llmrecipes.engine.megatron.model.init import global_name, global_values
+from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.document import clip
 from llmrecipes.recipe.schema import Recipe, Zero
 
 
@@ -39,6 +42,35 @@ def zero(recipe: Recipe) -> Zero:
     if recipe.zero is None:
         raise ValueError("engine deepspeed without a zero section")
     return recipe.zero
+
+
+@contextmanager
+def accepted(plan: Plan) -> Iterator[None]:
+    """A block in which DeepSpeed reads the configuration; what it raises is about `zero.extra`, if there is any.
+
+    Raises:
+        UserError: DeepSpeed refuses the configuration. Without `zero.extra` its error is a bug, and passes.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    extra = zero(plan.recipe).extra
+    try:
+        yield
+    except (AssertionError, AttributeError, LookupError, TypeError, ValueError, DeepSpeedConfigError) as error:
+        if not extra:
+            raise
+        raise UserError(
+            f"DeepSpeed refuses this configuration: {_reason(error)}",
+            where="zero.extra",
+            rule="extra has keys of DeepSpeed's configuration, with values of the types that it documents",
+            fix=f"correct or leave out {', '.join(extra)}",
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+    return f"{type(error).__name__}: {clip(' '.join(str(error).split()))}"
 
 
 def optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -71,7 +103,11 @@ def _partitioned(plan: Plan) -> Iterator[None]:
 
     group = mpu().get_data_parallel_group()
     # The precision is in the configuration: an explicit `dtype` is replaced by bf16 on a CPU.
-    with deepspeed.zero.Init(data_parallel_group=group, config_dict_or_path=deepspeed_config(plan), mpu=mpu()):
+    with accepted(plan):
+        partitioning = deepspeed.zero.Init(
+            data_parallel_group=group, config_dict_or_path=deepspeed_config(plan), mpu=mpu()
+        )
+    with partitioning:
         yield
 
 
@@ -94,3 +130,4 @@ def _initialise(placement: Placement, recipe: Recipe) -> None:
             partition.values[start - partition.start : stop - partition.start].copy_(
                 local[start - part.start : stop - part.start]
             )
+    drop_second_copy(placement.parameter)

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Shard, StepResult, StopQuestion
 from llmrecipes.engine.deepspeed import state
-from llmrecipes.engine.deepspeed.build import optimizer, zero
+from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.placement import Placement
@@ -67,13 +67,14 @@ class DeepSpeedEngine:
         if plan.recipe.model.num_moe_experts:
             self.balance = RouterBalance(self.modules, plan, platform.device)
         _sum_sequence_parallel_gradients(self.module)
-        self._engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.module,
-            optimizer=optimizer(plan.recipe, self.module),
-            config=deepspeed_config(plan),
-            mpu=mpu(),
-            dist_init_required=False,
-        )
+        with accepted(plan):
+            self._engine, self.optimizer, _, _ = deepspeed.initialize(
+                model=self.module,
+                optimizer=optimizer(plan.recipe, self.module),
+                config=deepspeed_config(plan),
+                mpu=mpu(),
+                dist_init_required=False,
+            )
         if plan.recipe.train.precision == "fp16":
             # The loop decides what a scale at its minimum means; DeepSpeed would raise.
             self.optimizer.loss_scaler.raise_error_at_min_scale = False
@@ -111,7 +112,8 @@ class DeepSpeedEngine:
         norm = self._norm_without_zero() if zero(self.recipe).stage == 0 else None
         self._engine.step()
         if not self._engine.was_step_applied():
-            return StepResult(mean, None, lr, scale, True, stopping)
+            # Without a loss scale this is no overflow that a smaller scale cures: the run has to stop.
+            return StepResult(mean, math.nan if scale is None else None, lr, scale, scale is not None, stopping)
         self.scheduler.step(increment=1)
         if norm is None:
             norm = float(self._engine.get_global_grad_norm())

@@ -52,6 +52,14 @@ def own_partition(parameter: Any) -> Range:
     return Range(start, parameter.ds_tensor.data.view(-1)[: min(size, parameter.ds_numel - start)])
 
 
+def drop_second_copy(parameter: Any) -> None:
+    """Make hpZ copy a parameter anew when it is next gathered; until then it would gather the values before a change.
+
+    DeepSpeed does so after its own updates alone.
+    """
+    parameter.ds_secondary_tensor = None
+
+
 class Partition:
     """State of this rank in DeepSpeed's optimizer.
 

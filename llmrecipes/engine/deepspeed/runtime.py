@@ -50,9 +50,10 @@ def communication(platform: Platform) -> Iterator[None]:
     finally:
         torch.nn.functional.linear = linear  # stage 3 replaces it for good
         FWD_MODULE_STACK.clear()  # keeps the model
-        # Both refer to groups that end with the process group.
+        # All of these refer to groups that end with the process group.
         deepspeed.comm.comm.cdb = None
-        groups._WORLD_GROUP = groups.mpu = None
+        groups._WORLD_GROUP = groups.mpu = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        groups._ALL_TO_ALL_GROUP.clear()
 
 
 def mpu() -> Any:

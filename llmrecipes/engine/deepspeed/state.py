@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.deepspeed.build import zero
-from llmrecipes.engine.deepspeed.partition import Owned, own_partition
+from llmrecipes.engine.deepspeed.partition import Owned, drop_second_copy, own_partition
 from llmrecipes.engine.deepspeed.placement import other_state
 from llmrecipes.engine.megatron.checkpoint.loader import load
 from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
@@ -41,6 +41,8 @@ def load_state(engine: DeepSpeedEngine, entry: Entry) -> Progress:
         engine.module.load_state_dict(loaded["model"])
     else:
         _copy(loaded["model"], model)
+        for placement in engine.placements:
+            drop_second_copy(placement.parameter)
     _copy(loaded["optimizer"]["param_state"], optimizer)
     engine.partition.write_back(owned)
     engine.partition.updates = loaded["optimizer"]["step"]
