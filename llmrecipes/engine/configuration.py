@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from llmrecipes.plan.derive import Plan
@@ -15,6 +15,5 @@ def configuration(plan: Plan) -> dict[str, Any] | None:
     place = ENGINES[engine_name(plan.recipe)].configuration
     if place is None:
         return None
-    module, _, name = place.partition(":")
-    function: Callable[[Plan], dict[str, Any]] = getattr(import_module(module), name)
+    function: Callable[[Plan], dict[str, Any]] = resolve_name(place)
     return function(plan)

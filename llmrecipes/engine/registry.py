@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 
 from llmrecipes.engine.base import Backend
 from llmrecipes.recipe.engines import ENGINES, engine_name
@@ -11,6 +11,5 @@ from llmrecipes.recipe.schema import Recipe
 
 def backend(recipe: Recipe) -> Backend:
     """The backend of the engine that a recipe selects."""
-    module, _, name = ENGINES[engine_name(recipe)].backend.partition(":")
-    found: Backend = getattr(import_module(module), name)()
+    found: Backend = resolve_name(ENGINES[engine_name(recipe)].backend)()
     return found

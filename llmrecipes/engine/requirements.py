@@ -2,61 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
+from pkgutil import resolve_name
 
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.disk import unfit_for_offload
-from llmrecipes.hardware.operators import ASYNC_IO, CPU_ADAM, obstacle
-from llmrecipes.recipe.engines import DEEPSPEED, ENGINES, engine_name
-from llmrecipes.recipe.schema import Recipe, Zero
+from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.schema import Recipe
 
 
 def require_packages(recipe: Recipe) -> None:
     """Refuse a recipe whose engine cannot run here; called for what is about to run here, not for what is planned.
 
     Raises:
-        UserError: a package is missing, an operator that offload needs can neither be loaded nor compiled, or
-            `zero.nvme_path` is not on a fast local disk.
+        UserError: a package is missing, or something else that the engine needs for this recipe.
     """
     name = engine_name(recipe)
-    extra = ENGINES[name].extra
-    missing = [package for package in ENGINES[name].packages if find_spec(package) is None]
+    engine = ENGINES[name]
+    missing = [package for package in engine.packages if find_spec(package) is None]
     if missing:
         raise UserError(
             f"{name}, but the package {', '.join(missing)} is not installed",
             where="engine",
-            rule=f"the engine {name} is optional: its packages are in the extra {extra}",
-            fix=f"make setup-{extra} in the checkout, or pip install 'llmrecipes[{extra}]'",
+            rule=f"the engine {name} is optional: its packages are in the extra {engine.extra}",
+            fix=f"make setup-{engine.extra} in the checkout, or pip install 'llmrecipes[{engine.extra}]'",
         )
-    if name == DEEPSPEED and recipe.zero is not None:
-        for key, operator in _operators(recipe.zero):
-            _require_operator(key, operator)
-        if recipe.zero.nvme_path is not None and (problem := unfit_for_offload(Path(recipe.zero.nvme_path))):
-            raise UserError(
-                problem,
-                where="zero.nvme_path",
-                rule="nvme_path is a folder on a fast disk of each node: every step reads and writes all of it",
-                fix="a folder on a local NVMe disk, or offload to cpu",
-            )
-
-
-def _operators(zero: Zero) -> Iterator[tuple[str, str]]:
-    if zero.offload_optimizer != "none":
-        yield "zero.offload_optimizer", CPU_ADAM
-    for key in ("offload_optimizer", "offload_param"):
-        if getattr(zero, key) == "nvme":
-            yield f"zero.{key}", ASYNC_IO
-            return
-
-
-def _require_operator(key: str, operator: str) -> None:
-    found = obstacle(operator)
-    if found is not None:
-        raise UserError(
-            f"needs DeepSpeed's {operator}, but {found.what}",
-            where=key,
-            rule="DeepSpeed compiles this operator at its first use",
-            fix=found.fix,
-        )
+    if engine.requirements is not None:
+        resolve_name(engine.requirements)(recipe)

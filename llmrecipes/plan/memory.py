@@ -8,7 +8,7 @@ from llmrecipes.plan.activations import activations, logits
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.parameters import count_on_rank, largest_gathered
 from llmrecipes.plan.sharding import States, sharded
-from llmrecipes.recipe.engines import DEEPSPEED, engine_name
+from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 from llmrecipes.units import GIB
@@ -94,7 +94,7 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
     """Model states of a rank on its device, and in host memory."""
     zero = recipe.zero
     n = count_on_rank(recipe.model, s, layout, stage, device)
-    if zero is not None and zero.stage >= 1 and engine_name(recipe) == DEEPSPEED:
+    if zero is not None and zero.stage >= 1 and ENGINES[engine_name(recipe)].all_of_zero:
         layer = largest_gathered(recipe.model, s, layout)
         return sharded(recipe, zero, n.total, layer, layout.data_parallel_size, device)
     half = recipe.train.precision != "fp32"

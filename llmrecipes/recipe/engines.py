@@ -26,6 +26,10 @@ class Engine:
     """Extra of pyproject.toml that a run needs; None: the project's dependencies are enough."""
     packages: tuple[str, ...] = ()
     """What a run imports from the extra."""
+    requirements: str | None = None
+    """Function that raises a `UserError` if a recipe needs what this machine lacks besides packages; without torch."""
+    all_of_zero: bool = False
+    """Whether it has every stage and key of the section `zero`; otherwise stages 0 and 1 without further keys."""
 
 
 ENGINES = {
@@ -36,6 +40,8 @@ ENGINES = {
         reads=frozenset({MEGATRON}),
         extra="zero",
         packages=("deepspeed",),
+        requirements="llmrecipes.engine.deepspeed.requirements:require_offload",
+        all_of_zero=True,
     ),
 }
 """Engines by name in a recipe."""
@@ -48,6 +54,11 @@ def engine_name(recipe: Recipe) -> str:
     zero = recipe.zero
     needs_deepspeed = zero is not None and (zero.stage >= 2 or zero.offload_optimizer != "none")
     return DEEPSPEED if needs_deepspeed else MEGATRON
+
+
+def without_zero(recipe: Recipe) -> Recipe:
+    """The same training without ZeRO, by the engine that then runs it."""
+    return recipe if recipe.zero is None else recipe.model_copy(update={"zero": None, "engine": AUTO})
 
 
 def can_read(name: str, written_by: str) -> bool:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
-from llmrecipes.recipe.engines import DEEPSPEED, engine_name
+from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.proxy_model import Device, small_layout, small_model
 from llmrecipes.recipe.schema import (
     Checkpoint,
@@ -37,8 +37,8 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     attention, dropout, initialisation, precision, recomputation, every kind of parallelism, optimizer, shape of the
     schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by the
     standard library, the tokenizer by a small BPE (no network), an explicit TransformerEngine by `auto`, NVMe by
-    main memory. Disabled: torch.compile (not available on every CPU), ZeRO++ on a CPU and all tracking (a rehearsal is
-    not an experiment).
+    main memory. Disabled: torch.compile (not available on every CPU), ZeRO++ except for quantized weights on GPUs, and
+    all tracking (a rehearsal is not an experiment).
 
     Args:
         recipe: the full recipe.
@@ -52,7 +52,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "description": f"rehearsal of {recipe.name}",
             "model": model,
             "parallelism": parallel,
-            "zero": _zero(recipe.zero, device) if recipe.zero and engine_name(recipe) == DEEPSPEED else recipe.zero,
+            "zero": recipe.zero and _zero(recipe, recipe.zero, device),
             "train": _train(recipe.train, model, parallel),
             "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
             "data": _data(recipe.data),
@@ -62,21 +62,23 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     )
 
 
-def _zero(zero: Zero, device: Device) -> Zero:
+def _zero(recipe: Recipe, zero: Zero, device: Device) -> Zero:
     """The same stage and offload, to main memory alone; buckets that the small model fills several times."""
-    update: dict[str, Any] = {
-        name: "cpu" for name in ("offload_optimizer", "offload_param") if getattr(zero, name) == "nvme"
-    }
-    update["nvme_path"] = None
+    if not ENGINES[engine_name(recipe)].all_of_zero:
+        return zero
+    update: dict[str, Any] = {"nvme_path": None}
+    if zero.offload_optimizer == "nvme":
+        update["offload_optimizer"] = "cpu"
     limits = {} if zero.stage == 0 else {"reduce_bucket_size": MAX_BUCKET}
     if zero.stage in (1, 2):
         limits["allgather_bucket_size"] = MAX_BUCKET
     if zero.stage == 3:
         gathered = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
         limits |= {"stage3_param_persistence_threshold": MAX_WHOLE, **dict.fromkeys(gathered, MAX_GATHERED)}
-        update["zero_hpz_partition_size"] = 1
+        # Both depend on the number of ranks or nodes, and a rehearsal is on one node.
+        update |= {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False}
         if device == "cpu":
-            update |= {"zero_quantized_weights": False, "zero_quantized_gradients": False}
+            update["zero_quantized_weights"] = False
     update |= {name: min(limit, getattr(zero, name)) for name, limit in limits.items()}
     return zero.model_copy(update=update)
 

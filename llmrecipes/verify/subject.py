@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.engines import MEGATRON
+from llmrecipes.recipe.engines import without_zero
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.proxy_model import Device
 from llmrecipes.recipe.schema import Parallelism, Recipe
@@ -58,14 +58,7 @@ def reference(small: Recipe, data_parallel_size: int) -> Recipe:
         "recompute_method": None,
         "recompute_num_layers": None,
     }
-    return small.model_copy(
-        update={
-            "parallelism": PLAIN,
-            "zero": None,
-            "engine": MEGATRON if small.zero else small.engine,
-            "train": small.train.model_copy(update=train),
-        }
-    )
+    return without_zero(small).model_copy(update={"parallelism": PLAIN, "train": small.train.model_copy(update=train)})
 
 
 def _require_same_meaning(small: Recipe) -> None:

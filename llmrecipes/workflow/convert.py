@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
-from llmrecipes.recipe.engines import DEEPSPEED, ENGINES, can_read, engine_name
+from llmrecipes.recipe.engines import ENGINES, can_read, engine_name
 from llmrecipes.recipe.load import RESOLVED_NAME, load, recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import Note
@@ -109,16 +109,8 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
     if to not in ENGINES:
         raise UserError(f"no engine {to}", where="--to", rule=f"one of {', '.join(ENGINES)}")
     then = load(str(path)).recipe
-    asks_for_zero = any(text.partition("=")[0].split(".")[0] == "zero" for text in overrides)
-    if to == DEEPSPEED and then.zero is None and not asks_for_zero:
-        raise UserError(
-            "missing with engine deepspeed",
-            where=f"{path}: zero",
-            rule="the engine deepspeed needs the section zero, with zero.stage at least",
-            fix="zero.stage=2",
-        )
-    leaves_deepspeed = engine_name(then) == DEEPSPEED and to != DEEPSPEED
-    changes = [f"engine={to}", *(["zero=null"] if leaves_deepspeed else []), *overrides]
+    loses_keys = ENGINES[engine_name(then)].all_of_zero and not ENGINES[to].all_of_zero
+    changes = [f"engine={to}", *(["zero=null"] if loses_keys else []), *overrides]
     recipe = load(str(path), changes).recipe
     if engine_name(recipe) != to:
         raise UserError(f"{engine_name(recipe)} with --to {to}", where="engine", fix="leave engine out")

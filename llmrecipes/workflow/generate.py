@@ -53,7 +53,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     _require_memory(plan)
     tokenizer = open_prepared(recipe, data_dir).tokenizer()
     prompt = tokenizer.encode(request.prompt)
-    engines = backend(recipe)
+    engines = backend(plan.recipe)
     platform = engines.platform()
     with engines.join(plan.recipe, platform):
         model = engines.load_weights(plan, platform, entry)

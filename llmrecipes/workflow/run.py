@@ -17,6 +17,7 @@ from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, default_world_size, derive
+from llmrecipes.recipe.engines import without_zero
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.tracking.status import read
 from llmrecipes.train.history import require_complete
@@ -96,9 +97,12 @@ def require_checkpoint(run_dir: Path, data_dir: Path | None = None) -> Entry:
 
 
 def on_one_rank(recipe: Recipe) -> Recipe:
-    """The recipe for one process that holds the whole model: checkpoints are the same in every layout."""
+    """The recipe for one process that holds the whole model: checkpoints are the same in every layout.
+
+    Without ZeRO, so that a checkpoint can be read where DeepSpeed, or the disk that it offloaded to, is missing.
+    """
     alone = Parallelism(use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer)
-    return recipe.model_copy(update={"parallelism": alone})
+    return without_zero(recipe).model_copy(update={"parallelism": alone})
 
 
 def prepare_data(recipe: Recipe, data_dir: Path, log: Log, spec: RunSpec | None = None) -> None:

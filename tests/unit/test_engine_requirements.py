@@ -14,8 +14,11 @@ from llmrecipes.cli.app import run
 from llmrecipes.doctor import zero
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.hardware import operators
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe, Zero
-from tests.helpers import tiny_on, write_recipe
+from llmrecipes.workflow.run import on_one_rank
+from tests.helpers import ROOMY, tiny_on, write_recipe
 from tests.refusals import refused, require_message
 
 Found = Callable[[str], object]
@@ -59,6 +62,17 @@ def test_a_missing_package_is_refused_with_its_extra(corpus: Path) -> None:
 
 
 @pytest.mark.usefixtures("hidden")
+def test_a_checkpoint_is_read_on_one_rank_without_deepspeed(corpus: Path) -> None:
+    """`generate` and `upcycle` of a run that was trained elsewhere, on more ranks."""
+    recipe = with_zero(corpus, offload_optimizer="nvme", nvme_path="/not/here", zero_hpz_partition_size=8)
+    alone = on_one_rank(recipe)
+    require_packages(alone)
+    plan = derive(alone, 1, ROOMY)
+    assert check(plan.recipe) == []
+    assert plan.recipe.parallelism.use_distributed_optimizer == recipe.parallelism.use_distributed_optimizer
+
+
+@pytest.mark.usefixtures("hidden")
 def test_a_run_without_deepspeed_starts_nothing(
     corpus: Path, tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,8 +105,8 @@ COMPILER = 'case "$*" in *-laio*) exit {libaio};; esac'
         ({"c__": ""}, {"offload_optimizer": "cpu"}, "zero.offload_optimizer", "setup-zero"),
         (
             {"ninja": "", "c__": COMPILER.format(libaio=1)},
-            {"offload_param": "nvme", "nvme_path": "nvme"},
-            "zero.offload_param",
+            {"offload_optimizer": "nvme", "nvme_path": "nvme"},
+            "zero.offload_optimizer",
             "libaio-dev",
         ),
     ],

@@ -152,7 +152,7 @@ def test_keys_that_no_shipped_recipe_sets_are_kept_too() -> None:
         ["zero.stage=1", "engine=deepspeed", "zero.overlap_comm=true"],
         ["zero.stage=2", "zero.offload_optimizer=cpu"],
         [
-            "zero.stage=3", "zero.offload_optimizer=nvme", "zero.offload_param=nvme", "zero.nvme_path=/nvme",
+            "zero.stage=3", "zero.offload_optimizer=nvme", "zero.offload_param=cpu", "zero.nvme_path=/nvme",
             "zero.zero_hpz_partition_size=8", "zero.zero_quantized_weights=true", "zero.extra.aio={}",
         ],
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -203,6 +204,30 @@ def test_generate_continues_a_prompt_num_samples_times(
         return [sample["text"] for sample in samples]
 
     assert len({*texts(), *texts(), *texts("--seed", "5")}) == 4
+
+
+def test_generate_reads_a_run_with_zero_where_deepspeed_is_missing(
+    trained: Path, data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "llmrecipes.engine.requirements.find_spec", lambda name: None if name == "deepspeed" else found(name)
+    )
+    first, runs = trained / "runs/tiny/first", ["--runs-dir", str(tmp_path)]
+    sharded = [
+        "zero.stage=3",
+        "zero.zero_hpz_partition_size=8",
+        "zero.offload_optimizer=nvme",
+        "zero.nvme_path=/not/here",
+    ]
+    assert cli.run(["convert", str(first), "--to", "deepspeed", *sharded, "--run-id", "zero", *runs]) == 0
+    capfd.readouterr()
+    texts = []
+    for folder in (first, tmp_path / "tiny/zero"):
+        arguments = ["--prompt", "word", "--max-new-tokens", "12", "--json", "--data-dir", str(data_dir)]
+        assert cli.run(["generate", str(folder), *arguments]) == 0
+        texts.append(json.loads(capfd.readouterr().out)["text"])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ def load_operators(zero: Zero) -> None:
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
-    devices = (zero.offload_optimizer, zero.offload_param)
     builders = [CPUAdamBuilder()] if zero.offload_optimizer != "none" else []
-    builders += [AsyncIOBuilder()] if "nvme" in devices else []
+    builders += [AsyncIOBuilder()] if zero.offload_optimizer == "nvme" else []
     for builder in builders:
         _load(builder)
 

@@ -1,0 +1,49 @@
+"""What offload needs of this machine: a compiler or compiled operators, and a fast disk. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.disk import unfit_for_offload
+from llmrecipes.hardware.operators import ASYNC_IO, CPU_ADAM, obstacle
+from llmrecipes.recipe.schema import Recipe, Zero
+
+
+def require_offload(recipe: Recipe) -> None:
+    """Refuse offload that cannot run here.
+
+    Raises:
+        UserError: an operator can neither be loaded nor compiled, or `zero.nvme_path` is not on a fast local disk.
+    """
+    zero = recipe.zero
+    if zero is None:
+        return
+    for key, operator in _operators(zero):
+        _require_operator(key, operator)
+    if zero.nvme_path is not None and (problem := unfit_for_offload(Path(zero.nvme_path))):
+        raise UserError(
+            problem,
+            where="zero.nvme_path",
+            rule="nvme_path is a folder on a fast disk of each node: every step reads and writes all of it",
+            fix="a folder on a local NVMe disk, or offload to cpu",
+        )
+
+
+def _operators(zero: Zero) -> Iterator[tuple[str, str]]:
+    if zero.offload_optimizer != "none":
+        yield "zero.offload_optimizer", CPU_ADAM
+    if zero.offload_optimizer == "nvme":
+        yield "zero.offload_optimizer", ASYNC_IO
+
+
+def _require_operator(key: str, operator: str) -> None:
+    found = obstacle(operator)
+    if found is not None:
+        raise UserError(
+            f"needs DeepSpeed's {operator}, but {found.what}",
+            where=key,
+            rule="DeepSpeed compiles this operator at its first use",
+            fix=found.fix,
+        )
