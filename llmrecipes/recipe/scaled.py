@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Recipe, Zero
 
 SHORT = {
     "tensor_model_parallel_size": "TP",
@@ -78,6 +78,11 @@ class Scaled:
             "added": [asdict(degree) for degree in self.added],
             not_run: [asdict(degree) for degree in self.not_run],
         }
+
+
+def with_zero(layout: str, zero: Zero | None) -> str:
+    """The name of a layout with its ZeRO stage: `DP2, ZeRO 3`."""
+    return layout if zero is None else f"{layout}, ZeRO {zero.stage}"
 
 
 def asked(recipe: Recipe) -> dict[str, int]:

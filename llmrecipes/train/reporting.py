@@ -13,6 +13,7 @@ from llmrecipes.engine.base import Implementation, Progress, World
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.scaled import with_zero
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.environment import capture
 from llmrecipes.tracking.events import Note
@@ -41,7 +42,7 @@ def describe(
         "device": f"{plan.layout.world_size} × {device}, {train.precision}, about {gib(plan.memory.total)} a rank",
         "batch": f"{train.global_batch_size} × {recipe.model.seq_length} = {number(plan.tokens_per_step)} tokens, "
         f"micro-batch {train.micro_batch_size} × {plan.num_microbatches} × "
-        f"{plan.layout.data_parallel_size} data-parallel",
+        + with_zero(f"{plan.layout.data_parallel_size} data-parallel", recipe.zero),
         "data": f"{number(tokens)} training tokens, read {plan.total_tokens / max(tokens, 1):.2f} times",
         "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
     }

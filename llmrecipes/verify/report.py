@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from llmrecipes.recipe.scaled import SHORT
+from llmrecipes.recipe.scaled import SHORT, with_zero
 from llmrecipes.verify.result import PARAMETERS, REPLICAS, Result
 from llmrecipes.verify.scale import QUANTITIES, relative
 
@@ -58,13 +58,13 @@ def layout_words(result: Result) -> str:
 
 
 def degrees(result: Result) -> str:
-    """The degrees above one that ran: `TP2 PP2 DP2 SP`."""
+    """The degrees above one that ran, and the ZeRO stage: `TP2 PP2 DP2 SP`, `DP2, ZeRO 3`."""
     layout = result.layout.layout
     kinds = [name for name in SHORT if name in result.scaled.asked or name == "data_parallel_size"]
     found = [f"{SHORT[name]}{layout[name]}" for name in kinds if layout[name] > 1]
     if layout["sequence_parallel"]:
         found.append("SP")
-    return " ".join(found) or "one rank"
+    return with_zero(" ".join(found) or "one rank", result.zero)
 
 
 def _first(result: Result) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmrecipes.recipe.scaled import Scaled
+from llmrecipes.recipe.schema import Zero
 from llmrecipes.verify.scale import QUANTITIES, first_beyond, relative
 from llmrecipes.verify.spec import Record, ReplicaDifference, Step
 
@@ -66,6 +67,8 @@ class Result:
     first_difference: FirstDifference | None
     scaled: Scaled
     """The recipe's degrees and those that ran."""
+    zero: Zero | None
+    """ZeRO of the layout."""
 
     @property
     def ok(self) -> bool:
@@ -94,6 +97,7 @@ class Result:
         return {
             "recipe": self.recipe,
             "layout": self.layout.layout,
+            "zero_stage": self.zero.stage if self.zero else None,
             "iters": len(self.layout.steps),
             **{f"max_rel_{quantity}": _finite(self.max_relative(quantity)) for quantity in QUANTITIES},
             "max_rel_param": _finite(self.max_rel_param),

@@ -187,4 +187,4 @@ def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster,
         tensor = FirstTensor(copy.tensor, copy.layer, REPLICAS, math.nan, copy.differing, copy.copies)
         difference = FirstDifference(copy.step, REPLICAS, math.nan, math.nan, tensor)
     worst_weights = max(found.relative for found in final)
-    return Result(name, spread.tolerance, one, layout, worst_weights, difference, degrees)
+    return Result(name, spread.tolerance, one, layout, worst_weights, difference, degrees, spread.recipe.zero)

@@ -218,7 +218,17 @@ def test_the_exit_code_of_the_command(
     assert run([*common, "--json"]) == 0
     answer = json.loads(capfd.readouterr().out)
     assert list(answer) == [
-        *("recipe", "layout", "iters", "max_rel_loss", "max_rel_grad_norm", "max_rel_param", "ok", "first_difference"),
+        *(
+            "recipe",
+            "layout",
+            "zero_stage",
+            "iters",
+            "max_rel_loss",
+            "max_rel_grad_norm",
+            "max_rel_param",
+            "ok",
+            "first_difference",
+        ),
         *("replicas", "asked", "reduced", "added", "not_verified"),
     ]
     assert (answer["ok"], answer["first_difference"], answer["iters"]) == (True, None, 2)

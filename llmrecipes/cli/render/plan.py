@@ -14,6 +14,7 @@ from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, decay_iters
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import Loaded, to_yaml
+from llmrecipes.recipe.scaled import with_zero
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -144,7 +145,7 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
 
 
 def _degrees(plan: Plan) -> str:
-    """`parallel: tensor 2 × pipeline 2 × data 4`, and how experts use the same ranks."""
+    """`parallel: tensor 2 × pipeline 2 × data 4, ZeRO 1`, and how experts use the same ranks."""
     degrees = plan.layout
     dense = {
         "tensor": degrees.tensor_model_parallel_size,
@@ -152,7 +153,7 @@ def _degrees(plan: Plan) -> str:
         "pipeline": degrees.pipeline_model_parallel_size,
     }
     words = [f"{name} {size}" for name, size in dense.items() if size > 1] + [f"data {plan.layout.data_parallel_size}"]
-    text = f"parallel: {' × '.join(words)}"
+    text = with_zero(f"parallel: {' × '.join(words)}", plan.recipe.zero)
     if plan.num_parameters.experts and plan.layout.world_size > 1:
         experts = f"experts: expert {degrees.expert_model_parallel_size}"
         if degrees.expert_tensor_parallel_size > 1:

@@ -1,0 +1,38 @@
+"""What a layout is called: its ZeRO stage is part of the name wherever it is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmrecipes.cli.render.plan import rows
+from llmrecipes.engine.base import Implementation, Progress
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.load import load
+from llmrecipes.recipe.scaled import scaled
+from llmrecipes.train.reporting import describe
+from llmrecipes.verify.report import layout_words
+from llmrecipes.verify.result import Result
+from llmrecipes.verify.spec import Record
+from tests.helpers import ROOMY
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"), [((), ""), (("zero.stage=1",), ", ZeRO 1"), (("zero.stage=3",), ", ZeRO 3")]
+)
+def test_the_stage_is_part_of_the_name(
+    overrides: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load("gpt-tiny", overrides).recipe
+    plan = derive(recipe, 2, ROOMY)
+    assert {name: origin for name, _, origin in rows(plan, ROOMY)}["ranks"] == f"parallel: data 2{words}"
+    record = Record(layout=plan.layout.as_dict(), steps=(), kept_step=None, replicas=None)
+    result = Result("gpt-tiny", 1e-5, record, record, 0.0, None, scaled(recipe, plan.layout.as_dict()), recipe.zero)
+    assert layout_words(result) == f"DP2{words}, 2 ranks"
+    prepared: Any = SimpleNamespace(manifest=SimpleNamespace(counts=lambda _split: SimpleNamespace(tokens=1)))
+    describe(recipe, plan, Implementation("local", "no GPU"), ROOMY, prepared, Progress(), tmp_path)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "data-parallel" in line]
+    assert line.endswith(f"2 data-parallel{words}")
