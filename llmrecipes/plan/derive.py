@@ -7,6 +7,7 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.plan import zeropp
 from llmrecipes.plan.checkpoint import checkpoint_bytes
 from llmrecipes.plan.flops import flops_per_token
 from llmrecipes.plan.layout import Layout, layout
@@ -128,6 +129,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         UserError: the layout does not fit the ranks or the machine, or the global batch does not divide over them.
     """
     laid_out = layout(recipe, world_size, cluster)
+    zeropp.check(recipe, world_size, cluster)
     micro_batches = num_microbatches(recipe, laid_out)
     stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)

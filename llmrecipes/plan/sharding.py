@@ -15,8 +15,6 @@ from llmrecipes.recipe.zero import Zero
 _STATE = 12
 # Sub-groups of optimizer state that are in host memory at a time with NVMe: DeepSpeed's `buffer_count`.
 _NVME_BUFFERS = 4
-# Parameters that stay in host memory with NVMe: DeepSpeed's `max_in_cpu`.
-_NVME_PARAMETERS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def sharded(recipe: Recipe, zero: Zero, parameters: int, layer: int, ranks: int,
         optimizer=0 if on_host else _STATE * share,
         buffers=_buffers(zero, element, reduced, parameters, device),
     )
-    return device_states, _host(recipe, zero, element, reduced, share)
+    return device_states, _host(recipe, zero, element, reduced, parameters, share)
 
 
 def _gradients(zero: Zero, element: int, reduced: int, parameters: int, share: int) -> int:
@@ -82,8 +80,14 @@ def _weights(zero: Zero, element: int, parameters: int, layer: int, share: int) 
     live = max(
         layer + zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance
     )
-    own = share if zero.offload_param == "none" else 0
+    own = share + _second_copy(zero, parameters) if zero.offload_param == "none" else 0
     return element * (own + min(parameters, live))
+
+
+def _second_copy(zero: Zero, parameters: int) -> int:
+    """Parameters of hpZ's copy, which lies beside those that are sharded over all ranks."""
+    size = zero.zero_hpz_partition_size
+    return -(-parameters // size) if size > 1 else 0
 
 
 def _buffers(zero: Zero, element: int, reduced: int, parameters: int, device: str) -> int:
@@ -95,7 +99,7 @@ def _buffers(zero: Zero, element: int, reduced: int, parameters: int, device: st
     return size * (element * (1 + zero.overlap_comm) + copy)
 
 
-def _host(recipe: Recipe, zero: Zero, element: int, reduced: int, share: int) -> States:
+def _host(recipe: Recipe, zero: Zero, element: int, reduced: int, parameters: int, share: int) -> States:
     gradients = optimizer = weights = 0
     if zero.offload_optimizer != "none":
         accumulated = recipe.train.global_batch_size > recipe.train.micro_batch_size
@@ -106,5 +110,5 @@ def _host(recipe: Recipe, zero: Zero, element: int, reduced: int, share: int) ->
             element * share if zero.stage < 3 else 0
         )  # and the updated weights, on their way
     if zero.offload_param != "none":
-        weights = element * (share if zero.offload_param == "cpu" else min(share, _NVME_PARAMETERS))
+        weights = element * (share + _second_copy(zero, parameters))
     return States(weights, gradients, optimizer)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticKnownError
 
 from llmrecipes.recipe.section import JsonObject, NonNegInt, PosInt, Section
 
@@ -15,22 +16,29 @@ STAGE_3 = (
 """Keys that have an effect at stage 3 alone."""
 
 
+def _integer(value: object) -> object:
+    """Python's `Literal[1]` accepts what equals 1: `true` and 1.0."""
+    if type(value) is int:
+        return value
+    raise PydanticKnownError("literal_error", {"expected": "0, 1, 2 or 3"})
+
+
 class Zero(Section):
     """ZeRO data parallelism (arXiv 1910.02054). Key names are DeepSpeed's; sizes are in elements.
 
     Stage 1 is megatron-core's distributed optimizer; stages 2 and 3 and offload need the engine `deepspeed`.
     """
 
-    stage: Literal[0, 1, 2, 3]
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)]
     """What is sharded over data-parallel ranks: nothing (0), optimizer state (1), also gradients (2), also parameters
     (3). `parallelism.use_distributed_optimizer` is true from stage 1 on."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Keep optimizer state, and update the parameters, in host memory (ZeRO-Offload, arXiv 2101.06840), or keep it on
     an NVMe disk (ZeRO-Infinity, arXiv 2104.07857; stage 3)."""
-    offload_param: Literal["none", "cpu", "nvme"] = "none"
-    """Keep partitioned parameters in host memory or on an NVMe disk between their uses; stage 3."""
+    offload_param: Literal["none", "cpu"] = "none"
+    """Keep partitioned parameters in host memory between their uses; stage 3."""
     nvme_path: str | None = None
-    """Folder on a local NVMe disk, for `nvme`."""
+    """Folder on a local NVMe disk, for `offload_optimizer: nvme`."""
     reduce_bucket_size: PosInt = 500_000_000
     """Gradient elements that are reduced at a time; a buffer of this size is allocated."""
     allgather_bucket_size: PosInt = 500_000_000
@@ -49,11 +57,12 @@ class Zero(Section):
     """Parameters that are used again within so many elements stay gathered; stage 3."""
     zero_hpz_partition_size: PosInt = 1
     """Ranks of a node that share a second copy of the parameters for the backward pass (ZeRO++ hpZ, arXiv 2306.10209);
-    1: none. Stage 3 on GPUs."""
+    1: none. Divides the number of ranks; stage 3."""
     zero_quantized_weights: bool = False
     """Gather parameters in int8 (ZeRO++ qwZ); stage 3 on GPUs. The result differs from an unquantized run."""
     zero_quantized_gradients: bool = False
-    """Reduce gradients in int4 (ZeRO++ qgZ); stage 3 on GPUs. The result differs from an unquantized run."""
+    """Reduce gradients in int4 between nodes (ZeRO++ qgZ); stage 3 in fp16, on two or more nodes with GPUs. The result
+    differs from an unquantized run."""
     extra: JsonObject = Field({})
     """Further keys of DeepSpeed's configuration, as in `ds_config.json`; a key that the recipe already determines is
     refused."""

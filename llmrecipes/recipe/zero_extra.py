@@ -51,6 +51,7 @@ DETERMINED: Mapping[str, str] = {
     "csv_monitor": _TRACKING,
     "autotuning": "zero, parallelism and train",
     "model_info": "model",
+    "steps_per_print": "train.log_interval",
     "hybrid_engine": "engine",
     "zero_allow_untested_optimizer": "optimizer",
     "zero_force_ds_cpu_optimizer": "zero.offload_optimizer",
@@ -85,8 +86,8 @@ DETERMINED: Mapping[str, str] = {
 
 TOP = (
     "aio", "comms_logger", "data_types", "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler",
-    "gradient_predivide_factor", "log_level", "memory_breakdown", "prescale_gradients", "steps_per_print", "timers",
-    "wall_clock_breakdown", "weight_quantization", SECTION,
+    "gradient_predivide_factor", "log_level", "memory_breakdown", "prescale_gradients", "timers",
+    "wall_clock_breakdown", SECTION,
 )  # fmt: skip
 """Other keys at the top: what deepspeed/runtime/config.py of 0.19.8 reads."""
 
@@ -99,6 +100,30 @@ INSIDE = (
     "use_multi_rank_bucket_allreduce",
 )  # fmt: skip
 """Other keys of `zero_optimization`: `DeepSpeedZeroConfig` in deepspeed/runtime/zero/config.py of 0.19.8."""
+
+
+UNSUPPORTED: Mapping[str, str] = {
+    "weight_quantization": "weights are initialised and saved in train.precision",
+    f"{SECTION}.offload_optimizer.ratio": "a checkpoint would lack the state that a ratio below 1 leaves on the GPU",
+    f"{SECTION}.offload_optimizer.super_offload": "checkpoints of its optimizer are not supported",
+}
+"""Keys that DeepSpeed has and this engine cannot pass on, and why."""
+
+
+INNER: Mapping[str, Mapping[str, type]] = {
+    "aio": {
+        "block_size": int, "queue_depth": int, "intra_op_parallelism": int, "single_submit": bool,
+        "overlap_events": bool, "use_gds": bool,
+    },
+    "flops_profiler": {
+        "enabled": bool, "recompute_fwd_factor": float, "profile_step": int, "module_depth": int, "top_modules": int,
+        "detailed": bool, "output_file": str,
+    },
+    "data_types": {},
+}  # fmt: skip
+"""Sections at the top that DeepSpeed does not check, and their keys; it checks the others when it reads them."""
+
+_TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 def extra(recipe: Recipe) -> Iterator[Problem]:
@@ -117,9 +142,9 @@ def extra(recipe: Recipe) -> Iterator[Problem]:
         )
         return
     yield from _level(section, f"{SECTION}.", INSIDE)
-    types = given.get("data_types")
-    if isinstance(types, dict):
-        yield from _determined(types, "data_types.")
+    for name in INNER:
+        if name in given:
+            yield from _inner(name, given[name])
     for part in _OFFLOAD:
         inside = section.get(part)
         if isinstance(inside, dict):
@@ -128,29 +153,44 @@ def extra(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"zero.extra.{SECTION}.{part}",
                 f"set with zero.{part} none",
-                f"its keys have an effect with zero.{part} cpu or nvme alone",
+                "its keys have an effect with offload alone",
                 f"zero.{part} cpu, or leave it out",
             )
         elif part in section and not isinstance(inside, dict):
             yield Problem(f"zero.extra.{SECTION}.{part}", clip(repr(inside)), f"{part} is a mapping", "leave it out")
 
 
+def _inner(section: str, given: object) -> Iterator[Problem]:
+    if not isinstance(given, dict):
+        yield Problem(f"zero.extra.{section}", clip(repr(given)), f"{section} is a mapping", "leave it out")
+        return
+    yield from _level(given, f"{section}.", tuple(INNER[section]))
+    for name, kind in INNER[section].items():
+        fits = type(given.get(name)) in ((int, float) if kind is float else (kind,))
+        if name in given and not fits:
+            key = f"zero.extra.{section}.{name}"
+            yield Problem(key, clip(repr(given[name])), f"{name} is {_TYPES[kind]}", "leave it out for the default")
+
+
 def _level(given: Mapping[str, object], prefix: str, known: tuple[str, ...]) -> Iterator[Problem]:
     yield from _determined(given, prefix)
     ours = [key.removeprefix(prefix) for key in DETERMINED if key.startswith(prefix)]
     for name in given:
-        if name not in known and f"{prefix}{name}" not in DETERMINED:
-            close = difflib.get_close_matches(name, [*known, *ours], n=1)
+        if name not in known and f"{prefix}{name}" not in (*DETERMINED, *UNSUPPORTED):
+            close = difflib.get_close_matches(name.lower(), [*known, *ours], n=1)
             yield Problem(
                 f"zero.extra.{prefix}{name}",
                 "unknown key",
                 "extra has keys of DeepSpeed's configuration",
-                f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}",
+                f"did you mean {close[0]}?" if close else f"known: {', '.join(known or ours)}",
             )
 
 
 def _determined(given: Mapping[str, object], prefix: str) -> Iterator[Problem]:
     for name in given:
+        reason = UNSUPPORTED.get(f"{prefix}{name}")
+        if reason is not None:
+            yield Problem(f"zero.extra.{prefix}{name}", "not supported", reason, "leave it out")
         key = DETERMINED.get(f"{prefix}{name}")
         if key is not None:
             yield Problem(

@@ -21,16 +21,15 @@ def engine(recipe: Recipe) -> Iterator[Problem]:
             "zero",
             "missing with engine deepspeed",
             "the engine deepspeed needs the section zero, with zero.stage at least",
-            "zero: {stage: 1}, or engine megatron",
+            "zero.stage=2, or engine megatron",
         )
     if name != MEGATRON or zero is None:
         return
     needed = [f"{key} {getattr(zero, key)}" for key in _OFFLOAD if getattr(zero, key) != "none"]
     needed = [f"stage {zero.stage}", *needed] if zero.stage >= 2 else needed
     if needed:
-        if (
-            recipe.engine == MEGATRON
-        ):  # `auto` selects it with offload_param at stage 0 and 1 only, refused by `offload`
+        # `auto` selects it with offload_param at stages 0 and 1 alone, and `offload` refuses that.
+        if recipe.engine == MEGATRON:
             yield Problem(
                 "engine",
                 f"megatron with zero {', '.join(needed)}",
@@ -44,7 +43,7 @@ def engine(recipe: Recipe) -> Iterator[Problem]:
                 f"zero.{key}",
                 "set with engine megatron",
                 f"at stages 0 and 1 {key} has an effect with the engine deepspeed alone",
-                f"engine deepspeed, or leave {key} out",
+                f"engine deepspeed, or {_left_out(key)}",
             )
 
 
@@ -106,8 +105,8 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
         f"parallelism.{experts}": (
             parallel.expert_model_parallel_size > 1,
             parallel.expert_model_parallel_size,
-            "DeepSpeed averages gradients over all data-parallel ranks, and those of different experts are not of one "
-            "parameter",
+            "DeepSpeed forms expert groups for its own MoE layers alone; it would reduce and shard megatron-core's "
+            "experts over ranks that hold different ones",
             f"{experts} 1: every rank has all experts",
         ),
         f"parallelism.{tensor}": (
@@ -176,19 +175,19 @@ def offload(recipe: Recipe) -> Iterator[Problem]:
             "parameters are sharded, and can be offloaded, at zero.stage 3 alone",
             "zero.stage 3, or offload_param none",
         )
-    on_disk = [key for key in _OFFLOAD if getattr(zero, key) == "nvme"]
+    on_disk = zero.offload_optimizer == "nvme"
     if on_disk and not (zero.nvme_path or "").strip():
         yield Problem(
             "zero.nvme_path",
             "not set" if zero.nvme_path is None else "empty",
-            f"{' and '.join(on_disk)} nvme needs nvme_path, a folder on a disk of each node",
+            "offload_optimizer nvme needs nvme_path, a folder on a disk of each node",
             "zero.nvme_path /local_nvme",
         )
     if not on_disk and zero.nvme_path is not None:
         yield Problem(
             "zero.nvme_path",
             f"{zero.nvme_path!r} without nvme",
-            "nvme_path belongs to offload_optimizer nvme and offload_param nvme",
+            "nvme_path belongs to offload_optimizer nvme",
             "leave nvme_path out",
         )
 
@@ -206,7 +205,7 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
                 f"zero.{key}",
                 f"{_shown(getattr(zero, key))} with zero.stage {zero.stage}",
                 f"{key} has an effect at zero.stage {allowed} alone",
-                f"leave {key} out",
+                _left_out(key),
             )
         elif key == "allgather_bucket_size" and zero.allgather_bucket_size % 2:
             yield Problem(
@@ -219,6 +218,35 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
 
 _LOWER = {"allgather_bucket_size": "1 and 2", "reduce_bucket_size": "1 to 3", "overlap_comm": "1 to 3"}
 _EACH = {"0 to 3": "0123", "1 to 3": "123", "1 and 2": "12", "3": "3"}
+
+
+def zeropp(recipe: Recipe) -> Iterator[Problem]:
+    """What DeepSpeed 0.19.8 would compute wrongly with ZeRO++, in silence; `plan.zeropp` has the rules on ranks."""
+    zero, tensor = recipe.zero, recipe.parallelism.tensor_model_parallel_size
+    if zero is None or engine_name(recipe) != DEEPSPEED:
+        return
+    over_all_ranks = {"zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+                      "zero_quantized_gradients": zero.zero_quantized_gradients}  # fmt: skip
+    for key, enabled in over_all_ranks.items():
+        if enabled and tensor > 1:
+            yield Problem(
+                f"zero.{key}",
+                f"{_shown(getattr(zero, key))} with tensor_model_parallel_size {tensor}",
+                "DeepSpeed groups adjacent ranks, and tensor-parallel ranks have different parameters",
+                f"leave {key} out, or tensor_model_parallel_size 1",
+            )
+    if zero.zero_quantized_gradients and not _reduces_in_fp16(recipe):
+        yield Problem(
+            "zero.zero_quantized_gradients",
+            f"true with train.precision {recipe.train.precision} and "
+            f"grad_reduce_in_fp32 {_shown(recipe.parallelism.grad_reduce_in_fp32)}",
+            "DeepSpeed's kernel reads all gradients as fp16, whatever their type",
+            "train.precision fp16 with parallelism.grad_reduce_in_fp32 false, or leave zero_quantized_gradients out",
+        )
+
+
+def _reduces_in_fp16(recipe: Recipe) -> bool:
+    return recipe.train.precision == "fp16" and not recipe.parallelism.grad_reduce_in_fp32
 
 
 def precision(recipe: Recipe) -> Iterator[Problem]:
@@ -256,6 +284,12 @@ def _changed(zero: Zero) -> list[str]:
     """Keys that are away from their defaults."""
     fields = type(zero).model_fields
     return [name for name, field in fields.items() if field.is_required() or getattr(zero, name) != field.default]
+
+
+def _left_out(key: str) -> str:
+    """The fix for a key without effect; an override cannot remove it from a file."""
+    default = Zero.model_fields[key].get_default(call_default_factory=True)
+    return f"leave {key} out, or set its default: zero.{key}={_shown(default)}"
 
 
 def _shown(value: object) -> str:

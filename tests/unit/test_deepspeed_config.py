@@ -32,7 +32,7 @@ def config(name: str, *overrides: str, ranks: int = 2) -> dict[str, Any]:
             "stage-3-nvme",
             "gpt-1b",
             (
-                *PLAIN, "zero.stage=3", "zero.offload_optimizer=nvme", "zero.offload_param=nvme",
+                *PLAIN, "zero.stage=3", "zero.offload_optimizer=nvme", "zero.offload_param=cpu",
                 "zero.nvme_path=/local_nvme", "zero.extra.aio.block_size=1048576", "optimizer.clip_grad=0",
             ),
         ),

@@ -27,6 +27,35 @@ def plan(*overrides: str, machine: Cluster = NODE, ranks: int = 8) -> Plan:
     return derive(load("gpt-1b", [*PLAIN, *overrides]).recipe, ranks, machine)
 
 
+ZEROPP = ("zero.stage=3", "parallelism.grad_reduce_in_fp32=false", "train.precision=fp16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "ranks", "key", "tokens"),
+    [
+        (("zero.zero_quantized_weights=true",), LAPTOP, 2, "zero.zero_quantized_weights", "CPU"),
+        (("zero.zero_quantized_gradients=true",), LAPTOP, 2, "zero.zero_quantized_gradients", "CPU"),
+        (("zero.zero_quantized_gradients=true",), NODE, 8, "zero.zero_quantized_gradients", "16"),
+        (("zero.zero_quantized_gradients=true",), NODE.times(2), 8, "zero.zero_quantized_gradients", "16"),
+        (("zero.zero_hpz_partition_size=3",), NODE, 8, "zero.zero_hpz_partition_size", "2 or 4"),
+        (("zero.zero_hpz_partition_size=16",), NODE, 8, "zero.zero_hpz_partition_size", "8"),
+        (("zero.zero_hpz_partition_size=2",), LAPTOP, 1, "zero.zero_hpz_partition_size", "1"),
+    ],
+)
+def test_zeropp_is_refused_where_it_cannot_work(
+    overrides: tuple[str, ...], machine: Cluster, ranks: int, key: str, tokens: str
+) -> None:
+    with refused(key, rule=tokens):
+        plan(*ZEROPP, *overrides, machine=machine, ranks=ranks)
+
+
+def test_zeropp_on_two_nodes() -> None:
+    plan(
+        *ZEROPP, "zero.zero_quantized_gradients=true", "zero.zero_quantized_weights=true",
+        "zero.zero_hpz_partition_size=8", machine=NODE.times(2), ranks=16,
+    )  # fmt: skip
+
+
 def test_parameters() -> None:
     assert plan().num_parameters.total == N
 
@@ -49,6 +78,10 @@ def test_parameters() -> None:
         # Stage 3 and gathered: a billion parameters by default.
         (("zero.stage=3",), 2 * N // 8 + 2 * 10**9, 4 * N // 8, 12 * N // 8, 4 * BUCKET),
         (("zero.stage=3", "train.precision=fp32"), 4 * N // 8 + 4 * 10**9, 4 * N // 8, 12 * N // 8, 4 * BUCKET),
+        (
+            ("zero.stage=3", "zero.zero_hpz_partition_size=4"),
+            2 * N // 8 + 2 * N // 4 + 2 * 10**9, 4 * N // 8, 12 * N // 8, 4 * BUCKET,
+        ),
         (
             ("zero.stage=3", "train.precision=fp32", "zero.offload_param=cpu"),
             4 * 10**9, 4 * N // 8, 12 * N // 8, 4 * BUCKET,

@@ -52,6 +52,9 @@ def test_extra_is_set_by_its_dotted_names_and_survives_a_resolved_recipe(tmp_pat
         ("zero.extra..comms_logger=1", "zero.extra..comms_logger"),
         ("zero.extr.comms_logger=1", "zero.extr.comms_logger"),
         ("zero.stage=4", "zero.stage"),
+        ("zero.stage=true", "zero.stage"),
+        ("zero.stage=3.0", "zero.stage"),
+        ("zero.offload_param=nvme", "zero.offload_param"),
     ],
 )
 def test_extra_is_plain_json(override: str, key: str) -> None:
@@ -151,13 +154,22 @@ NVME = {"offload_optimizer": "nvme", "nvme_path": "/nvme"}
         (stage(0, offload_optimizer="cpu"), "zero.offload_optimizer", ("cpu", "zero.stage 0", "zero.stage 2")),
         (stage(2, **NVME), "zero.offload_optimizer", ("zero.stage 2", "zero.stage 3")),
         (stage(2, offload_param="cpu"), "zero.offload_param", ("zero.stage 2", "zero.stage 3")),
-        (stage(3, offload_param="nvme"), "zero.nvme_path", "offload_param nvme"),
+        (stage(3, offload_optimizer="nvme"), "zero.nvme_path", "offload_optimizer nvme"),
         (stage(3, offload_optimizer="nvme", nvme_path=" "), "zero.nvme_path", "offload_optimizer nvme"),
         (stage(3, offload_optimizer="cpu", nvme_path="/nvme"), "zero.nvme_path", "/nvme"),
         (stage(2, stage3_prefetch_bucket_size=1), "zero.stage3_prefetch_bucket_size", "zero.stage 2"),
-        (stage(2, sub_group_size=1), "zero.sub_group_size", "zero.stage 3"),
+        (stage(2, sub_group_size=1), "zero.sub_group_size", ("zero.stage 3", "zero.sub_group_size=1000000000")),
         (stage(2, zero_quantized_weights=True), "zero.zero_quantized_weights", "zero.stage 3"),
         (stage(1, "deepspeed", zero_hpz_partition_size=8), "zero.zero_hpz_partition_size", "zero.stage 3"),
+        (
+            make({"stage": 3, "zero_hpz_partition_size": 2}, parallelism={"tensor_model_parallel_size": 2}),
+            "zero.zero_hpz_partition_size", "tensor_model_parallel_size 2",
+        ),
+        (stage(3, zero_quantized_gradients=True), "zero.zero_quantized_gradients", ("bf16", "grad_reduce_in_fp32")),
+        (
+            make({"stage": 3, "zero_quantized_gradients": True}, train={"precision": "fp16"}),
+            "zero.zero_quantized_gradients", "grad_reduce_in_fp32 true",
+        ),
         (stage(3, allgather_bucket_size=2), "zero.allgather_bucket_size", "zero.stage 3"),
         (stage(2, allgather_bucket_size=3), "zero.allgather_bucket_size", "4"),
         (stage(0, "deepspeed", reduce_bucket_size=2), "zero.reduce_bucket_size", "zero.stage 0"),
@@ -201,6 +213,18 @@ def test_what_is_refused(recipe: Recipe, key: str, tokens: str | tuple[str, ...]
         ({"coms_logger": {}}, "coms_logger", "comms_logger"),
         ({"zero_optimization": {"round_robin": True}}, "zero_optimization.round_robin", "round_robin_gradients"),
         ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size", ()),
+        ({"aio": {"bloc_size": 1}}, "aio.bloc_size", "block_size"),
+        ({"aio": {"block_size": True}}, "aio.block_size", ()),
+        ({"flops_profiler": {"profile_step": "x"}}, "flops_profiler.profile_step", ()),
+        ({"data_types": {"x": 1}}, "data_types.x", "grad_accum_dtype"),
+        ({"data_types": 3}, "data_types", ()),
+        ({"steps_per_print": 0}, "steps_per_print", "train.log_interval"),
+        ({"TRAIN_BATCH_SIZE": 2}, "TRAIN_BATCH_SIZE", "train_batch_size"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}},
+            "zero_optimization.offload_optimizer.ratio", (),
+        ),
+        ({"weight_quantization": {}}, "weight_quantization", "train.precision"),
     ],
 )  # fmt: skip
 def test_what_extra_refuses(extra: dict[str, Any], key: str, tokens: str | tuple[str, ...]) -> None:
@@ -221,8 +245,12 @@ def test_what_extra_refuses(extra: dict[str, Any], key: str, tokens: str | tuple
         make({"stage": 3}, train={"precision": "fp16"}),
         # Combinations that stage3.py handles one by one.
         stage(3, offload_param="cpu"),
-        stage(3, offload_param="nvme", nvme_path="/nvme", offload_optimizer="cpu"),
-        stage(3, **NVME, zero_hpz_partition_size=8, zero_quantized_gradients=True, stage3_max_live_parameters=0),
+        stage(3, **NVME, zero_hpz_partition_size=8, zero_quantized_weights=True, stage3_max_live_parameters=0),
+        make(
+            {"stage": 3, "zero_quantized_gradients": True},
+            train={"precision": "fp16"},
+            parallelism={"grad_reduce_in_fp32": False},
+        ),
         with_extra({"zero_optimization": {"offload_optimizer": {"pipeline_read": True}}, "aio": {}}, **NVME),
     ],
 )
