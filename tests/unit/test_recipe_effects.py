@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +46,7 @@ pytestmark = pytest.mark.usefixtures("world")
 See = Callable[[Recipe, Path, pytest.MonkeyPatch], Any]
 
 NODE = Cluster((Gpu("any", 1 << 50, 1 << 50, None),) * 8, 8, 1 << 50, 1 << 50, 0)
+TWO_NODES = replace(NODE, gpus=NODE.gpus[:1]).times(2)
 
 
 # -- what can be seen of a recipe ------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def backend_of(recipe: Recipe, *_: Any) -> str:
 
 
 def deepspeed(recipe: Recipe, *_: Any) -> dict[str, Any]:
-    return deepspeed_config(derive(recipe, 2, ROOMY))
+    return deepspeed_config(derive(recipe, 2, TWO_NODES))
 
 
 def grace(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -347,7 +348,9 @@ CASES: dict[str, Case] = {
     "zero.stage3_max_reuse_distance": Case(1000, deepspeed, ZERO3),
     "zero.zero_hpz_partition_size": Case(2, deepspeed, ZERO3),
     "zero.zero_quantized_weights": Case(True, deepspeed, ZERO3),
-    "zero.zero_quantized_gradients": Case(True, deepspeed, ZERO3),
+    "zero.zero_quantized_gradients": Case(
+        True, deepspeed, {**ZERO3, "train.precision": "fp16", "parallelism.grad_reduce_in_fp32": False}
+    ),
     "zero.extra": Case({"comms_logger": {"enabled": True}}, deepspeed, ZERO2),
     "train.train_iters": Case(4, loop),
     "train.micro_batch_size": Case(4, plan),
