@@ -62,6 +62,15 @@ def poisoned_gradient(row: Row) -> list[str]:
         return everyones
 
 
+def refusal(row: Row) -> str:
+    """What the first rank is told where the engine cannot be built."""
+    try:
+        with training(row.recipe):
+            return "built"
+    except UserError as error:
+        return f"{error.code} {error.where}"
+
+
 def stopping(row: Row) -> list[bool]:
     """Whether each rank hears of a stop that the last one was asked for: before and after, training and evaluating."""
     with training(row.recipe) as (engine, world):
@@ -115,6 +124,16 @@ def test_deepspeed_skips_no_step_whose_gradients_are_nan(
     assert len(set(said)) == 1
     for part in ("93 ", "gradient norm is nan", "step 7", "; True"):
         assert part in said[0]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("stage", "extra"), [(3, {"comms_logger": True}), (2, {"gradient_predivide_factor": 2.0})], ids=("read", "asserted")
+)
+def test_what_deepspeed_refuses_is_one_message(stage: int, extra: dict[str, Any], worlds: dict[int, GlooWorld]) -> None:
+    row = Row("gpt", "dp2", {"zero": {"stage": stage, "extra": extra}}, engine="deepspeed")
+    assert worlds[2].run(refusal, row) == "2 zero.extra"
+    assert worlds[2].run(refusal, Row("gpt", "dp2", {"zero": {"stage": stage}}, engine="deepspeed")) == "built"
 
 
 @pytest.mark.parametrize("layout", ["dp1", *LAYOUTS])
