@@ -66,22 +66,24 @@ def sent(parameters: int, ranks: int, stage: int, types: Types) -> float:
     return share * parameters * (gathers * types.weight + reductions * types.gradient)
 
 
-def largest(fits: Callable[[int], bool], start: int) -> int:
-    """The largest number from 1 on that fits, or 0: doubled or halved from `start`, then bisected.
+def largest(fits: Callable[[int], bool], start: int, step: int = 1) -> int:
+    """The largest number from 1 on that fits, or 0: in growing steps from `start`, then bisected.
 
     Args:
         fits: true up to some number, false above; called once for each.
         start: first try, at least 1.
+        step: to the second try, doubled from then on; at least 1.
     """
-    below, above = 0, start
     if fits(start):
-        below, above = start, 2 * start
+        below, above = start, start + step
         while fits(above):
-            below, above = above, 2 * above
+            step *= 2
+            below, above = above, above + step
     else:
-        while above > 1 and not fits(above // 2):
-            above //= 2
-        below = above // 2
+        below, above = max(0, start - step), start
+        while below and not fits(below):
+            step *= 2
+            below, above = max(0, below - step), below
     while above - below > 1:
         middle = (below + above) // 2
         if fits(middle):
