@@ -225,20 +225,20 @@ def largest_part(
     for variant in chosen:
         tries: dict[int, str] = {}
 
-        def fits(layers: int, variant: Variant = variant, tries: dict[int, str] = tries) -> bool:
+        def peak(layers: int, variant: Variant = variant, tries: dict[int, str] = tries) -> float | None:
+            reached: float | None = None
             recipe = _deep(variant, ranks, layers, hidden)
             try:
                 reports = run([recipe], ranks, steps=1, tight=True, limit_bytes=limit, limit_seconds=seconds)
+                reached = max(own["peak"] for (own,) in reports)
             except Failed as failed:
                 if failed.code != TOO_MUCH:
                     raise
-                tries[layers] = "too much"
-            else:
-                tries[layers] = f"{max(own['peak'] for (own,) in reports) / GIB:.2f} GiB"
+            tries[layers] = "too much" if reached is None else f"{reached / GIB:.2f} GiB"
             print(f"{variant.name}, {layers} layers: {tries[layers]}", flush=True)
-            return tries[layers] != "too much"
+            return reached
 
-        layers = largest(fits, _first(variant, ranks, limit, hidden, seconds))
+        layers = largest(peak, limit, *_first(variant, ranks, limit, hidden, seconds))
         plan = derive(_deep(variant, ranks, max(layers, 1), hidden), ranks, detect())
         parameters = plan.num_parameters_on_rank if layers else 0
         rows.append({"variant": variant.name, "layers": layers, "parameters": parameters, "tries": tries})
@@ -257,14 +257,14 @@ def _deep(variant: Variant, ranks: int, layers: int, hidden: int) -> Recipe:
     )  # fmt: skip
 
 
-def _first(variant: Variant, ranks: int, limit: int, hidden: int, seconds: float) -> int:
-    """Layers that should just fit, from the peaks of two small models: the search starts there."""
+def _first(variant: Variant, ranks: int, limit: int, hidden: int, seconds: float) -> tuple[int, float]:
+    """Layers that should just fit, and bytes of a layer, from the peaks of two small models."""
     small_models = [_deep(variant, ranks, layers, hidden) for layers in PROBES]
     reports = run(small_models, ranks, steps=1, tight=True, limit_bytes=limit, limit_seconds=seconds)
     low, high = (max(report[number]["peak"] for report in reports) for number in (0, 1))
     each = (high - low) / (PROBES[1] - PROBES[0])
     print(f"{variant.name}: {each / MIB:.0f} MiB a layer", flush=True)
-    return max(1, PROBES[1] + int((limit - high) / each))
+    return max(1, PROBES[1] + int((limit - high) / each)), each
 
 
 def main() -> int:
