@@ -27,6 +27,7 @@ FP32 = 4
 OPERATORS = {
     "allreduce_": ("all-reduce", 0),
     "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
     "_allgather_base_": ("all-gather", 0),
     "_reduce_scatter_base_": ("reduce-scatter", 1),
     "allreduce_coalesced_": ("all-reduce", 0),

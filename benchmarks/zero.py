@@ -12,6 +12,7 @@ those of this machine: without a GPU, processes of one thread.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -23,8 +24,8 @@ from benchmarks.chart import bars
 from benchmarks.common import close, machine, parser, show
 from benchmarks.ranks import small
 from benchmarks.traffic import Call
-from benchmarks.zero_formulas import BF16, FP32, STAGES, TYPES, Bytes, Types, held, largest, sent
-from benchmarks.zero_rank import TOO_LONG, TOO_MUCH
+from benchmarks.zero_formulas import BF16_FP32_GRADIENTS, FP32, STAGES, TYPES, Bytes, Types, held, largest, sent
+from benchmarks.zero_rank import TOO_MUCH
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.launch.local.ranks import run_ranks
 from llmrecipes.plan.derive import Plan, derive
@@ -45,14 +46,21 @@ class Variant(NamedTuple):
     keys: tuple[str, ...] = ()
 
 
+PROBES = (4, 12)
+"""Layers of the models from whose peaks `largest` guesses."""
+SUB_GROUP = 50_000_000
 OFFLOAD = ("zero.offload_optimizer=cpu",)
 PLAIN = tuple(Variant(f"stage {stage}", stage) for stage in STAGES)
+MEGATRON = Variant("stage 1, megatron", 1, engine="megatron")
+BY_SIZE = (Variant("stage 0, megatron", 0, engine="megatron"), *PLAIN[1:], MEGATRON)
+"""Of `largest`: without ZeRO, the engine deepspeed trains in fp32 alone. Offload is to the memory that it measures."""
 VARIANTS = (
     *PLAIN,
+    Variant("stage 2, all-reduce", 2, keys=("zero.extra.zero_optimization.use_multi_rank_bucket_allreduce=true",)),
     Variant("stage 2, optimizer offloaded", 2, keys=OFFLOAD),
     Variant("stage 3, optimizer offloaded", 3, keys=OFFLOAD),
     Variant("stage 3, parameters too", 3, keys=(*OFFLOAD, "zero.offload_param=cpu")),
-    Variant("megatron, stage 1", 1, engine="megatron"),
+    MEGATRON,
 )
 
 
@@ -66,6 +74,8 @@ def recipe_of(variant: Variant, types: Types, ranks: int, *shape: str) -> Recipe
         f"parallelism.use_distributed_optimizer={str(variant.stage > 0).lower()}",
         f"engine={variant.engine}", f"zero.stage={variant.stage}", *variant.keys,
     ]  # fmt: skip
+    if variant.stage == 3:
+        keys.append(f"zero.sub_group_size={SUB_GROUP}")
     if variant.engine == "deepspeed" and variant.stage > 0:
         keys.append(f"zero.reduce_bucket_size={BUCKET}")
         if variant.stage < 3:
@@ -86,9 +96,19 @@ class Failed(Exception):
 
 def run(
     recipes: Sequence[Recipe], ranks: int, *, warmup: int = 1, steps: int = 0, count: bool = False, walk: bool = False,
-    limit_bytes: int | None = None, limit_seconds: float | None = None,
+    tight: bool = False, limit_bytes: int | None = None, limit_seconds: float | None = None,
 ) -> list[list[dict[str, Any]]]:  # fmt: skip
     """Train the recipes in turn in new processes of one thread each; gives each rank's reports.
+
+    Args:
+        recipes: of models that grow, where peaks are asked for.
+        ranks: world size.
+        warmup: steps before the clock starts.
+        steps: measured steps.
+        count: take one more step and report its collectives.
+        walk: take one more step and report the tensors in it.
+        tight: on a CPU, return freed memory to the kernel: slower, and peaks are what tensors take.
+        limit_bytes, limit_seconds: end a rank that exceeds them.
 
     Raises:
         Failed: a rank ended, for one because it exceeded a limit.
@@ -98,7 +118,7 @@ def run(
         spec = folder / "spec.json"
         job = {
             "recipes": [each.model_dump_json() for each in recipes], "warmup": warmup, "steps": steps,
-            "count": count, "bytes": walk, "limit_bytes": limit_bytes, "limit_seconds": limit_seconds,
+            "count": count, "bytes": walk, "tight": tight, "limit_bytes": limit_bytes, "limit_seconds": limit_seconds,
         }  # fmt: skip
         spec.write_text(json.dumps(job), "utf-8")
         code = run_ranks("benchmarks.zero_rank", [str(spec)], world_size=ranks, threads=1, logs=folder)
@@ -114,8 +134,7 @@ def bytes_part(worlds: Sequence[int]) -> list[dict[str, Any]]:
         (variant, types)
         for types in TYPES
         for variant in PLAIN
-        # Without ZeRO DeepSpeed accumulates in the type of the weights.
-        if variant.stage > 0 or types.weight == types.gradient
+        if variant.stage > 0 or types is FP32  # without ZeRO the engine deepspeed trains in fp32 alone
     ]
     rows = []
     for ranks in worlds:
@@ -161,20 +180,29 @@ def _bytes_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[s
     return columns, table
 
 
-def speed_part(ranks: int, warmup: int, steps: int) -> list[dict[str, Any]]:
-    """Rate, peak memory and bytes sent of every variant in fp32."""
+def speed_part(ranks: int, warmup: int, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Rate of the fastest round, peak memory and bytes sent of every variant in fp32; a round has each variant once."""
+    recipes = {variant.name: recipe_of(variant, FP32, ranks) for variant in VARIANTS}
+    seconds: dict[str, list[float]] = {name: [] for name in recipes}
+    reports = {
+        name: [own for (own,) in run([recipe], ranks, steps=1, count=True, tight=True)]
+        for name, recipe in recipes.items()
+    }
+    for number in range(rounds):
+        for name, recipe in recipes.items():
+            print(f"round {number + 1}, {name} …", flush=True)
+            timed = [own["seconds"] for (own,) in run([recipe], ranks, warmup=warmup, steps=steps)]
+            seconds[name].append(statistics.median(max(each) for each in zip(*timed, strict=True)))
+            print(f"  {seconds[name][-1]:.3f} s a step, load {os.getloadavg()[0]:.1f}", flush=True)
     rows = []
     for variant in VARIANTS:
-        print(f"{variant.name} …", flush=True)
-        recipe = recipe_of(variant, FP32, ranks)
-        plan = derive(recipe, ranks, detect())
-        reports = [own for (own,) in run([recipe], ranks, warmup=warmup, steps=steps, count=True)]
-        seconds = statistics.median(max(each) for each in zip(*(one["seconds"] for one in reports), strict=True))
-        volume = statistics.mean(sum(Call(*call).volume for call in report["calls"]) for report in reports)
+        last, plan = reports[variant.name], derive(recipes[variant.name], ranks, detect())
         rows.append({
-            "variant": variant.name, "tokens_per_second": plan.tokens_per_step / seconds,
-            "peak": max(report["peak"] for report in reports), "empty": max(report["empty"] for report in reports),
-            "sent": volume, "expected_sent": sent(plan.num_parameters_on_rank, ranks, variant.stage, FP32),
+            "variant": variant.name, "seconds": seconds[variant.name],
+            "tokens_per_second": plan.tokens_per_step / min(seconds[variant.name]),
+            "peak": max(report["peak"] for report in last), "empty": max(report["empty"] for report in last),
+            "sent": statistics.mean(sum(Call(*call).volume for call in report["calls"]) for report in last),
+            "expected_sent": sent(plan.num_parameters_on_rank, ranks, variant.stage, FP32),
         })  # fmt: skip
     columns = ["fp32", "tokens/s", "peak MiB", "of it without a model", "sent MiB a rank", "formula", "over"]
     show(f"{ranks} ranks", columns, [
@@ -191,26 +219,28 @@ def speed_part(ranks: int, warmup: int, steps: int) -> list[dict[str, Any]]:
 def largest_part(
     ranks: int, limit_gib: float, hidden: int, seconds: float, chosen: Sequence[Variant], svg: Path | None
 ) -> list[dict[str, Any]]:
-    """The largest number of layers that trains for two steps, of every variant, in bf16 with bf16 gradients."""
+    """The largest number of layers that trains for two steps, of every variant, in the types of a recipe's default."""
     rows: list[dict[str, Any]] = []
+    limit = int(limit_gib * GIB)
     for variant in chosen:
         tries: dict[int, str] = {}
 
-        def fits(layers: int, variant: Variant = variant, tries: dict[int, str] = tries) -> bool:
+        def peak(layers: int, variant: Variant = variant, tries: dict[int, str] = tries) -> float | None:
+            reached: float | None = None
             recipe = _deep(variant, ranks, layers, hidden)
             try:
-                reports = run([recipe], ranks, steps=1, limit_bytes=int(limit_gib * GIB), limit_seconds=seconds)
+                reports = run([recipe], ranks, steps=1, tight=True, limit_bytes=limit, limit_seconds=seconds)
+                reached = max(own["peak"] for (own,) in reports)
             except Failed as failed:
-                if failed.code not in (TOO_MUCH, TOO_LONG):
+                if failed.code != TOO_MUCH:
                     raise
-                tries[layers] = "too much" if failed.code == TOO_MUCH else f"more than {seconds:g} s"
-            else:
-                tries[layers] = f"{max(own['peak'] for (own,) in reports) / GIB:.2f} GiB"
+            tries[layers] = "too much" if reached is None else f"{reached / GIB:.2f} GiB"
             print(f"{variant.name}, {layers} layers: {tries[layers]}", flush=True)
-            return tries[layers].endswith("GiB")
+            return reached
 
-        layers = largest(fits, _first(variant, ranks, limit_gib, hidden))
-        parameters = _planned(_deep(variant, ranks, layers, hidden), ranks).num_parameters_on_rank if layers else 0
+        layers = largest(peak, limit, *_first(variant, ranks, limit, hidden, seconds))
+        plan = derive(_deep(variant, ranks, max(layers, 1), hidden), ranks, detect())
+        parameters = plan.num_parameters_on_rank if layers else 0
         rows.append({"variant": variant.name, "layers": layers, "parameters": parameters, "tries": tries})
     show(f"Largest model in {limit_gib:g} GiB a rank, {ranks} ranks, hidden {hidden}", ["", "layers", "parameters"], [
         [row["variant"], str(row["layers"]), f"{row['parameters'] / 1e6:,.1f}M"] for row in rows
@@ -222,18 +252,19 @@ def largest_part(
 
 
 def _deep(variant: Variant, ranks: int, layers: int, hidden: int) -> Recipe:
-    return recipe_of(variant, BF16, ranks, f"model.num_layers={layers}", f"model.hidden_size={hidden}")
+    return recipe_of(
+        variant, BF16_FP32_GRADIENTS, ranks, f"model.num_layers={layers}", f"model.hidden_size={hidden}"
+    )  # fmt: skip
 
 
-def _planned(recipe: Recipe, ranks: int) -> Plan:
-    return derive(recipe, ranks, detect())
-
-
-def _first(variant: Variant, ranks: int, limit_gib: float, hidden: int) -> int:
-    """Layers whose model states alone fill the limit, by the formula: the search starts there."""
-    few, more = (_planned(_deep(variant, ranks, layers, hidden), ranks).num_parameters_on_rank for layers in (1, 2))
-    each = held(1, ranks, variant.stage, BF16).total
-    return max(1, int((limit_gib * GIB / each - few) / (more - few)))
+def _first(variant: Variant, ranks: int, limit: int, hidden: int, seconds: float) -> tuple[int, float]:
+    """Layers that should just fit, and bytes of a layer, from the peaks of two small models."""
+    small_models = [_deep(variant, ranks, layers, hidden) for layers in PROBES]
+    reports = run(small_models, ranks, steps=1, tight=True, limit_bytes=limit, limit_seconds=seconds)
+    low, high = (max(report[number]["peak"] for report in reports) for number in (0, 1))
+    each = (high - low) / (PROBES[1] - PROBES[0])
+    print(f"{variant.name}: {each / MIB:.0f} MiB a layer", flush=True)
+    return max(1, PROBES[1] + int((limit - high) / each)), each
 
 
 def main() -> int:
@@ -244,19 +275,20 @@ def main() -> int:
     made.add_argument("--ranks", type=int, help="of `speed` and `largest`; default: the GPUs, or two processes")
     made.add_argument("--warmup", type=int, default=2)
     made.add_argument("--steps", type=int, default=5)
+    made.add_argument("--rounds", type=int, default=3, help="of `speed`, each with all variants")
     made.add_argument("--limit-gib", type=float, default=8.0)
     made.add_argument("--hidden-size", type=int, default=1024)
-    made.add_argument("--try-seconds", type=float, default=240.0, help="a try of `largest` that takes longer fails")
-    made.add_argument("--variants", nargs="+", choices=[each.name for each in VARIANTS], metavar="NAME")
+    made.add_argument("--try-seconds", type=float, default=600.0, help="a try of `largest` that takes longer ends it")
+    made.add_argument("--variants", nargs="+", choices=[each.name for each in BY_SIZE], metavar="NAME")
     made.add_argument("--svg", type=Path, metavar="FILE", help="bar chart of `largest`")
     arguments = made.parse_args()
     started_on = machine()
     ranks = arguments.ranks or len(detect().gpus) or 2
-    chosen = [each for each in VARIANTS if each.name in (arguments.variants or [each.name])]
+    chosen = [each for each in BY_SIZE if each.name in (arguments.variants or [each.name])]
     if arguments.part == "bytes":
         rows = bytes_part(arguments.worlds)
     elif arguments.part == "speed":
-        rows = speed_part(ranks, arguments.warmup, arguments.steps)
+        rows = speed_part(ranks, arguments.warmup, arguments.steps, arguments.rounds)
     else:
         rows = largest_part(
             ranks, arguments.limit_gib, arguments.hidden_size, arguments.try_seconds, chosen, arguments.svg

@@ -66,26 +66,24 @@ def sent(parameters: int, ranks: int, stage: int, types: Types) -> float:
     return share * parameters * (gathers * types.weight + reductions * types.gradient)
 
 
-def largest(fits: Callable[[int], bool], start: int) -> int:
-    """The largest number from 1 on that fits, or 0: doubled or halved from `start`, then bisected.
+def largest(peak: Callable[[int], float | None], limit: float, start: int, each: float) -> int:
+    """The largest number from 1 on that fits, or 0: by steps that the peaks suggest, then bisected.
 
     Args:
-        fits: true up to some number, false above; called once for each.
+        peak: of memory at a number, None where it exceeds the limit; called once for each number.
+        limit: of memory.
         start: first try, at least 1.
+        each: memory that one more is expected to take; positive.
     """
-    below, above = 0, start
-    if fits(start):
-        below, above = start, 2 * start
-        while fits(above):
-            below, above = above, 2 * above
-    else:
-        while above > 1 and not fits(above // 2):
-            above //= 2
-        below = above // 2
-    while above - below > 1:
-        middle = (below + above) // 2
-        if fits(middle):
-            below = middle
+    below, above, number = 0, 0, start
+    while not above or above - below > 1:
+        reached = peak(number)
+        if reached is None:
+            above = number
+            number = (below + above) // 2 if below else max(1, number - max(1, number // 16))
         else:
-            above = middle
+            below = number
+            number += max(1, int((limit - reached) / each))
+        if above and number >= above:
+            number = (below + above) // 2
     return below

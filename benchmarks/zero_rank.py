@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -45,6 +46,15 @@ def resident_peak() -> int:
     return int(line.split()[1]) * 1024
 
 
+def return_freed_memory() -> None:
+    """Undo what the CPU platform sets for speed, so that resident memory is what tensors take and not their holes."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # only in glibc
+        m_trim_threshold, m_top_pad, m_mmap_threshold, m_mmap_max = -1, -2, -3, -4
+        for name, value in ((m_trim_threshold, 2**17), (m_top_pad, 0), (m_mmap_threshold, 2**17), (m_mmap_max, 2**20)):
+            mallopt(name, value)
+
+
 def main() -> None:
     """Build the engine of each recipe in turn, train, measure what the spec asks for."""
     import logging
@@ -56,10 +66,14 @@ def main() -> None:
     spec = Path(sys.argv[1])
     job = json.loads(spec.read_text("utf-8"))
     recipes = [Recipe.model_validate_json(each) for each in job["recipes"]]
+    if job["tight"]:
+        os.environ["THP_MEM_ALLOC_ENABLE"] = "0"
     engines = backend(recipes[0])
     platform = engines.platform(int(os.environ["LOCAL_RANK"]))
     _limit(platform, job["limit_bytes"], job["limit_seconds"])
     with engines.join(recipes[0], platform) as world:
+        if job["tight"]:
+            return_freed_memory()
         try:
             reports = [_measured(recipe, world, platform, job) for recipe in recipes]
         except torch.OutOfMemoryError:

@@ -57,20 +57,17 @@ def sharded(recipe: Recipe, zero: Zero, parameters: int, layer: int, ranks: int,
     on_host = zero.offload_optimizer != "none"
     device_states = States(
         weights=_weights(zero, element, parameters, layer, share),
-        gradients=_gradients(zero, element, reduced, parameters, share),
+        gradients=_gradients(zero, reduced, parameters, share),
         optimizer=0 if on_host else _STATE * share,
         buffers=_buffers(zero, element, reduced, parameters, device),
     )
     return device_states, _host(recipe, zero, element, reduced, parameters, share)
 
 
-def _gradients(zero: Zero, element: int, reduced: int, parameters: int, share: int) -> int:
-    on_host = zero.offload_optimizer != "none"
+def _gradients(zero: Zero, reduced: int, parameters: int, share: int) -> int:
     if zero.stage >= 2:
-        return 0 if on_host else reduced * share
-    # DeepSpeed's BF16_Optimizer, which it selects for stage 1 with fp32 sums, keeps the bf16 gradients beside them.
-    beside = element if reduced != element and not on_host else 0
-    return (reduced + beside) * parameters
+        return 0 if zero.offload_optimizer != "none" else reduced * share
+    return reduced * parameters
 
 
 def _weights(zero: Zero, element: int, parameters: int, layer: int, share: int) -> int:

@@ -31,16 +31,17 @@ def test_volumes_are_those_of_the_paper() -> None:
     assert not any(sent(100, 1, stage, FP32) for stage in STAGES)
 
 
-@pytest.mark.parametrize("start", [1, 2, 7, 40, 41, 42, 500])
+@pytest.mark.parametrize("each", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("start", [1, 2, 40, 41, 42, 500])
 @pytest.mark.parametrize("limit", [0, 1, 2, 41])
-def test_the_search_finds_the_limit_from_any_start_without_a_try_twice(limit: int, start: int) -> None:
+def test_the_search_finds_the_limit_from_any_start_without_a_try_twice(limit: int, start: int, each: float) -> None:
     tries: list[int] = []
 
-    def fits(number: int) -> bool:
+    def peak(number: int) -> float | None:
         tries.append(number)
-        return number <= limit
+        return number if number <= limit else None
 
-    assert largest(fits, start) == limit
+    assert largest(peak, limit, start, each) == limit
     assert len(tries) == len(set(tries))
     assert min(tries) >= 1
 

@@ -64,3 +64,14 @@ def test_gradients_are_accumulated_and_reduced_in_the_type_of_the_recipe() -> No
     assert "data_types" not in half
     full = config("gpt-1b", *PLAIN, "zero.stage=2")
     assert full["communication_data_type"] == full["data_types"]["grad_accum_dtype"] == "fp32"
+
+
+def test_gradients_go_to_their_owner_alone_where_ranks_are_few() -> None:
+    def all_reduced(ranks: int, *overrides: str) -> bool:
+        given = config("gpt-1b", *PLAIN, "zero.stage=2", "train.global_batch_size=1024", *overrides, ranks=ranks)
+        return bool(given["zero_optimization"]["use_multi_rank_bucket_allreduce"])
+
+    assert not all_reduced(2)
+    assert not all_reduced(64)
+    assert all_reduced(128)
+    assert all_reduced(2, "zero.extra.zero_optimization.use_multi_rank_bucket_allreduce=true")

@@ -65,7 +65,7 @@ def test_parameters() -> None:
     [
         # Figure 1 of arXiv 1910.02054: 2 + 2 + 12 bytes a parameter, each divided from its stage on; fp32 gradients.
         (("zero.stage=1",), 2 * N, 4 * N, 12 * N // 8, 0),
-        (("zero.stage=1", "engine=deepspeed"), 2 * N, (4 + 2) * N, 12 * N // 8, (2 + 4) * BUCKET),
+        (("zero.stage=1", "engine=deepspeed"), 2 * N, 4 * N, 12 * N // 8, (2 + 4) * BUCKET),
         (("zero.stage=2",), 2 * N, 4 * N // 8, 12 * N // 8, (2 + 4) * BUCKET),
         (
             ("zero.stage=2", "parallelism.grad_reduce_in_fp32=false"),

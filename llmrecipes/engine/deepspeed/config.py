@@ -10,6 +10,13 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.zero import STAGE_3, Zero
 
+OWNERS = 64
+"""Data-parallel ranks up to which stages 1 and 2 reduce each gradient to its owner, half the bytes of an all-reduce.
+
+That is a collective for every owner, and each passes through all ranks: its latency grows with the square of their
+number, while the bytes saved do not.
+"""
+
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """The configuration of a plan whose recipe has a section `zero`: plain data, `zero.extra` merged in last.
@@ -24,7 +31,7 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.num_microbatches,
         "gradient_clipping": recipe.optimizer.clip_grad,  # also 0, because the default clips at 1
         **_precision(recipe),
-        "zero_optimization": _zero_optimization(zero, pin_memory=plan.device == "cuda"),
+        "zero_optimization": _zero_optimization(zero, plan.layout.data_parallel_size, pin_memory=plan.device == "cuda"),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": zero.offload_optimizer != "none",
         "steps_per_print": None,
@@ -33,7 +40,7 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
     return _merged(config, zero.extra)
 
 
-def _zero_optimization(zero: Zero, *, pin_memory: bool) -> dict[str, Any]:
+def _zero_optimization(zero: Zero, ranks: int, *, pin_memory: bool) -> dict[str, Any]:
     if zero.stage == 0:
         return {"stage": 0}
     config: dict[str, Any] = {
@@ -45,6 +52,7 @@ def _zero_optimization(zero: Zero, *, pin_memory: bool) -> dict[str, Any]:
     }
     if zero.stage < 3:
         config["allgather_bucket_size"] = zero.allgather_bucket_size
+        config["use_multi_rank_bucket_allreduce"] = ranks > OWNERS
     else:
         config |= {name: getattr(zero, name) for name in STAGE_3}
     for name in ("offload_optimizer", "offload_param"):
@@ -63,7 +71,8 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
     if reduced != train.precision:
         config["data_types"] = {"grad_accum_dtype": reduced}
     if train.precision == "bf16":
-        config["bf16"] = {"enabled": True}
+        # Without it, stage 1 with fp32 gradients keeps the bf16 ones beside their sum: 2 bytes a parameter more.
+        config["bf16"] = {"enabled": True, "immediate_grad_update": True}
     if train.precision == "fp16":
         config["fp16"] = {
             "enabled": True,

@@ -33,6 +33,7 @@ def communication(platform: Platform) -> Iterator[None]:
     os.environ.setdefault("LOCAL_RANK", "0")  # a single process without a launcher
     os.environ["PATH"] = search_path()
     import deepspeed
+    from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.utils import groups, logger
 
@@ -43,6 +44,8 @@ def communication(platform: Platform) -> Iterator[None]:
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
     # It reports every stage of its construction at level INFO, on the terminal.
     logger.setLevel(logging.WARNING)
+    # It prints the memory in use six times while it is constructed.
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None
     deepspeed.init_distributed(dist_backend=platform.backend, dist_init_required=False, verbose=False)
     linear = torch.nn.functional.linear
     try:
