@@ -40,6 +40,4 @@ def swap_files(zero: Zero, rank: int) -> Iterator[None]:
         try:
             yield
         finally:
-            # The optimizer's state is in `optimizer`, parameters are in a folder named after their type.
-            for each in folder.glob(f"*/rank{rank}"):
-                shutil.rmtree(each, ignore_errors=True)
+            shutil.rmtree(folder / "optimizer" / f"rank{rank}", ignore_errors=True)

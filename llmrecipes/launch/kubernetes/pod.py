@@ -168,8 +168,8 @@ def variables(run: Run, options: Options, master: str) -> list[Object]:
     runs = WORKSPACE / "runs"
     logs = runs / run.plan.recipe.name / run.run_id / "logs"
     values = {
-        # The home is on the shared workspace, and operators are compiled for the processor of a node.
-        **({"TORCH_EXTENSIONS_DIR": "/tmp/torch_extensions"} if _offloads(run.plan.recipe) else {}),  # noqa: S108 - as above
+        # The home is on the shared workspace, and DeepSpeed compiles operators for the processor of a node.
+        **({"TORCH_EXTENSIONS_DIR": "/tmp/torch_extensions"} if _offloads(run.plan.recipe) else {}),  # noqa: S108
         **environment(run.profile, run.plan, run.ranks_per_node, Path(logs)),
         "HOME": str(WORKSPACE),
         "LLMRECIPES_RUNS": str(runs),
@@ -190,7 +190,7 @@ def variables(run: Run, options: Options, master: str) -> list[Object]:
 
 def _offloads(recipe: Recipe) -> bool:
     zero = recipe.zero
-    return zero is not None and (zero.offload_optimizer, zero.offload_param) != ("none", "none")
+    return zero is not None and zero.offload_optimizer != "none"
 
 
 def literal(text: str) -> str:
