@@ -129,7 +129,7 @@ def test_offload_to_nvme_needs_a_fast_local_disk(shown: Path, corpus: Path, tmp_
 
 
 def test_runs_on_one_node_do_not_share_files_of_offload(tmp_path: Path) -> None:
-    zero = Zero(stage=3, offload_optimizer="nvme", nvme_path=str(tmp_path))
+    zero = Zero.model_validate({"stage": 3, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)})
     with swap_files(zero, 0):
         with swap_files(zero, 1):
             pass
