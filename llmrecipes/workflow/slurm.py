@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from llmrecipes.console import setup_logging
+from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
@@ -57,13 +58,14 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
         The file, or None if the run has finished.
 
     Raises:
-        UserError: the run cannot be resumed, with `ExitCode.STOP` where restarts make no progress.
+        UserError: the run cannot be started here or resumed, with `ExitCode.STOP` where restarts make no progress.
     """
     recipe = load(arguments.recipe, arguments.overrides).recipe
     ranks = arguments.nodes * arguments.ranks_per_node
     profile = None if arguments.cluster is None else load_profile(arguments.cluster)
     cluster = detect().times(arguments.nodes) if profile is None else machine(profile, arguments.nodes)
     plan = plan_run(recipe, cluster, ranks)
+    require_packages(recipe)
     paths = Paths(arguments.runs_dir, arguments.data_dir)
     options = TrainOptions(
         run_id=arguments.run_id, accept_changes=arguments.accept_changes, run=RunOptions(sample=False)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from llmrecipes.engine.requirements import require_packages
+from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.table import Resume, Row
 from tests.dist.training import Difference, Outcome, compare, go_on, save_midway, train
@@ -25,12 +29,12 @@ class Suite:
 
     def row(self, row: Row) -> Difference:
         """A layout against one process."""
-        return compare(self._worlds[row.ranks].run(train, row.recipe), self.reference(row.reference_recipe))
+        return compare(self._worlds[row.ranks].run(train, self.runnable(row)), self.reference(row.reference_recipe))
 
     def resume(self, case: Resume) -> Difference:
         """The steps after a checkpoint of another layout against the same steps of one process without one."""
         row = case.resumed_row
-        outcome = self._worlds[row.ranks].run(go_on, row.recipe, self._checkpoint(case.saved_row))
+        outcome = self._worlds[row.ranks].run(go_on, self.runnable(row), self._checkpoint(case.saved_row))
         return compare(outcome, self.reference(row.reference_recipe))
 
     def reference(self, recipe: Recipe) -> Outcome:
@@ -40,9 +44,21 @@ class Suite:
             self._references[key] = self._worlds[1].run(train, recipe)
         return self._references[key]
 
+    def runnable(self, row: Row) -> Recipe:
+        """The recipe of a row on this machine; skips, and says why, where its offload cannot run."""
+        recipe = row.recipe
+        if recipe.zero is not None and recipe.zero.nvme_path is not None:
+            nvme = recipe.zero.model_copy(update={"nvme_path": str(self._folder / recipe.zero.nvme_path)})
+            recipe = recipe.model_copy(update={"zero": nvme})
+        try:
+            require_packages(recipe)
+        except UserError as error:
+            pytest.skip(str(error))
+        return recipe
+
     def _checkpoint(self, row: Row) -> Path:
         if row.name not in self._checkpoints:
             path = self._folder / f"checkpoint-{len(self._checkpoints)}"
-            self._worlds[row.ranks].run(save_midway, row.recipe, path)
+            self._worlds[row.ranks].run(save_midway, self.runnable(row), path)
             self._checkpoints[row.name] = path
         return self._checkpoints[row.name]

@@ -58,6 +58,7 @@ VARIANTS: dict[str, Sections] = {
     "gpt": {},
     "gpt of 5 layers": {"model": {"num_layers": 5}},
     "gpt of 6 layers": {"model": {"num_layers": 6}},
+    "gpt of width 128": {"model": {"hidden_size": 128}},
     "gpt without weight tying": {"model": {"share_embeddings_and_output_weights": False}},
     "gpt with label smoothing": {"train": {"label_smoothing": 0.1}},
     "gpt with qk norm": {"model": {"qk_layernorm": True}},
@@ -207,6 +208,16 @@ _TOGETHER = (
 _ONE_BY_ONE = "a balance of each sequence by itself does not depend on how many are in a micro-batch"
 
 
+NVME_ROW = Row(
+    # DeepSpeed writes groups of at least 1 MiB of a rank's master weights: the first of two here.
+    "gpt of width 128",
+    "dp2",
+    _zero(3, offload_optimizer="nvme", nvme_path="nvme", sub_group_size=300_000),
+    engine="deepspeed",
+)
+"""`Suite` chooses the folder."""
+
+
 def _rows() -> Iterator[Row]:
     # -- data parallel and the optimizer --
     for layout in ("dp2", "dp4"):
@@ -312,6 +323,7 @@ def _rows() -> Iterator[Row]:
     yield Row("gpt", "dp2", {**_zero(2), **unclipped}, unclipped, why="the training itself", engine="deepspeed")
     yield Row("gpt", "dp2", _zero(3, offload_optimizer="cpu", offload_param="cpu"), engine="deepspeed")
     yield Row("gpt in bf16", "dp2", _zero(2, offload_optimizer="cpu"), bound=BF16_BOUND, why=_BF16, engine="deepspeed")
+    yield NVME_ROW
 
 
 ROWS = tuple(_rows())
@@ -429,6 +441,7 @@ RESUMES = (
     Resume("gpt in bf16", "dp2", "dp2", {}, _zero(2)),
     Resume("gpt in fp16", "dp2", "dp2", _zero(2), _zero(3)),
     Resume("gpt", "dp2", "dp2", _zero(2, offload_optimizer="cpu"), _zero(3)),
+    Resume(NVME_ROW.variant, "dp2", "dp2", NVME_ROW.changes, NVME_ROW.changes),
     Resume("gpt", "tp2 sp dp2", "dp1", _zero(3)),
     Resume("llama", "dp4", "dp2", _zero(3), _zero(3)),
     Resume("gpt in bf16", "dp2", "tp2 sp", _zero(3)),

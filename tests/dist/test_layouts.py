@@ -12,8 +12,10 @@ import pytest
 
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.recipe import rules
+from llmrecipes.recipe.schema import Recipe
 from tests.dist.suite import Suite
-from tests.dist.table import BOUND, CORE, RESUMES, ROWS, VARIANTS, Resume, Row
+from tests.dist.table import BOUND, CORE, NVME_ROW, RESUMES, ROWS, VARIANTS, Resume, Row
+from tests.dist.training import loaders, training
 from tests.dist.worlds import ROOT, GlooWorld, WorldFailed, say
 
 pytestmark = pytest.mark.dist
@@ -23,8 +25,8 @@ DEGREES = ("cp", "dp", "ep", "pp", "tp")
 PAIRS = [*combinations(DEGREES, 2), *((name, "vpp") for name in ("cp", "dp", "ep", "tp"))]
 
 SIMILAR = {
-    "gpt of 6 layers", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm", "gpt in bf16",
-    "gpt in fp16", "moe with shared experts", "moe in every second layer", "moe in the last layer",
+    "gpt of 6 layers", "gpt of width 128", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm",
+    "gpt in bf16", "gpt in fp16", "moe with shared experts", "moe in every second layer", "moe in the last layer",
     "moe with room for all", "moe with padded capacity", "mixtral", "mtp",
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""
@@ -52,6 +54,24 @@ def test_a_layout_changes_nothing(row: Row, suite: Suite) -> None:
 def test_a_checkpoint_resumes_in_a_different_layout(case: Resume, suite: Suite) -> None:
     difference = suite.resume(case)
     assert difference.largest <= case.bound, str(difference)
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+def test_offload_to_nvme_uses_the_disk_while_it_runs(suite: Suite, worlds: dict[int, GlooWorld]) -> None:
+    recipe = suite.runnable(NVME_ROW)
+    assert worlds[2].run(_files_of_a_step, recipe) >= 3 * 2**20
+    assert recipe.zero is not None and recipe.zero.nvme_path is not None
+    left = [path for path in Path(recipe.zero.nvme_path).rglob("*") if path.is_file() and path.stat().st_size]
+    assert left == []
+
+
+def _files_of_a_step(recipe: Recipe) -> int:
+    """Bytes that the first rank has on the disk."""
+    assert recipe.zero is not None and recipe.zero.nvme_path is not None
+    with training(recipe) as (engine, world):
+        engine.train_step(loaders(recipe, world))
+        return sum(path.stat().st_size for path in Path(recipe.zero.nvme_path).rglob("rank0/*.swp"))
 
 
 def test_a_failed_rank_is_reported_and_its_world_restarts(worlds: dict[int, GlooWorld]) -> None:

@@ -12,11 +12,13 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.doctor import zero
+from llmrecipes.engine.deepspeed.swap import swap_files
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.hardware import operators
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe, Zero
+from llmrecipes.workflow import slurm
 from llmrecipes.workflow.run import on_one_rank
 from tests.helpers import ROOMY, tiny_on, write_recipe
 from tests.refusals import refused, require_message
@@ -81,6 +83,9 @@ def test_a_run_without_deepspeed_starts_nothing(
     for command in ("train", "smoke", "verify"):
         assert run([command, path, *options]) == 2
         require_message(capsys.readouterr().err, "engine", rule=("setup-zero", "llmrecipes[zero]"))
+    arguments = ["--nodes", "1", "--ranks-per-node", "1", "--run-id", "one", *options, path]
+    assert slurm.main(["begin", *arguments]) == 2  # on the first node, before its ranks
+    require_message(capsys.readouterr().err, "engine", rule=("setup-zero", "llmrecipes[zero]"))
     assert not (tmp_path / "runs").exists()
     assert run(["show", path]) == 0
 
@@ -135,6 +140,21 @@ def test_offload_to_nvme_needs_a_fast_local_disk(shown: Path, corpus: Path, tmp_
     for folder, token in (("/dev/shm/nvme", "/dev/shm"), (str(tmp_path / "file" / "nvme"), str(tmp_path / "file"))):
         with refused("zero.nvme_path", rule=token):
             require_packages(with_zero(corpus, offload_optimizer="nvme", nvme_path=folder))
+
+
+def test_runs_on_one_node_do_not_share_files_of_offload(tmp_path: Path) -> None:
+    zero = Zero.model_validate({"stage": 3, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)})
+    with swap_files(zero, 0):
+        with swap_files(zero, 1):
+            pass
+        with refused("zero.nvme_path"), swap_files(zero, 0):
+            pass
+        state = tmp_path / "zero_stage_3/optimizer/rank0/0.tensor.swp"
+        state.parent.mkdir(parents=True)
+        state.touch()
+    assert not state.parent.exists()
+    with swap_files(zero, 0):  # as after a run that was killed
+        pass
 
 
 def test_headers_and_a_writable_folder_are_needed(shown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -154,6 +154,15 @@ def test_one_node_needs_no_rendezvous() -> None:
     assert "Service" not in [thing["kind"] for thing in applied]
     assert "MASTER_ADDR" not in to_yaml(applied)
     assert not {"--nnodes", "--accept-changes"} & set(container_of(applied)["args"])
+
+
+def test_operators_are_compiled_on_the_node_and_not_in_the_shared_home() -> None:
+    applied = rendered("job", "gpt-1b-offload")
+    variables = {entry["name"]: entry.get("value") for entry in container_of(applied)["env"]}
+    inside = PurePosixPath(variables["TORCH_EXTENSIONS_DIR"])
+    [volume] = [each for each in container_of(applied)["volumeMounts"] if inside.is_relative_to(each["mountPath"])]
+    assert {"name": volume["name"], "emptyDir": {}} in pod_of(applied)["spec"]["volumes"]
+    assert "TORCH_EXTENSIONS_DIR" not in to_yaml(rendered("job"))
 
 
 def test_accepted_changes_reach_the_pods() -> None:

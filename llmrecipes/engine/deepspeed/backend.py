@@ -13,6 +13,7 @@ from llmrecipes.engine.base import Engine, Platform, TextModel, World
 from llmrecipes.engine.deepspeed.build import build, zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.runtime import communication
+from llmrecipes.engine.deepspeed.swap import swap_files
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.hardware.profile import Group
 from llmrecipes.plan.derive import Plan
@@ -39,6 +40,7 @@ class DeepSpeedBackend:
     def build(self, plan: Plan, platform: Platform) -> DeepSpeedEngine:
         """See `Backend`."""
         with ExitStack() as stack:
+            stack.enter_context(swap_files(zero(plan.recipe), dist.get_rank()))
             stack.enter_context(communication(platform))
             built, placements = build(plan, platform)
             return DeepSpeedEngine(plan, built, placements, platform, stack.pop_all())

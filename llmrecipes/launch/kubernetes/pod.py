@@ -10,6 +10,7 @@ from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.environment import environment
 from llmrecipes.launch.kubernetes.options import Options
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
 
 Object = dict[str, Any]
 
@@ -167,6 +168,8 @@ def variables(run: Run, options: Options, master: str) -> list[Object]:
     runs = WORKSPACE / "runs"
     logs = runs / run.plan.recipe.name / run.run_id / "logs"
     values = {
+        # The home is on the shared workspace, and DeepSpeed compiles operators for the processor of a node.
+        **({"TORCH_EXTENSIONS_DIR": "/tmp/torch_extensions"} if _offloads(run.plan.recipe) else {}),  # noqa: S108
         **environment(run.profile, run.plan, run.ranks_per_node, Path(logs)),
         "HOME": str(WORKSPACE),
         "LLMRECIPES_RUNS": str(runs),
@@ -183,6 +186,11 @@ def variables(run: Run, options: Options, master: str) -> list[Object]:
         for name, place in options.secrets.items()
     ]
     return [*plain, *secret]
+
+
+def _offloads(recipe: Recipe) -> bool:
+    zero = recipe.zero
+    return zero is not None and zero.offload_optimizer != "none"
 
 
 def literal(text: str) -> str:

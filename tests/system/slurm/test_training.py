@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
-from tests.helpers import curve, largest_difference, lines
+from tests.helpers import checkpoint_values, curve, largest_difference, lines, train_lines, write_recipe
 from tests.refusals import require_message
 from tests.system.slurm.conftest import Site
 
@@ -40,6 +42,39 @@ def test_two_nodes(site: Site, recipe: Recipe, ranks: str, reference: dict[str, 
     losses = {key: [line[1] for line in found if line[1] is not None] for key, found in reference.items()}
     if len(losses) == 2:
         assert largest_difference(losses["1"], losses["2"]) < 1e-5
+
+
+@pytest.mark.deepspeed
+def test_zero_trains_as_one_process_of_the_other_engine(site: Site, corpus: Path) -> None:
+    """ZeRO-3 on two nodes; a warning in between, so that its checkpoint is loaded."""
+    sharded = load(
+        "gpt-tiny-zero",
+        [
+            f"data.sources={json.dumps([{'type': 'text', 'path': str(corpus)}])}", "data.split=[90, 5, 5]",
+            "model.vocab_size=512", "model.seq_length=64", "train.train_iters=24", "train.eval_iters=2",
+            "tracking.mlflow=false", "tracking.tensorboard=false",
+            # As in tests/dist/table.py: Adam must not turn rounding noise into full steps.
+            "optimizer.adam_eps=1e-2",
+        ],
+    ).recipe  # fmt: skip
+    job, run_dir = site.submit(sharded, "sharded", "--partition", "spot")
+    whole = sharded.model_copy(update={"name": "whole", "zero": None, "engine": "megatron"})
+    site.wait_for_step(job, run_dir, 5)
+    warn(site, job, run_dir)
+    folders = ["--runs-dir", str(site.folder / "runs"), "--data-dir", str(site.data_dir)]
+    site.llmrecipes("train", write_recipe(whole, site.folder), "--nproc", "1", "--run-id", "one", *folders)
+    assert site.finish(job, run_dir)["Restarts"] == "1", site.log(run_dir, job)
+    [resumed] = restarts(run_dir)
+    assert 5 <= resumed < 24
+    one = site.folder / "runs/whole/one"
+    expected, found = ([line["loss"] for line in train_lines(folder)] for folder in (one, run_dir))
+    assert largest_difference(expected, found) < 1e-5
+    last = "checkpoints/step-00000024"
+    saved = checkpoint_values(one / last)
+    of_zero = checkpoint_values(run_dir / last)
+    assert saved.keys() == of_zero.keys()
+    for name in (name for name in saved if name.endswith(".weight")):
+        assert torch.dist(of_zero[name], saved[name]) < 1e-4 * saved[name].norm(), name
 
 
 def test_requeued_three_times(site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]) -> None:
