@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 
 from llmrecipes.cli.app import run
@@ -363,6 +364,9 @@ def test_a_local_job_leaves_its_exit_code_and_a_killed_one_is_noticed(
     with subprocess.Popen([sys.executable, "-c", "input()", "abcd"], stdin=subprocess.PIPE) as process:
         ref = JobRef("local", f"{socket.gethostname()}:{process.pid}:abcd", tmp_path)
         assert handle(ref).state == JobState.RUNNING
+        with monkeypatch.context() as early:
+            early.setattr(psutil.Process, "cmdline", lambda _: [])
+            assert handle(ref).state == JobState.RUNNING
         assert handle(JobRef("local", f"elsewhere:{process.pid}:abcd", tmp_path)).state == JobState.UNKNOWN
         record.write(ref)
         (tmp_path / "logs/local-abcd.out").touch()

@@ -120,7 +120,9 @@ def _process(ref: JobRef) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(int(pid))
-        return process if token in process.cmdline() else None
+        words = process.cmdline()
+        # Linux tells the parent of a new process that it runs before the words can be read.
+        return process if not words or token in words else None
     except psutil.Error:
         return None
 
