@@ -89,6 +89,7 @@ test: setup ## run the tests for every change: each part, each kind of paralleli
 	@$(PYTEST) $(WORKERS) -m "not slow and not system"
 
 test-deep: setup-zero ## run the tests that `make test` leaves out: all layouts, many interruptions
+	@$(BIN)/python -m tests.operators >/dev/null
 	@$(PYTEST) $(WORKERS) -m "slow and not system"
 
 test-version: setup-zero ## run the tests that depend on the versions of Python and megatron-core: PYTHON=python3.12
