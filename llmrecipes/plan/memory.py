@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import ceil
 
 from llmrecipes.plan.activations import activations, logits
 from llmrecipes.plan.layout import Layout
@@ -95,8 +96,8 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
     zero = recipe.zero
     n = count_on_rank(recipe.model, s, layout, stage, device)
     if zero is not None and zero.stage >= 1 and ENGINES[engine_name(recipe)].all_of_zero:
-        layer = largest_gathered(recipe.model, s, layout)
-        return sharded(recipe, zero, n.total, layer, layout.data_parallel_size, device)
+        share = ceil(n.dense / layout.data_parallel_size) + ceil(n.experts / layout.expert_data_parallel_size)
+        return sharded(recipe, zero, n.total, share, largest_gathered(recipe.model, s, layout), device)
     half = recipe.train.precision != "fp32"
     element = 2 if half else 4
     # Adam's two moments in fp32, and fp32 master weights if the model's weights are not fp32.

@@ -39,21 +39,20 @@ class States:
         )
 
 
-def sharded(recipe: Recipe, zero: Zero, parameters: int, layer: int, ranks: int, device: str) -> tuple[States, States]:
+def sharded(recipe: Recipe, zero: Zero, parameters: int, share: int, layer: int, device: str) -> tuple[States, States]:
     """The states of a rank on its device, and in host memory.
 
     Args:
         recipe: for types and accumulation.
         zero: its section `zero`, with stage 1, 2 or 3.
-        parameters: of the rank's tensor-parallel share of the model.
+        parameters: of the rank's tensor- and expert-parallel share of the model.
+        share: those of them whose state is this rank's.
         layer: parameters of the largest part that is gathered at once.
-        ranks: that share the states.
         device: `cuda` or `cpu`; a CPU's buffer takes what is written to it, a GPU's its full size.
     """
     half = recipe.train.precision != "fp32"
     element = 2 if half else 4
     reduced = 4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element
-    share = -(-parameters // ranks)
     on_host = zero.offload_optimizer != "none"
     device_states = States(
         weights=_weights(zero, element, parameters, layer, share),

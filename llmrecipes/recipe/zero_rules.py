@@ -103,11 +103,11 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
             "context_parallel_size 1",
         ),
         f"parallelism.{experts}": (
-            parallel.expert_model_parallel_size > 1,
+            parallel.expert_model_parallel_size > 1 and (recipe.zero is None or recipe.zero.stage not in (1, 2)),
             parallel.expert_model_parallel_size,
-            "DeepSpeed forms expert groups for its own MoE layers alone; it would reduce and shard megatron-core's "
-            "experts over ranks that hold different ones",
-            f"{experts} 1: every rank has all experts",
+            "with the engine deepspeed experts are spread over ranks at stages 1 and 2 alone: stage 3 would shard them "
+            "over ranks that hold different ones",
+            f"zero.stage 2, or {experts} 1, with which every rank has all experts",
         ),
         f"parallelism.{tensor}": (
             model.num_moe_experts is not None

@@ -67,6 +67,7 @@ VARIANTS: dict[str, Sections] = {
     "llama": {"model": _LLAMA},
     "llama in bf16": {"model": _LLAMA, "train": {"precision": "bf16"}},
     "moe": {"model": _MOE},
+    "moe in bf16": {"model": _MOE, "train": {"precision": "bf16"}},
     "moe with allgather": {"model": {**_MOE, "moe_token_dispatcher_type": "allgather"}},
     "moe with aux_loss": {"model": {**_MOE, "moe_aux_loss_coeff": 0.1}},
     "moe with seq_aux_loss": {
@@ -311,8 +312,12 @@ def _rows() -> Iterator[Row]:
         yield Row("gpt", "dp2", _zero(stage, offload_optimizer="cpu"), engine="deepspeed")
     for stage in (2, 3):
         yield Row("gpt in fp16", "dp2", _zero(stage), bound=BF16_BOUND, why=_FP16, engine="deepspeed")
-        yield Row("moe with aux_loss", "dp2", _zero(stage), engine="deepspeed")
         yield Row("gpt", "dp2", _zero(stage, overlap_comm=True), engine="deepspeed")
+    yield Row("moe with aux_loss", "dp2", _zero(3), engine="deepspeed")
+    for stage, layout in ((1, "dp4 ep2"), (2, "dp2 ep2"), (2, "dp4 ep2")):
+        yield Row("moe with aux_loss", layout, _zero(stage), engine="deepspeed")
+    yield Row("moe in bf16", "dp2 ep2", _zero(1), bound=BF16_BOUND, why=_BF16, engine="deepspeed")
+    yield Row("moe", "dp4 ep2", _zero(2, offload_optimizer="cpu"), engine="deepspeed")
     for layout in ("dp1", "dp4"):
         yield Row("gpt", layout, _zero(3), engine="deepspeed")
     for variant in ("llama", "mla"):
@@ -449,4 +454,6 @@ RESUMES = (
     Resume("gpt in fp16", "dp2", "dp2", _zero(3)),
     Resume("gpt", "dp2", "tp2 dp2", _zero(0), _zero(3)),
     Resume("moe", "dp2 ep2", "dp2", {}, _zero(3)),
+    Resume("moe", "dp1", "dp2 ep2", {}, _zero(2)),
+    Resume("moe", "dp4 ep2", "dp2 ep2", _zero(2)),
 )

@@ -163,3 +163,15 @@ def test_sharded_gradients_need_two_replicas_on_a_cpu() -> None:
     assert ranks(LAPTOP, "zero.stage=2", "parallelism.tensor_model_parallel_size=2") == 4
     assert ranks(LAPTOP, "zero.stage=3", "train.global_batch_size=8") == 1
     assert ranks(replace(NODE, gpus=(GPU,)), "zero.stage=3") == 1
+
+
+def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
+    overrides = [*PLAIN, "engine=deepspeed", "zero.stage=2", "parallelism.pipeline_model_parallel_size=1",
+                 "parallelism.tensor_model_parallel_size=1", "parallelism.sequence_parallel=false",
+                 "parallelism.expert_tensor_parallel_size=1",
+                 "parallelism.expert_model_parallel_size=4", "train.global_batch_size=64"]  # fmt: skip
+    of_moe = derive(load("moe-tiny", overrides).recipe, 8, NODE)
+    n = of_moe.num_parameters
+    # The tokens' table is tied and has no padding on one rank.
+    experts, dense = n.experts // 4, n.total - n.experts
+    assert of_moe.memory.optimizer == 12 * (-(-dense // 8) + experts // 2)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from llmrecipes.engine.base import Platform
 from llmrecipes.engine.deepspeed.config import deepspeed_config
+from llmrecipes.engine.deepspeed.experts import EXPERTS, is_expert
 from llmrecipes.engine.deepspeed.operators import load_operators
 from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
 from llmrecipes.engine.deepspeed.placement import Placement, full_shape, placements
@@ -79,10 +80,13 @@ def optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
     The learning rate is set by the scheduler before each step.
     """
     settings = recipe.optimizer
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    groups = [
-        {"params": [each for each in parameters if (len(full_shape(each)) > 1) == decays], "wd_mult": float(decays)}
-        for decays in (True, False)
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups.setdefault((len(full_shape(parameter)) > 1, is_expert(parameter)), []).append(parameter)
+    described = [
+        {"params": parameters, "wd_mult": float(decays), **(EXPERTS if experts else {})}
+        for (decays, experts), parameters in groups.items()
     ]
     options: dict[str, Any] = {
         "lr": 0.0,
@@ -91,10 +95,10 @@ def optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
         "weight_decay": settings.weight_decay,
     }
     if zero(recipe).offload_optimizer == "none":
-        return torch.optim.AdamW(groups, **options, fused=True)
+        return torch.optim.AdamW(described, **options, fused=True)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return DeepSpeedCPUAdam(groups, **options, adamw_mode=True)
+    return DeepSpeedCPUAdam(described, **options, adamw_mode=True)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Sh
 from llmrecipes.engine.deepspeed import state
 from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
 from llmrecipes.engine.deepspeed.config import deepspeed_config
+from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.placement import Placement
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
@@ -67,7 +68,7 @@ class DeepSpeedEngine:
         if plan.recipe.model.num_moe_experts:
             self.balance = RouterBalance(self.modules, plan, platform.device)
         _sum_sequence_parallel_gradients(self.module)
-        with accepted(plan):
+        with accepted(plan), expert_groups(self.module, plan.layout.expert_model_parallel_size):
             self._engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=self.module,
                 optimizer=optimizer(plan.recipe, self.module),

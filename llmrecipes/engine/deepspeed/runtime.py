@@ -56,7 +56,8 @@ def communication(platform: Platform) -> Iterator[None]:
         # All of these refer to groups that end with the process group.
         deepspeed.comm.comm.cdb = None
         groups._WORLD_GROUP = groups.mpu = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-        groups._ALL_TO_ALL_GROUP.clear()
+        for found in (groups._ALL_TO_ALL_GROUP, groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
+            found.clear()
 
 
 def mpu() -> Any:
