@@ -93,6 +93,12 @@ def test_a_killed_rank_gives_the_shells_code_and_names_its_log(folder: Path, cap
     assert re.search(r"rank 1 .*\b137\b.*rank-1\.log", caplog.text)
 
 
+def test_a_killed_first_rank_is_reported_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    orders: dict[str, dict[str, object]] = {"0": {"wait": "pid-1", "kill": True}, "1": {"wait": "never"}}
+    assert run(folder, orders) == 128 + signal.SIGKILL
+    assert re.search(r"rank 0 .*\b9\b", caplog.text)
+
+
 def test_ranks_that_stop_with_their_state_saved_are_all_waited_for(folder: Path) -> None:
     orders: dict[str, dict[str, object]] = {"0": {"code": 75}, "1": {"wait": "done-0", "code": 75}}
     assert run(folder, orders) == 75

@@ -147,6 +147,8 @@ def _wait(ranks: dict[str, subprocess.Popen[bytes]], logs: Path, signals: _Signa
                 elif key.data != first:
                     log = _log(logs, key.data)
                     logger.error("rank %s ended first, with code %d: see %s", key.data, first_failure, log)
+                elif code < 0:  # otherwise it has printed the reason itself
+                    logger.error("rank %s was killed by signal %d (%s)", first, -code, signal.strsignal(-code))
                 # The others wait in a collective for the failed one.
                 for other in waiting.values():
                     other.kill()
