@@ -1,0 +1,136 @@
+"""A study from beginning to end: its trials, pruning, what cannot run, failures, and what is left of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from llmrecipes.errors import ExitCode
+from llmrecipes.launch import registry
+from llmrecipes.launch.base import JobState, JobStatus
+from llmrecipes.recipe.load import load
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.search import command, worker
+from tests.refusals import refused
+from tests.unit import search_lab as lab
+from tests.unit.search_lab import Curves, bowl, ran, searched
+
+
+@pytest.fixture(autouse=True)
+def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of curves is one line of the table."""
+    command.quiet()
+    monkeypatch.setitem(registry.LAUNCHERS, "curves", f"{lab.__name__}:Curves")
+    monkeypatch.setattr(worker, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(Curves, "loss", staticmethod(bowl))
+    monkeypatch.setattr(Curves, "most_at_once", 0)
+    Curves.jobs.clear()
+    Curves.submitted.clear()
+
+
+def states(study: optuna.Study) -> list[str]:
+    return [trial.state.name for trial in study.trials]
+
+
+def test_the_recipe_itself_comes_first_and_the_best_trial_is_a_recipe_that_trains(tmp_path: Path) -> None:
+    study = ran(searched(n_trials=15), tmp_path)
+    assert study.trials[0].params == {"optimizer.lr": 1e-3}
+    assert study.best_value < 3 + 1 / 4 + 0.05
+    path = tmp_path / "runs/lab-search/lab/lab-best.yaml"
+    best = load(str(path)).recipe
+    assert best.optimizer.lr == study.best_params["optimizer.lr"]
+    assert (best.name, best.search) == ("lab-best", None)
+    assert bowl(best, 4) == study.best_value
+    # The runs are those of the trials; only the best one keeps its checkpoints.
+    assert Curves.submitted == [f"lab-{number:04d}" for number in range(15)]
+    kept = [folder.parent.name for folder in (tmp_path / "runs/lab-search").glob("lab-*/checkpoints")]
+    assert kept == [f"lab-{study.best_trial.number:04d}"]
+
+
+def test_a_pruned_trial_ends_before_its_last_step_and_its_job_is_cancelled(tmp_path: Path) -> None:
+    pruner = {"type": "MedianPruner", "n_startup_trials": 2}
+    study = ran(searched(n_trials=12, pruner=pruner), tmp_path)
+    pruned = [trial for trial in study.trials if trial.state == TrialState.PRUNED]
+    assert pruned
+    for trial in pruned:
+        assert trial.user_attrs["outcome"] == "pruned"
+        assert max(trial.intermediate_values) < 4
+        run_dir = tmp_path / "runs/lab-search" / trial.user_attrs["run_id"]
+        job = next(job for job in Curves.jobs.values() if job.run_dir == run_dir)
+        assert job.status.exit_code == ExitCode.REQUEUE
+        assert trial.user_attrs["tokens"] == max(trial.intermediate_values) * 3 * 8 * 64
+
+
+def test_what_the_plan_refuses_is_never_started(tmp_path: Path) -> None:
+    """By the rules of a recipe, or because it does not fit; the sampler learns how far it was off."""
+    heads = {"key": "model.num_attention_heads", "choices": [4, 3]}
+    width = {"key": "model.hidden_size", "choices": [64, 1 << 20]}
+    study = ran(searched(heads, width, sampler={"type": "GridSampler"}, n_trials=None), tmp_path)
+    assert len(study.trials) == 4
+    infeasible = [trial for trial in study.trials if trial.user_attrs["outcome"] == "infeasible"]
+    assert len(infeasible) == 3
+    assert len(Curves.submitted) == 1
+    by_width = {
+        trial.params["model.hidden_size"]: trial
+        for trial in infeasible
+        if trial.params["model.num_attention_heads"] == 4
+    }
+    assert by_width[1 << 20].constraints["fits"] > 1
+    assert "does not fit" in by_width[1 << 20].user_attrs["reason"]
+
+
+def test_a_space_in_which_nothing_runs_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "INFEASIBLE_IN_A_ROW", 5)
+    heads = {"key": "model.num_attention_heads", "choices": [3, 5]}
+    with refused("search.space"):
+        ran(searched(heads), tmp_path)
+    assert not Curves.submitted
+
+
+def test_a_death_is_one_failed_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(recipe: Recipe, evaluation: int) -> float | JobStatus:
+        dying = len(Curves.submitted) in (2, 4) and evaluation == 2
+        return JobStatus(JobState.FAILED, 137, "its process was killed") if dying else bowl(recipe, evaluation)
+
+    monkeypatch.setattr(Curves, "loss", staticmethod(dies))
+    study = ran(searched(n_trials=6, pruner={"type": "NopPruner"}), tmp_path)
+    assert states(study) == ["COMPLETE", "FAIL", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    assert "killed" in study.trials[1].user_attrs["reason"]
+
+
+def test_a_search_in_which_every_trial_fails_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Curves, "loss", staticmethod(lambda *_: JobStatus(JobState.FAILED, 1)))
+    with refused("lab"):
+        ran(searched(n_trials=100), tmp_path)
+    assert len(Curves.submitted) == worker.FAILURES_IN_A_ROW
+
+
+def test_a_divergence_is_a_result_that_the_sampler_avoids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverges(recipe: Recipe, evaluation: int) -> float:
+        return float("nan") if recipe.optimizer.lr > 0.05 else bowl(recipe, evaluation)
+
+    monkeypatch.setattr(Curves, "loss", staticmethod(diverges))
+    study = ran(searched(n_trials=12, enqueue_trials=[{"optimizer.lr": 0.5}]), tmp_path)
+    assert study.trials[1].state == TrialState.PRUNED
+    assert study.trials[1].user_attrs["outcome"] == "diverged"
+    assert study.best_params["optimizer.lr"] <= 0.05
+
+
+def test_a_job_that_was_interrupted_is_resumed_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def preempted(recipe: Recipe, evaluation: int) -> float | JobStatus:
+        first = len(Curves.submitted) == 1 and evaluation == 3
+        return JobStatus(JobState.SAVED, int(ExitCode.REQUEUE)) if first else bowl(recipe, evaluation)
+
+    monkeypatch.setattr(Curves, "loss", staticmethod(preempted))
+    study = ran(searched(n_trials=1), tmp_path)
+    assert states(study) == ["COMPLETE"]
+    assert Curves.submitted == ["lab-0000", "lab-0000"]
+    assert sorted(study.trials[0].intermediate_values) == [1, 2, 3, 4]
+
+
+def test_workers_run_as_many_trials_at_a_time_and_no_more_than_the_limit(tmp_path: Path) -> None:
+    study = ran(searched(n_trials=7, pruner={"type": "NopPruner"}), tmp_path, workers=3)
+    assert (len(study.trials), Curves.most_at_once) == (7, 3)
