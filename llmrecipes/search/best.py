@@ -59,11 +59,11 @@ class Keeper:
         """The recipes that have been written."""
         return sorted(self.place.folder.glob(f"{self.name}*.yaml"))
 
-    def keep(self, study: optuna.Study) -> None:
-        """Bring files and checkpoints up to date."""
+    def keep(self, study: optuna.Study) -> bool:
+        """Bring files and checkpoints up to date; returns whether there is a new best recipe."""
         best = best_trials(study)
         several = len(study.directions) > 1
-        written = set()
+        written, changed = set(), False
         self.place.folder.mkdir(parents=True, exist_ok=True)
         for trial in best:
             name = f"{self.name}-{trial.number}" if several else self.name
@@ -71,10 +71,12 @@ class Keeper:
             text = to_yaml(recipe_of(self.recipe, trial, name))
             if not path.exists() or path.read_text("utf-8") != text:
                 write_atomic(path, text)
+                changed = True
             written.add(path)
         for path in set(self.files()) - written:
             path.unlink(missing_ok=True)
         self._remove_checkpoints(study, best)
+        return changed
 
     def _remove_checkpoints(self, study: optuna.Study, best: Sequence[FrozenTrial]) -> None:
         keep = require_section(self.recipe).keep_checkpoints

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from llmrecipes.search.target import Target
 
 PACKAGES = ("optuna", "cmaes", "plotly", "optuna_dashboard")
 
@@ -72,7 +75,7 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 
-def search(recipe: Recipe, make_target: Callable[[], Any], *, resume: bool, log: Callable[[str], None]) -> Result:
+def search(recipe: Recipe, make_target: Callable[[], Target], *, resume: bool, log: Callable[[str], None]) -> Result:
     """Search, or continue a search, until a limit is reached or a signal arrives.
 
     Args:
@@ -88,19 +91,63 @@ def search(recipe: Recipe, make_target: Callable[[], Any], *, resume: bool, log:
     quiet()
     from llmrecipes.search.best import Keeper
     from llmrecipes.search.study import open_study, place_of, require_section
-    from llmrecipes.search.target import Target
+    from llmrecipes.search.tracking import StudyTracker
     from llmrecipes.search.worker import Worker
     from llmrecipes.workflow.run import prepare_data
 
     section = require_section(recipe)
-    target: Target = make_target()
+    target = make_target()
     place = place_of(recipe, section, target.paths.runs_dir)
     study = open_study(recipe, place, resume=resume)
     if target.is_local:
         prepare_data(recipe, target.paths.data_dir, log)  # once, rather than in the first trials
     keeper = Keeper(recipe, place)
-    code = Worker(study, recipe, place, target, log, keeper).run()
+    tracker = StudyTracker.open(study, recipe, place, target.given.get("tracking-uri"))
+    code = ExitCode.REQUEUE
+    try:
+        code = Worker(study, recipe, place, target, log, keeper, tracker).run()
+    finally:
+        tracker.close(finished=code == ExitCode.DONE, files=keeper.files())
     return result_of(recipe, study, keeper, code)
+
+
+def report(recipe: Recipe, runs_dir: Path) -> Path:
+    """Write the report of a study, and return its path.
+
+    Raises:
+        UserError: there is no such study, or it cannot be written.
+    """
+    require_library(recipe)
+    quiet()
+    from llmrecipes.search.report import write_report
+    from llmrecipes.search.study import load, place_of, require_section
+
+    place = place_of(recipe, require_section(recipe), runs_dir)
+    study = load(recipe, place)
+    path = place.folder / "report.html"
+    try:
+        write_report(study, recipe, path)
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", where=str(path), fix="--runs-dir DIR") from error
+    return path
+
+
+def show(recipe: Recipe, runs_dir: Path, port: int) -> None:
+    """Show a study in optuna-dashboard until Ctrl-C.
+
+    Raises:
+        UserError: there is no such study, or the dashboard does not start.
+    """
+    require_library(recipe)
+    quiet()
+    from llmrecipes.search.dashboard import serve
+    from llmrecipes.search.storage import address
+    from llmrecipes.search.study import load, place_of, require_section
+
+    section = require_section(recipe)
+    place = place_of(recipe, section, runs_dir)
+    load(recipe, place)
+    serve(address(section, place.folder), port)
 
 
 def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result:

@@ -117,7 +117,7 @@ def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -
         try:
             found = call()
         except (OSError, SQLAlchemyError, StorageInternalError, json.JSONDecodeError) as error:
-            cause = error.__cause__ or error
+            cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
             if _is_final(cause) or time.monotonic() - started + pause > seconds:
                 raise UserError(
                     f"the storage of the study does not respond: {_first_line(cause)}",

@@ -338,6 +338,12 @@ def heartbeats(study: optuna.Study) -> BaseHeartbeat | None:
     return study._storage if isinstance(study._storage, BaseHeartbeat) else None
 
 
+def beat(study: optuna.Study, trial: optuna.Trial) -> None:
+    """A sign of life of a running trial."""
+    if (storage := heartbeats(study)) is not None:
+        storage.record_heartbeat(trial._trial_id)
+
+
 def own_trials(study: optuna.Study) -> Iterator[FrozenTrial]:
     """The trials of this study: not those of earlier ones, and of a trial that was resumed only the last part."""
     trials = study.get_trials(deepcopy=False)

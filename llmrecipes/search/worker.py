@@ -4,55 +4,42 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import optuna
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.launch import record
-from llmrecipes.launch.base import JobState, JobStatus
-from llmrecipes.launch.job import handle, statuses
+from llmrecipes.launch.base import JobStatus
+from llmrecipes.launch.job import statuses
 from llmrecipes.launch.programs import SchedulerUnavailable
-from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.best import Keeper
 from llmrecipes.search.budget import RANK_SECONDS, TOKENS, Budget, Used, used
 from llmrecipes.search.length import trial_tokens
-from llmrecipes.search.metrics import MetricsReader
-from llmrecipes.search.space import Values, suggest, trial_recipe
+from llmrecipes.search.space import Values
+from llmrecipes.search.starting import OUTCOME, REASON, VALUES, Starter
 from llmrecipes.search.stop import Stop, stop_signals
 from llmrecipes.search.storage import address, patiently
-from llmrecipes.search.study import (
-    WORKER,
-    Place,
-    discard,
-    give_back,
-    heartbeats,
-    is_infeasible,
-    own_trials,
-    require_section,
-    take_back,
-    this_worker,
-)
-from llmrecipes.search.target import Infeasible, Target, headroom
-from llmrecipes.search.trial import FINAL_CODES, Outcome, Running
+from llmrecipes.search.study import Place, beat, give_back, own_trials, require_section, take_back
+from llmrecipes.search.target import Target
+from llmrecipes.search.tracking import StudyTracker
+from llmrecipes.search.trial import Outcome, Running
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.5
 """Seconds between looks at the metrics of running trials."""
-INFEASIBLE_IN_A_ROW = 200
+IDLE_SECONDS = 5.0
+"""Seconds between looks for another trial while a limit is reached and trials still run."""
 FAILURES_IN_A_ROW = 5
 """Then something is wrong with the recipe or the space, not with the values."""
-OUTCOME, REASON, RUN_ID, VALUES, FITS = "outcome", "reason", "run_id", "values", "fits"
-"""Attributes of trials, and the name of the constraint."""
 
 
 @dataclass
@@ -66,6 +53,7 @@ class Worker:
         target: where trials run.
         log: receives a line for each trial.
         keeper: of the best recipe and of checkpoints.
+        tracker: of the study in MLflow.
     """
 
     study: optuna.Study
@@ -74,16 +62,17 @@ class Worker:
     target: Target
     log: Callable[[str], None]
     keeper: Keeper
+    tracker: StudyTracker
     running: list[Running] = field(default_factory=list)
     failures: int = 0
-    infeasible: int = 0
-    submitted: int = 0
 
     def __post_init__(self) -> None:
         self.search: Search = require_section(self.recipe)
         self.budget = Budget(self.search, trial_tokens(self.recipe, self.search))
         self._address = address(self.search, self.place.folder)
+        self._starter = Starter(self.study, self.recipe, self.search, self.place, self.target, self._patiently)
         self._spent = ""
+        self._not_before = 0.0
 
     def run(self) -> ExitCode:
         """Search; returns 75 if it was told to stop, so that `--resume` continues it.
@@ -94,7 +83,6 @@ class Worker:
         with stop_signals() as stop:
             try:
                 while not stop.requested:
-                    self._patiently(lambda: take_back(self.study, self._grace))
                     self._start_trials(stop)
                     if not self.running:
                         break
@@ -124,12 +112,29 @@ class Worker:
     # -- starting ------------------------------------------------------------------------------------------------
 
     def _start_trials(self, stop: Stop) -> None:
+        if len(self.running) == self.target.workers or time.monotonic() < self._not_before:
+            return
+        self._patiently(lambda: take_back(self.study, self._grace))
         while len(self.running) < self.target.workers and not stop.requested:
             now = self._patiently(self._used)
             self._spent = self.budget.spent(now) or self._exhausted()
             if self._spent:
+                self._not_before = time.monotonic() + IDLE_SECONDS
                 return
             self._start_one()
+
+    def _start_one(self) -> None:
+        slot = min(set(range(self.target.workers)) - {each.slot for each in self.running})
+        started = self._starter.start(slot)
+        if isinstance(started, Running):
+            self.running.append(started)
+            self.log(f"trial {started.number} started  {shown(started.values)}")
+        elif started.outcome is not None:
+            first, _, _ = started.reason.partition("\n")
+            self.log(f"trial {started.number} {started.outcome}  {shown(started.values)}: {first}")
+            run_dir = self.place.run_dir(self.place.run_id(started.number))
+            self.tracker.trial_ended(run_dir, started.number, started.values, started.outcome, {})
+            self._count_failures(started.outcome, started.reason)
 
     def _exhausted(self) -> str:
         """Why a grid has no other point; empty for other samplers."""
@@ -137,107 +142,6 @@ class Worker:
             return ""
         waiting = self._patiently(lambda: self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
         return "" if waiting else "every point of the grid has been tried"
-
-    def _start_one(self) -> None:
-        trial = self._patiently(self._ask)
-        attributes = trial.user_attrs
-        self._patiently(lambda: trial.set_user_attr(WORKER, this_worker()))
-        self._beat(trial)
-        if self._is_surplus(trial):
-            self._spent = "all trials are running"
-            return
-        values = self._patiently(lambda: suggest(trial, self.recipe, self.search))
-        try:
-            recipe, plan = self._planned(values)
-        except Infeasible as error:
-            self._tell_infeasible(trial, values, error)
-            return
-        self.infeasible = 0
-        self._patiently(lambda: trial.set_constraint(FITS, min(0.0, headroom(plan))))
-        run_id = attributes.get(RUN_ID) or self.place.run_id(trial.number)
-        self._patiently(lambda: trial.set_user_attr(RUN_ID, run_id))
-        slot = min(set(range(self.target.workers)) - {each.slot for each in self.running})
-        run_dir = self.place.run_dir(run_id)
-        known = record.read(run_dir)
-        try:
-            if known is None or _is_to_be_resumed(statuses([known.ref])[known.ref]):
-                job = self.target.submit(recipe, plan, run_id, slot)
-            else:
-                job = handle(known.ref)
-        except UserError as error:
-            self._not_submitted(trial, error)
-            return
-        reported = self._patiently(lambda: set(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values))
-        self.running.append(
-            Running(
-                trial, values, recipe, plan, run_id, slot, job, MetricsReader(run_dir), reported,
-                rank_seconds=attributes.get(RANK_SECONDS, 0.0),
-            )
-        )  # fmt: skip
-        self.submitted += 1
-        self.log(f"trial {trial.number} started  {shown(values)}")
-
-    def _not_submitted(self, trial: optuna.Trial, error: UserError) -> None:
-        """A failed trial; but if it is the first of this process, something is wrong with its options.
-
-        Raises:
-            UserError: the same error, once the trial is given back.
-        """
-        if not self.submitted:
-            self._patiently(lambda: give_back(self.study, trial.number))
-            raise error
-        self._patiently(lambda: trial.set_user_attr(OUTCOME, Outcome.FAILED))
-        self._patiently(lambda: trial.set_user_attr(REASON, str(error)))
-        self._patiently(lambda: self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True))
-        self.log(f"trial {trial.number} {Outcome.FAILED}  {error}")
-        self._count_failures(Outcome.FAILED, str(error))
-
-    def _ask(self) -> optuna.Trial:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Optuna expects signs of life from its own loop; here they are sent by _beat
-            return self.study.ask()
-
-    def _is_surplus(self, trial: optuna.Trial) -> bool:
-        """Whether other processes have asked for the last trials at the same moment; it is ended then."""
-        trials = self._patiently(lambda: self.study.get_trials(deepcopy=False))
-        is_queued = bool(trials[trial.number].params or "fixed_params" in trials[trial.number].system_attrs)
-        if self.search.sampler.type == "GridSampler" and not is_queued:
-            self._patiently(lambda: discard(self.study, trial))
-            return True
-        if self.search.n_trials is None:
-            return False
-        own = self._patiently(lambda: list(own_trials(self.study)))
-        counted = [each.number for each in own if each.state != TrialState.WAITING and not is_infeasible(each)]
-        if sum(number < trial.number for number in counted) < self.search.n_trials:
-            return False
-        self._patiently(lambda: give_back(self.study, trial.number) if is_queued else discard(self.study, trial))
-        return True
-
-    def _planned(self, values: Values) -> tuple[Recipe, Plan]:
-        try:
-            recipe = trial_recipe(self.recipe, self.search, values)
-        except UserError as error:
-            raise Infeasible(str(error)) from error
-        return recipe, self.target.plan(recipe)
-
-    def _tell_infeasible(self, trial: optuna.Trial, values: Values, error: Infeasible) -> None:
-        def tell() -> None:
-            trial.set_constraint(FITS, error.violation)
-            trial.set_user_attr(OUTCOME, Outcome.INFEASIBLE)
-            trial.set_user_attr(REASON, str(error))
-            self.study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
-
-        self._patiently(tell)
-        first, _, _ = str(error).partition("\n")
-        self.log(f"trial {trial.number} cannot run  {shown(values)}: {first}")
-        self.infeasible += 1
-        if self.infeasible >= INFEASIBLE_IN_A_ROW:
-            raise UserError(
-                f"{self.infeasible} trials in a row cannot run; the last one: {error}",
-                where="search.space", rule="some values of the space run on this machine", fix="a smaller space",
-            )  # fmt: skip
 
     # -- following -----------------------------------------------------------------------------------------------
 
@@ -248,15 +152,24 @@ class Worker:
             logger.warning("%s; trials are still waited for", error)
             found = {}
         for each in list(self.running):
-            self._report(each)
-            status = found.get(each.job.ref)
-            if status is None:
-                continue
-            each.clock(status)
-            if status.state.ended:
-                self._ended(each, status)
-            elif time.monotonic() - each.beaten >= self.search.heartbeat_interval:
-                self._beat_running(each)
+            try:
+                self._look_at(each, found.get(each.job.ref))
+            except UpdateFinishedTrialError:
+                # This process was away for longer than the grace period. The other one follows the same job.
+                logger.warning("trial %d was taken over by another process", each.number)
+                self.running = [other for other in self.running if other is not each]
+
+    def _look_at(self, each: Running, status: JobStatus | None) -> None:
+        if not each.tracked and each.reported:
+            each.tracked = self.tracker.trial_began(self.place.run_dir(each.run_id), each.number, each.values)
+        self._report(each)
+        if status is None:
+            return
+        each.clock(status)
+        if status.state.ended:
+            self._ended(each, status)
+        elif time.monotonic() - each.beaten >= self.search.heartbeat_interval:
+            self._beat(each)
 
     def _report(self, each: Running) -> None:
         """Report new evaluations, and cancel the job if the pruner says so."""
@@ -296,7 +209,8 @@ class Worker:
         }  # fmt: skip
         self._note(each, attributes)
         self._patiently(lambda: self._tell(each, outcome, values))
-        self._patiently(lambda: self.keeper.keep(self.study))
+        improved = self._patiently(lambda: self.keeper.keep(self.study))
+        self._track(each, outcome, values, improved=improved)
         self._say(each, outcome, values, reason)
         self._count_failures(outcome, reason)
 
@@ -310,6 +224,15 @@ class Worker:
     def _note(self, each: Running, attributes: Mapping[str, object]) -> None:
         for name, value in attributes.items():
             self._patiently(lambda name=name, value=value: each.trial.set_user_attr(name, value))  # type: ignore[misc]
+
+    def _track(self, each: Running, outcome: Outcome, values: list[float], *, improved: bool) -> None:
+        run_dir = self.place.run_dir(each.run_id)
+        results: dict[str, float] = dict(zip(self.search.objectives, values, strict=False))
+        if not each.tracked:
+            self.tracker.trial_began(run_dir, each.number, each.values)
+        self.tracker.trial_ended(run_dir, each.number, each.values, outcome, results)
+        if improved:
+            self.tracker.improved(results, each.number, self.keeper.files())
 
     def _say(self, each: Running, outcome: Outcome, values: list[float], reason: str) -> None:
         now = self._patiently(self._used)
@@ -337,15 +260,10 @@ class Worker:
                 fix="read its log; then the same command with --resume",
             )
 
-    def _beat_running(self, each: Running) -> None:
+    def _beat(self, each: Running) -> None:
         self._note(each, {RANK_SECONDS: each.rank_seconds})
-        self._beat(each.trial)
+        self._patiently(lambda: beat(self.study, each.trial))
         each.beaten = time.monotonic()
-
-    def _beat(self, trial: optuna.Trial) -> None:
-        storage = heartbeats(self.study)
-        if storage is not None:
-            self._patiently(lambda: storage.record_heartbeat(trial._trial_id))
 
     # -- stopping ------------------------------------------------------------------------------------------------
 
@@ -376,10 +294,3 @@ class Worker:
 def shown(values: Values) -> str:
     """Values in short."""
     return " ".join(f"{key}={f'{value:.4g}' if isinstance(value, float) else value}" for key, value in values.items())
-
-
-def _is_to_be_resumed(status: JobStatus) -> bool:
-    """Whether the job of an earlier search process has ended without a result."""
-    if status.state == JobState.FAILED:
-        return status.exit_code not in FINAL_CODES
-    return status.state.ended and status.state != JobState.COMPLETED

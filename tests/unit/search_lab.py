@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import optuna
+import pytest
 
 from llmrecipes.errors import ExitCode
+from llmrecipes.launch import registry
 from llmrecipes.launch.base import (
     Given,
     JobHandle,
@@ -25,8 +27,10 @@ from llmrecipes.launch.base import (
 from llmrecipes.launch.job import Job
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.best import Keeper
+from llmrecipes.search.command import quiet
 from llmrecipes.search.study import open_study, place_of, require_section
 from llmrecipes.search.target import Target
+from llmrecipes.search.tracking import StudyTracker
 from llmrecipes.search.worker import Worker
 from llmrecipes.workflow.run import Paths
 from tests.helpers import ROOMY, tiny
@@ -73,9 +77,10 @@ class Curves:
         return Job(self, JobRef("curves", name, submission.run_dir))
 
     def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
-        for ref in refs:
+        known = [ref for ref in refs if ref.job_id in self.jobs]  # those of another process are forgotten
+        for ref in known:
             self.jobs[ref.job_id].advance()
-        return {ref: self.jobs[ref.job_id].status for ref in refs}
+        return {ref: self.jobs[ref.job_id].status for ref in known}
 
     def cancel(self, ref: JobRef) -> None:
         self.jobs[ref.job_id].status = JobStatus(JobState.SAVED, int(ExitCode.REQUEUE))
@@ -125,7 +130,25 @@ def worker(recipe: Recipe, folder: Path, *, workers: int = 1, resume: bool = Fal
     target = Target(Curves(), {}, paths, workers, ROOMY, ranks=1)
     study = open_study(recipe, place, resume=resume)
     lines: list[str] = []
-    return Worker(study, recipe, place, target, lines.append, Keeper(recipe, place))
+    tracker = StudyTracker.open(study, recipe, place)
+    return Worker(study, recipe, place, target, lines.append, Keeper(recipe, place), tracker)
+
+
+@pytest.fixture
+def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of curves is one line of the table."""
+    quiet()
+    monkeypatch.setitem(registry.LAUNCHERS, "curves", f"{__name__}:Curves")
+    monkeypatch.setattr("llmrecipes.search.worker.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(Curves, "loss", staticmethod(bowl))
+    monkeypatch.setattr(Curves, "most_at_once", 0)
+    Curves.jobs.clear()
+    Curves.submitted.clear()
+
+
+def states(study: optuna.Study) -> list[str]:
+    """The state of each trial."""
+    return [trial.state.name for trial in study.trials]
 
 
 def ran(recipe: Recipe, folder: Path, **options: Any) -> optuna.Study:

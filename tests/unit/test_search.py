@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-import optuna
 import pytest
 from optuna.trial import TrialState
 
+from llmrecipes.cli.app import run
 from llmrecipes.errors import ExitCode
-from llmrecipes.launch import registry
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.search import command, worker
+from llmrecipes.search import starting, worker
+from tests.helpers import curve, tiny_on, write_recipe
 from tests.refusals import refused
-from tests.unit import search_lab as lab
-from tests.unit.search_lab import Curves, bowl, ran, searched
+from tests.unit.search_lab import Curves, bowl, curves, ran, searched, states
 
+__all__ = ["curves"]
 
-@pytest.fixture(autouse=True)
-def curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher of curves is one line of the table."""
-    command.quiet()
-    monkeypatch.setitem(registry.LAUNCHERS, "curves", f"{lab.__name__}:Curves")
-    monkeypatch.setattr(worker, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(Curves, "loss", staticmethod(bowl))
-    monkeypatch.setattr(Curves, "most_at_once", 0)
-    Curves.jobs.clear()
-    Curves.submitted.clear()
-
-
-def states(study: optuna.Study) -> list[str]:
-    return [trial.state.name for trial in study.trials]
+pytestmark = pytest.mark.usefixtures("curves")
 
 
 def test_the_recipe_itself_comes_first_and_the_best_trial_is_a_recipe_that_trains(tmp_path: Path) -> None:
@@ -83,7 +71,7 @@ def test_what_the_plan_refuses_is_never_started(tmp_path: Path) -> None:
 
 
 def test_a_space_in_which_nothing_runs_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "INFEASIBLE_IN_A_ROW", 5)
+    monkeypatch.setattr(starting, "INFEASIBLE_IN_A_ROW", 5)
     heads = {"key": "model.num_attention_heads", "choices": [3, 5]}
     with refused("search.space"):
         ran(searched(heads), tmp_path)
@@ -134,3 +122,19 @@ def test_a_job_that_was_interrupted_is_resumed_in_the_same_run(tmp_path: Path, m
 def test_workers_run_as_many_trials_at_a_time_and_no_more_than_the_limit(tmp_path: Path) -> None:
     study = ran(searched(n_trials=7, pruner={"type": "NopPruner"}), tmp_path, workers=3)
     assert (len(study.trials), Curves.most_at_once) == (7, 3)
+
+
+def test_a_search_on_this_machine(
+    tmp_path: Path, corpus: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real trainings, each in a process of its own; the best recipe is one that `show` takes."""
+    space = {"space": [{"key": "optimizer.lr", "low": 1e-3, "high": 1e-2, "log": True}], "n_trials": 2}
+    recipe = tiny_on(corpus, train={"train_iters": 4, "eval_interval": 2}, search=space)
+    options = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir), "--json"]
+    assert run(["search", write_recipe(recipe, tmp_path), "--workers", "2", *options]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["trials"] == {"complete": 2}
+    best = answer["best"][0]
+    run_dir = tmp_path / "runs/tiny-search" / f"tiny-{best['number']:04d}"
+    assert curve(run_dir)[-1][-1] == best["valid_loss"]
+    assert load(answer["recipes"][0]).recipe.optimizer.lr == best["values"]["optimizer.lr"]
