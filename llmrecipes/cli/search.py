@@ -51,16 +51,14 @@ def search(
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes of each trial.")] = 1,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", metavar="N", min=1, help="Ranks of each trial; with --cluster, on each node."),
+        typer.Option("--nproc", metavar="N", min=1, help="Ranks of a trial; with --cluster, on a node."),
     ] = None,
     submit: Annotated[
         list[str] | None,
         typer.Option("--submit", metavar="NAME=VALUE", help="Option of llmrecipes submit, such as time=2:00:00."),
     ] = None,
-    report: Annotated[
-        bool, typer.Option("--report", help="Write the study's report (HTML), and search nothing.")
-    ] = False,
-    ui: Annotated[bool, typer.Option("--ui", help="Show the study in optuna-dashboard, and search nothing.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Only write the study's report (HTML).")] = False,
+    ui: Annotated[bool, typer.Option("--ui", help="Only show the study in optuna-dashboard.")] = False,
     port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port of --ui, if it is free.")] = 8080,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -118,6 +116,10 @@ def _target(
     if cluster is None:
         raise UserError(f"missing with --to {to}", where="--cluster",
                         rule="a trial is planned for the nodes it will run on", fix="--cluster NAME")  # fmt: skip
+    if not place.shares_disk and "tracking-uri" not in given:
+        raise UserError(f"no tracking-uri with --to {to}", where="--submit",
+                        rule="the losses of trials come back through an MLflow server",
+                        fix="--submit tracking-uri=URL")  # fmt: skip
     return there(place, given, paths, workers, cluster, nodes, nproc)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from llmrecipes.tracking.jsonl import METRICS, parse
 
@@ -43,6 +44,19 @@ class Progress:
             self.diverged = bool(values.get("non_finite")) and not values.get("skipped")
         elif "valid_loss" in values:
             self.evaluations[step] = Evaluation(step, values["valid_loss"], values.get("valid_bits_per_byte"))
+
+
+class Reader(Protocol):
+    """Follows what a run reports."""
+
+    @property
+    def progress(self) -> Progress:
+        """What was read last."""
+        ...
+
+    def read(self) -> Progress:
+        """What the run has reported by now."""
+        ...
 
 
 class MetricsReader:

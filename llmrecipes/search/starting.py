@@ -18,7 +18,8 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.budget import RANK_SECONDS
-from llmrecipes.search.metrics import MetricsReader
+from llmrecipes.search.metrics import MetricsReader, Reader
+from llmrecipes.search.remote import MlflowReader
 from llmrecipes.search.space import Values, suggest, trial_recipe
 from llmrecipes.search.study import (
     WORKER,
@@ -106,9 +107,16 @@ class Starter:
         reported = self.patiently(lambda: set(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values))
         self._submitted = True
         return Running(
-            trial, values, recipe, plan, run_id, slot, job, MetricsReader(run_dir), reported,
+            trial, values, recipe, plan, run_id, slot, job, self._reader(recipe, run_id), reported,
             rank_seconds=attributes.get(RANK_SECONDS, 0.0),
         )  # fmt: skip
+
+    def _reader(self, recipe: Recipe, run_id: str) -> Reader:
+        """Of metrics.jsonl, or of MLflow where the run's directory is not on a disk of this machine."""
+        uri = self.target.given.get("tracking-uri")
+        if self.target.launcher.shares_disk or uri is None:
+            return MetricsReader(self.place.run_dir(run_id))
+        return MlflowReader(uri, recipe.tracking.experiment or recipe.name, run_id)
 
     def _not_submitted(self, trial: optuna.Trial, values: Values, error: UserError) -> NotStarted:
         """A failed trial; but if it is the first of this process, something is wrong with its options.

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +20,10 @@ import optuna
 
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
+from llmrecipes.search.remote import find_run
 from llmrecipes.search.space import Values
 from llmrecipes.search.study import Place, require_section
+from llmrecipes.tracking.jsonl import METRICS
 from llmrecipes.tracking.mlflow.database import require_database
 from llmrecipes.tracking.store import artifact_root, is_local, process_environment, redact, tracking_uri
 
@@ -66,11 +69,16 @@ class StudyTracker:
         os.environ.update(process_environment())  # short timeouts, before the client is created
         return cls(study, recipe, place, uri or tracking_uri(place.runs_dir))
 
+    @property
+    def _name(self) -> str:
+        """Of the experiment, which the trials' runs have too."""
+        return self.recipe.tracking.experiment or self.place.group
+
     def trial_began(self, run_dir: Path, number: int, values: Values) -> bool:
         """Nest the run of a trial, once it has one; False if it has none yet."""
         if self.uri is None:
             return True
-        run_id = _run_of(run_dir)
+        run_id = self._run_of(run_dir)
         if run_id is None:
             return False
         tags = {
@@ -87,7 +95,7 @@ class StudyTracker:
         """The outcome of a trial; a trial that never ran gets a run for it."""
         if self.uri is None:
             return
-        run_id = _run_of(run_dir)
+        run_id = self._run_of(run_dir)
         tags = {"search.outcome": outcome}
 
         def send(client: MlflowClient) -> None:
@@ -149,9 +157,8 @@ class StudyTracker:
             self.place.runs_dir.mkdir(parents=True, exist_ok=True)
             require_database(uri, root or "")
         client = MlflowClient(uri)
-        name = self.recipe.tracking.experiment or self.place.group
-        found = client.get_experiment_by_name(name)
-        self._experiment = found.experiment_id if found else client.create_experiment(name, root)
+        found = client.get_experiment_by_name(self._name)
+        self._experiment = found.experiment_id if found else client.create_experiment(self._name, root)
         known = self.study.user_attrs.get(PARENT)
         if known is None:
             known = client.create_run(
@@ -163,6 +170,17 @@ class StudyTracker:
         self._parent = known
         self._client = client
         return client
+
+    def _run_of(self, run_dir: Path) -> str | None:
+        """The id of a run in MLflow, from its directory or, if that is not here, by its name; None if unknown."""
+        try:
+            found = json.loads((run_dir / "mlflow.json").read_bytes()).get("run_id")
+        except (OSError, ValueError, AttributeError):
+            found = None
+        if found is None and self._client is not None and not (run_dir / METRICS).exists():
+            with suppress(Exception):  # the server is away; the outcome then gets a run of its own
+                found = find_run(self._client, self._name, run_dir.name)
+        return found if isinstance(found, str) else None
 
     def _describe(self, client: MlflowClient, run_id: str) -> None:
         search: Search = require_section(self.recipe)
@@ -185,15 +203,6 @@ class StudyTracker:
     def _log(self, client: MlflowClient, metrics: Mapping[str, float], step: int) -> None:
         for key, value in metrics.items():
             client.log_metric(self._parent, key, value, step=step)
-
-
-def _run_of(run_dir: Path) -> str | None:
-    """The id of a run in MLflow; None while it has none."""
-    try:
-        found = json.loads((run_dir / "mlflow.json").read_bytes()).get("run_id")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, str) else None
 
 
 def _text(value: object) -> str:

@@ -13,7 +13,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Objective
 from llmrecipes.search.length import evaluation, evaluations
-from llmrecipes.search.metrics import MetricsReader, Progress
+from llmrecipes.search.metrics import Progress, Reader
 from llmrecipes.search.space import Values
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Running:
     run_id: str
     slot: int
     job: JobHandle
-    reader: MetricsReader
+    reader: Reader
     reported: set[int] = field(default_factory=set)
     ending: Outcome | None = None
     rank_seconds: float = 0.0

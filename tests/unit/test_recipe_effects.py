@@ -529,7 +529,7 @@ def test_the_same_recipe_looks_the_same(see: See, tmp_path: Path, monkeypatch: p
     seen = []
     for _ in range(2):
         with monkeypatch.context() as patch:
-            seen.append(see(made({deepspeed: ZERO1, search: SEARCH}.get(see, {})), tmp_path, patch))
+            seen.append(see(made(ZERO1 if see is deepspeed else SEARCH if see is search else {}), tmp_path, patch))
     assert seen[0] == seen[1]
 
 
