@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import optuna
@@ -38,7 +38,7 @@ def recipe_of(recipe: Recipe, trial: FrozenTrial, name: str) -> Recipe:
     return found.model_copy(update={"name": name, "description": about})
 
 
-@dataclass(frozen=True)
+@dataclass
 class Keeper:
     """Writes best recipes, and removes checkpoints of other trials.
 
@@ -49,6 +49,7 @@ class Keeper:
 
     recipe: Recipe
     place: Place
+    _removed: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -85,5 +86,8 @@ class Keeper:
         kept = {each.number for each in best} if keep == "best" else set()
         for trial in own_trials(study):
             run_id = trial.user_attrs.get("run_id")
-            if trial.state.is_finished() and trial.number not in kept and run_id is not None:
+            # A lost trial has no outcome: it is resumed from its checkpoint.
+            ended = trial.state.is_finished() and "outcome" in trial.user_attrs
+            if ended and trial.number not in kept | self._removed and run_id is not None:
+                self._removed.add(trial.number)
                 shutil.rmtree(self.place.run_dir(run_id) / "checkpoints", ignore_errors=True)

@@ -71,6 +71,8 @@ class Running:
     resumed: int = 0
     looked: float = field(default_factory=time.monotonic)
     beaten: float = 0.0
+    is_bad: bool = False
+    """Whether the pruner wants it to end."""
     tracked: bool = False
     """Whether its run in MLflow has its parent."""
 

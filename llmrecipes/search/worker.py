@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.base import JobStatus
-from llmrecipes.launch.job import statuses
+from llmrecipes.launch.job import PATIENCE_SECONDS, statuses
 from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.5
-"""Seconds between looks at the metrics of running trials."""
+"""Shortest time between looks at running trials; up to that between queries of the launcher if nothing changes."""
 IDLE_SECONDS = 5.0
 """Seconds between looks for another trial while a limit is reached and trials still run."""
 FAILURES_IN_A_ROW = 5
@@ -73,6 +73,8 @@ class Worker:
         self._starter = Starter(self.study, self.recipe, self.search, self.place, self.target, self._patiently)
         self._spent = ""
         self._not_before = 0.0
+        self._pause = LOOK_SECONDS
+        self._answered = time.monotonic()
 
     def run(self) -> ExitCode:
         """Search; returns 75 if it was told to stop, so that `--resume` continues it.
@@ -86,11 +88,11 @@ class Worker:
                     self._start_trials(stop)
                     if not self.running:
                         break
-                    stop.wait(LOOK_SECONDS)
+                    stop.wait(self._pause)
                     self._look()
                 if self.running:
                     self._stop(stop)
-            except UserError:
+            except BaseException:
                 self._leave()
                 raise
         if stop.requested:
@@ -128,6 +130,7 @@ class Worker:
         started = self._starter.start(slot)
         if isinstance(started, Running):
             self.running.append(started)
+            self._pause = LOOK_SECONDS
             self.log(f"trial {started.number} started  {shown(started.values)}")
         elif started.outcome is not None:
             first, _, _ = started.reason.partition("\n")
@@ -146,9 +149,13 @@ class Worker:
     # -- following -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
+        self._pause = min(2 * self._pause, max(LOOK_SECONDS, self.target.launcher.poll_seconds))
         try:
             found = statuses([each.job.ref for each in self.running])
+            self._answered = time.monotonic()
         except SchedulerUnavailable as error:
+            if time.monotonic() - self._answered > PATIENCE_SECONDS:
+                raise
             logger.warning("%s; trials are still waited for", error)
             found = {}
         for each in list(self.running):
@@ -174,13 +181,22 @@ class Worker:
     def _report(self, each: Running) -> None:
         """Report new evaluations, and cancel the job if the pruner says so."""
         objective = self.search.objectives[0]
-        for number, value in each.new_values(objective):
+        new = each.new_values(objective)
+        for number, value in new:
+            self._pause = LOOK_SECONDS
             self._patiently(lambda number=number, value=value: each.trial.report(value, number))  # type: ignore[misc]
-        if len(self.search.objectives) > 1 or not each.reported or not each.may_be_pruned:
+        if len(self.search.objectives) > 1 or not each.may_be_pruned:
             return
-        if self._patiently(each.trial.should_prune):
-            each.ending = Outcome.PRUNED
-            each.job.cancel()
+        if new:
+            each.is_bad = self._patiently(each.trial.should_prune)
+        if each.is_bad:
+            try:
+                each.job.cancel()
+            except UserError as error:  # tried again at the next look
+                logger.warning("trial %d could not be pruned: %s", each.number, error)
+            else:
+                each.ending = Outcome.PRUNED
+                self._pause = LOOK_SECONDS
 
     def _ended(self, each: Running, status: JobStatus) -> None:
         self._report(each)
@@ -280,7 +296,7 @@ class Worker:
                 self._patiently(lambda each=each: give_back(self.study, each.number))  # type: ignore[misc]
         stop.again()
         while self.running:
-            stop.wait(LOOK_SECONDS)
+            stop.wait(self._pause)
             self._look()
 
     def _leave(self) -> None:

@@ -57,7 +57,7 @@ class Curves:
     takes: ClassVar = frozenset[str]()
     needs_cluster: ClassVar = False
     shares_disk: ClassVar = True
-    poll_seconds: ClassVar = 0.0
+    poll_seconds: ClassVar = 0.001
     loss: ClassVar[Callable[[Recipe, int], float | JobStatus]] = staticmethod(bowl)
     jobs: ClassVar[dict[str, _Curve]] = {}
     most_at_once: ClassVar[int] = 0

@@ -51,6 +51,7 @@ def seen(recipe: Recipe, folder: Path, *_: Any) -> dict[str, Any]:
         values = suggest(trial, recipe, search)
         found[f"trial {number}"] = values, trial_recipe(recipe, search, values).train.model_dump()
         trial.set_user_attr("run_id", f"r{number}")
+        trial.set_user_attr("outcome", "complete")
         (place.run_dir(f"r{number}") / "checkpoints").mkdir(parents=True, exist_ok=True)
         study.tell(trial, [3 - number * 0.1] * len(search.objectives))
     found["used"] = used(own_trials(study), 1, search.min_improvement).without_improvement

@@ -14,7 +14,7 @@ from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search import starting, worker
-from tests.helpers import curve, tiny_on, write_recipe
+from tests.helpers import curve, finish, start_command, tiny_on, train_lines, wait_for_step, write_recipe
 from tests.refusals import refused
 from tests.unit.search_lab import Curves, bowl, curves, ran, searched, states
 
@@ -138,3 +138,28 @@ def test_a_search_on_this_machine(
     run_dir = tmp_path / "runs/tiny-search" / f"tiny-{best['number']:04d}"
     assert curve(run_dir)[-1][-1] == best["valid_loss"]
     assert load(answer["recipes"][0]).recipe.optimizer.lr == best["values"]["optimizer.lr"]
+
+
+@pytest.mark.slow
+def test_a_killed_search_finds_its_job_again(tmp_path: Path, corpus: Path, data_dir: Path) -> None:
+    """The training outlives the search process, and is followed by the next one from where it is."""
+    space = {"space": [{"key": "optimizer.lr", "low": 1e-3, "high": 1e-2, "log": True}], "n_trials": 1}
+    recipe = tiny_on(corpus, train={"train_iters": 300, "eval_interval": 100}, search=space)
+    command = [
+        "search",
+        write_recipe(recipe, tmp_path),
+        "--runs-dir",
+        str(tmp_path / "runs"),
+        "--data-dir",
+        str(data_dir),
+    ]
+    run_dir = tmp_path / "runs/tiny-search/tiny-0000"
+    first = start_command(*command)
+    wait_for_step(first, run_dir, 20)
+    first.kill()
+    first.wait()
+    printed = finish(start_command(*command, "--resume", "--json"), 0)
+    answer = json.loads(printed[printed.index("{") :])
+    assert answer["trials"] == {"complete": 1}
+    assert [line["step"] for line in train_lines(run_dir)] == list(range(1, 301))
+    assert len(list((run_dir / "logs").glob("local-*.out"))) == 1

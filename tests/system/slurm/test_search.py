@@ -32,7 +32,7 @@ def searched(corpus: Path, **search: Any) -> Recipe:
             "pruner": {"type": "NopPruner"},
             "heartbeat_interval": 5,
             **search,
-        },  # fmt: skip
+        },
     )
 
 
