@@ -119,18 +119,15 @@ class Starter:
         return MlflowReader(uri, recipe.tracking.experiment or recipe.name, run_id)
 
     def _not_submitted(self, trial: optuna.Trial, values: Values, error: UserError) -> NotStarted:
-        """A failed trial; but if it is the first of this process, something is wrong with its options.
+        """The trial waits for a scheduler that takes no job at the moment.
 
         Raises:
-            UserError: the same error, once the trial is given back.
+            UserError: the same error if it is the first trial of this process: something is wrong with its options.
         """
+        self.patiently(lambda: give_back(self.study, trial.number))
         if not self._submitted:
-            self.patiently(lambda: give_back(self.study, trial.number))
             raise error
-        self.patiently(lambda: trial.set_user_attr(OUTCOME, Outcome.FAILED))
-        self.patiently(lambda: trial.set_user_attr(REASON, str(error)))
-        self.patiently(lambda: self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True))
-        return NotStarted(trial.number, values, Outcome.FAILED, str(error))
+        return NotStarted(trial.number, values, Outcome.GIVEN_BACK, str(error))
 
     def _ask(self) -> optuna.Trial:
         with warnings.catch_warnings():

@@ -109,7 +109,7 @@ class Running:
         values = self._objectives(progress, objectives)
         if status.state == JobState.COMPLETED and values is not None:
             return Outcome.COMPLETE, values
-        if progress.diverged and status.state != JobState.COMPLETED:
+        if progress.diverged and status.state == JobState.FAILED and status.exit_code in (None, ExitCode.STOP):
             return Outcome.DIVERGED, []
         if self.ending is not None and status.state != JobState.COMPLETED:
             return self.ending, []

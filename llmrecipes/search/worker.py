@@ -38,6 +38,8 @@ LOOK_SECONDS = 0.5
 """Shortest time between looks at running trials; up to that between queries of the launcher if nothing changes."""
 IDLE_SECONDS = 5.0
 """Seconds between looks for another trial while a limit is reached and trials still run."""
+POSTPONED_SECONDS = 60.0
+"""Seconds until a trial that the scheduler did not take is submitted again."""
 FAILURES_IN_A_ROW = 5
 """Then something is wrong with the recipe or the space, not with the values."""
 
@@ -86,7 +88,7 @@ class Worker:
             try:
                 while not stop.requested:
                     self._start_trials(stop)
-                    if not self.running:
+                    if self._spent and not self.running:
                         break
                     stop.wait(self._pause)
                     self._look()
@@ -117,7 +119,7 @@ class Worker:
         if len(self.running) == self.target.workers or time.monotonic() < self._not_before:
             return
         self._patiently(lambda: take_back(self.study, self._grace))
-        while len(self.running) < self.target.workers and not stop.requested:
+        while len(self.running) < self.target.workers and not stop.requested and time.monotonic() >= self._not_before:
             now = self._patiently(self._used)
             self._spent = self.budget.spent(now) or self._exhausted()
             if self._spent:
@@ -132,6 +134,10 @@ class Worker:
             self.running.append(started)
             self._pause = LOOK_SECONDS
             self.log(f"trial {started.number} started  {shown(started.values)}")
+        elif started.outcome == Outcome.GIVEN_BACK:
+            logger.warning("trial %d could not be submitted: %s", started.number, started.reason)
+            self._not_before = time.monotonic() + POSTPONED_SECONDS
+            self._count_failures(Outcome.FAILED, started.reason)
         elif started.outcome is not None:
             first, _, _ = started.reason.partition("\n")
             self.log(f"trial {started.number} {started.outcome}  {shown(started.values)}: {first}")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from optuna.trial import TrialState
 
 from llmrecipes.cli.app import run
-from llmrecipes.errors import ExitCode
+from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search import starting, worker
+from llmrecipes.search.study import own_trials
 from tests.helpers import curve, finish, start_command, tiny_on, train_lines, wait_for_step, write_recipe
 from tests.refusals import refused
 from tests.unit.search_lab import Curves, bowl, curves, ran, searched, states
@@ -117,6 +119,32 @@ def test_a_job_that_was_interrupted_is_resumed_in_the_same_run(tmp_path: Path, m
     assert states(study) == ["COMPLETE"]
     assert Curves.submitted == ["lab-0000", "lab-0000"]
     assert sorted(study.trials[0].intermediate_values) == [1, 2, 3, 4]
+
+
+def test_a_scheduler_that_takes_no_job_for_a_while_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But an error at the first trial is one of the options, and ends the search."""
+    monkeypatch.setattr(worker, "POSTPONED_SECONDS", 0.0)
+    submit, refusals = Curves.submit, [1, 2]
+
+    def refuses(self: Curves, *arguments: Any) -> Any:
+        if len(Curves.submitted) == 1 and refusals:
+            refusals.pop()
+            raise UserError("slurmctld is away", where="sbatch")
+        return submit(self, *arguments)
+
+    monkeypatch.setattr(Curves, "submit", refuses)
+    study = ran(searched(n_trials=3, pruner={"type": "NopPruner"}), tmp_path)
+    assert [trial.state.name for trial in own_trials(study)] == ["COMPLETE"] * 3
+    assert not refusals
+
+    def never(*_: Any) -> Any:
+        raise UserError("no such partition", where="sbatch")
+
+    monkeypatch.setattr(Curves, "submit", never)
+    with refused("sbatch"):
+        ran(searched(n_trials=3, study_name="other"), tmp_path)
 
 
 def test_workers_run_as_many_trials_at_a_time_and_no_more_than_the_limit(tmp_path: Path) -> None:
