@@ -76,7 +76,7 @@ def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension
 def _choices(recipe: Recipe, where: str, dimension: Dimension) -> Iterator[Problem]:
     choices = dimension.choices or ()
     if dimension.low is not None or dimension.high is not None or dimension.step is not None or dimension.log:
-        yield Problem(f"{where}.choices", "given together with a range", "a key has a range or choices", "remove one")
+        yield Problem(f"{where}.choices", f"{dimension.key} has choices and a range", "a key has one", "remove one")
     for position, choice in enumerate(choices):
         if choice in choices[:position]:
             yield Problem(f"{where}.choices", f"{choice!r} appears twice", "choices differ", "remove one")
