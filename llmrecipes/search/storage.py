@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PATIENCE_SECONDS = 120.0
-"""How long a storage that does not respond is retried."""
+OPEN_SECONDS, PATIENCE_SECONDS = 30.0, 120.0
+"""How long a storage that does not respond is retried: at the start of a search, and while trials run."""
 LONGEST_PAUSE = 5.0
 LOCK_SECONDS = 30.0
 """How long to wait for the lock of SQLite."""
@@ -59,10 +59,10 @@ def open_storage(place: str, search: Search) -> BaseStorage:
     """Open or create a storage.
 
     Raises:
-        UserError: it cannot be opened, or has not responded for `PATIENCE_SECONDS`.
+        UserError: it cannot be opened, or has not responded for `OPEN_SECONDS`.
     """
     grace = search.grace_period or 2 * search.heartbeat_interval
-    return patiently(lambda: _open(place, search.heartbeat_interval, grace, search.max_retry), place)
+    return patiently(lambda: _open(place, search.heartbeat_interval, grace, search.max_retry), place, OPEN_SECONDS)
 
 
 def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:

@@ -8,6 +8,7 @@ import socket
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -295,7 +296,9 @@ def take_back(study: optuna.Study, grace: float) -> None:
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         worker = trial.user_attrs.get(WORKER)
         began = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
-        if worker is None and time.time() - began > grace:
+        if worker is None and time.time() - began > grace:  # the answer to `ask` was lost: as if it had never been
+            with suppress(UpdateFinishedTrialError):
+                study._storage.set_trial_user_attr(trial._trial_id, GIVEN_BACK, [trial.number])
             _end(study, trial)
         elif worker is not None and _is_gone(worker) and _end(study, trial):
             logger.warning("trial %d: its search process has ended; it is resumed", trial.number)

@@ -188,10 +188,13 @@ class Worker:
         """Report new evaluations, and cancel the job if the pruner says so."""
         objective = self.search.objectives[0]
         new = each.new_values(objective)
-        for number, value in new:
+        if new:
             self._pause = LOOK_SECONDS
+        if len(self.search.objectives) > 1:  # Optuna takes no curves of several objectives
+            return
+        for number, value in new:
             self._patiently(lambda number=number, value=value: each.trial.report(value, number))  # type: ignore[misc]
-        if len(self.search.objectives) > 1 or not each.may_be_pruned:
+        if not each.may_be_pruned:
             return
         if new:
             each.is_bad = self._patiently(each.trial.should_prune)

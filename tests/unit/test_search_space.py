@@ -110,7 +110,8 @@ def test_samplers(sampler: dict[str, Any], space: tuple[dict[str, Any], ...], tm
     assert len(trials) == 8
     for trial in trials:
         params = trial.params
-        assert ("model.ffn_hidden_size" in params) == params.get("model.gated_linear_unit", False)
+        gated = CONDITION in space and params["model.gated_linear_unit"]
+        assert ("model.ffn_hidden_size" in params) == gated
         assert 1e-4 <= params.get("optimizer.lr", 1e-3) <= 1
         assert type(params.get("model.num_layers", 1)) is int
         assert round(params.get("optimizer.weight_decay", 0.0) * 10, 6).is_integer()

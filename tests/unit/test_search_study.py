@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,8 @@ def with_storage_unmounted(made: Worker, tmp_path: Path, patch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("where", ["sqlite:////nowhere/at/all/study.db", "/proc/nowhere/journal.log"])
-def test_a_storage_that_cannot_be_opened(where: str, tmp_path: Path) -> None:
+def test_a_storage_that_cannot_be_opened(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "OPEN_SECONDS", 0.2)
     with refused(where):
         worker(searched(storage=where), tmp_path)
 
@@ -219,7 +221,7 @@ def test_a_storage_that_cannot_be_opened(where: str, tmp_path: Path) -> None:
 def test_a_locked_database_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sqlite3
 
-    monkeypatch.setattr(storage, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(storage, "OPEN_SECONDS", 0.1)
     monkeypatch.setattr(storage, "LOCK_SECONDS", 0.1)
     recipe = searched(storage=f"sqlite:///{tmp_path}/study.db")
     worker(recipe, tmp_path)
@@ -252,7 +254,7 @@ def test_earlier_studies_and_known_points(tmp_path: Path) -> None:
     assert 0 < len(known) == len(inside) < 5
     assert [trial.values for trial in known] == [trial.values for trial in inside]
     own = list(own_trials(later))
-    assert [trial.params["optimizer.lr"] for trial in own[:2]] == [1e-3, 0.01]
+    assert own[0].params["optimizer.lr"] == 0.01  # the recipe's own rate was tried in the earlier study
     assert len(own) == 4
     with refused("search.source_studies"):
         worker(searched(study_name="x", source_studies=[{**source, "study_name": "nothing"}]), tmp_path)
@@ -345,3 +347,18 @@ def test_a_trial_that_was_taken_over_is_left_to_the_other_process(
     assert made.run() == ExitCode.DONE
     assert [trial.state.name for trial in own_trials(made.study)] == ["COMPLETE"] * 2
     assert Curves.submitted.count("lab-0000") == 1
+
+
+def test_a_trial_that_was_asked_for_and_never_began_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process died between Optuna's answer and its first sign of life."""
+    made = worker(searched(n_trials=1, grace_period=100), tmp_path)
+    made.study.ask()
+    study.take_back(made.study, 100)
+    assert states(made.study) == ["RUNNING"]
+    later = time.time() + 101
+    monkeypatch.setattr(study.time, "time", lambda: later)
+    study.take_back(made.study, 100)
+    assert states(made.study) == ["FAIL"]
+    assert list(own_trials(made.study)) == []

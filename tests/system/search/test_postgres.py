@@ -82,7 +82,7 @@ def test_the_server_is_away_for_half_a_minute(
 def test_a_server_that_stays_away_is_told_and_nothing_is_lost(
     postgres: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(storage, "OPEN_SECONDS", 1.0)
     recipe = searched(n_trials=3, pruner={"type": "NopPruner"}, study_name="gone", storage=postgres.url)
     ran(recipe.model_copy(update={"search": recipe.search.model_copy(update={"n_trials": 2})}), tmp_path)  # type: ignore[union-attr]
     postgres.stop()
