@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
 
@@ -97,6 +98,8 @@ def search(recipe: Recipe, make_target: Callable[[], Target], *, resume: bool, l
 
     section = require_section(recipe)
     target = make_target()
+    if target.is_local:
+        require_packages(recipe)
     place = place_of(recipe, section, target.paths.runs_dir)
     study = open_study(recipe, place, resume=resume)
     if target.is_local:
