@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from optuna.trial import TrialState
+
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.best import Keeper
@@ -12,7 +14,7 @@ from llmrecipes.search.budget import Budget, Used, used
 from llmrecipes.search.command import quiet
 from llmrecipes.search.length import trial_tokens
 from llmrecipes.search.samplers import pruner, sampler
-from llmrecipes.search.space import suggest, trial_recipe
+from llmrecipes.search.space import Values, suggest, trial_recipe
 from llmrecipes.search.storage import address, open_storage
 from llmrecipes.search.study import basis, open_study, own_trials, place_of, require_section
 
@@ -49,15 +51,27 @@ def seen(recipe: Recipe, folder: Path, *_: Any) -> dict[str, Any]:
     for number in range(3):
         trial = study.ask()
         values = suggest(trial, recipe, search)
-        found[f"trial {number}"] = values, trial_recipe(recipe, search, values).train.model_dump()
+        length = steps(recipe, values)
+        found[f"trial {number}"] = values, length
         trial.set_user_attr("run_id", f"r{number}")
         trial.set_user_attr("outcome", "complete")
         (place.run_dir(f"r{number}") / "checkpoints").mkdir(parents=True, exist_ok=True)
-        study.tell(trial, [3 - number * 0.1] * len(search.objectives))
+        if isinstance(length, int):
+            study.tell(trial, [3 - number * 0.1] * len(search.objectives))
+        else:
+            study.tell(trial, state=TrialState.PRUNED)
     found["used"] = used(own_trials(study), 1, search.min_improvement).without_improvement
     Keeper(recipe, place).keep(study)
     found["kept"] = sorted(str(path.parent.name) for path in (folder / "runs").glob("*/*/checkpoints"))
     return found
+
+
+def steps(recipe: Recipe, values: Values) -> int | str:
+    """Steps of a trial, or the key of a rule that its values break."""
+    try:
+        return trial_recipe(recipe, require_section(recipe), values).train.train_iters
+    except UserError as error:
+        return error.where
 
 
 def plain(made: object) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -494,7 +495,7 @@ def made(*changes: Mapping[str, Any]) -> Recipe:
         inside: Any = values
         for section in sections:
             inside = inside[0] if section == ITEM else inside.setdefault(section, {})
-        inside[key] = value
+        inside[key] = copy.deepcopy(value)  # a longer key may change it
     return Recipe.model_validate({"name": "tiny", **values})
 
 

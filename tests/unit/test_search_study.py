@@ -306,7 +306,9 @@ def test_what_a_study_has_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "993.9k tokens" in said[-2]
 
 
-def test_several_objectives_have_several_best_recipes(tmp_path: Path) -> None:
+def test_several_objectives_have_several_best_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More layers are better and larger."""
+    monkeypatch.setattr(Curves, "loss", staticmethod(lambda recipe, n: bowl(recipe, n) - 9 * recipe.model.num_layers))
     layers = {"key": "model.num_layers", "low": 1, "high": 2}
     recipe = searched(LR, layers, objectives=["valid_loss", "num_parameters"], n_trials=8)
     study = ran(recipe, tmp_path)
