@@ -96,7 +96,7 @@ class Budget:
         """What is left, in words."""
         search, parts = self.search, []
         if search.n_trials is not None:
-            parts.append(f"{max(0, search.n_trials - now.trials)} trials")
+            parts.append(f"{max(0, search.n_trials - now.trials)} of {search.n_trials} trials")
         if search.timeout is not None:
             parts.append(duration(max(0.0, search.timeout - (time.monotonic() - self.started))))
         if search.max_gpu_hours is not None:
