@@ -47,13 +47,16 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_trial_is_a_kubernetes_job(kubectl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trial_is_a_kubernetes_job(
+    kubectl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     quiet()
     server = tmp_path / "server"
     server.mkdir()
     uri = tracking_uri(server)
     require_database(uri, server.as_uri())
     client = MlflowClient(uri)
+    monkeypatch.setattr("mlflow.tracking.MlflowClient", lambda _: client)  # the server that pods and search talk to
     trained = client.create_run(
         client.create_experiment("lab-search", server.as_uri()), run_name="lab-0000"
     ).info.run_id
@@ -67,7 +70,7 @@ def test_a_trial_is_a_kubernetes_job(kubectl: Path, tmp_path: Path, capsys: pyte
     command = ["search", write_recipe(recipe, tmp_path), "--to", "k8s", "--cluster", "laptop", "--json"]
     assert run([*command, "--submit", f"image={IMAGE}"]) == 2
     assert json.loads(capsys.readouterr().out)["where"] == "--submit"
-    assert run([*command, "--submit", f"image={IMAGE}", "--submit", f"tracking-uri={uri}"]) == 0
+    assert run([*command, "--submit", f"image={IMAGE}", "--submit", "tracking-uri=http://mlflow:5000"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["best"] == [{"number": 0, "valid_loss": 3.0, "values": {"optimizer.lr": 0.25}}]
     objects = [each for each in yaml.safe_load_all((kubectl / "applied").read_text()) if each]
