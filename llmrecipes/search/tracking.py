@@ -177,9 +177,9 @@ class StudyTracker:
             found = json.loads((run_dir / "mlflow.json").read_bytes()).get("run_id")
         except (OSError, ValueError, AttributeError):
             found = None
-        if found is None and self._client is not None and not (run_dir / METRICS).exists():
+        if found is None and time.monotonic() >= self._not_before and not (run_dir / METRICS).exists():
             with suppress(Exception):  # the server is away; the outcome then gets a run of its own
-                found = find_run(self._client, self._name, run_dir.name)
+                found = find_run(self._connected(), self._name, run_dir.name)
         return found if isinstance(found, str) else None
 
     def _describe(self, client: MlflowClient, run_id: str) -> None:
