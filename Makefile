@@ -41,7 +41,7 @@ endif
 BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 
-.PHONY: help setup setup-zero train smoke verify prepare generate ui test check bench lock clean slurm k8s image test-deep test-version test-system
+.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock clean slurm k8s image test-deep test-version test-system
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -56,6 +56,9 @@ setup-zero: ## the environment of setup with DeepSpeed, for recipes with ZeRO 2,
 
 train: setup ## train RECIPE on this machine
 	@$(LLMRECIPES) train "$$RECIPE"
+
+search: setup ## search hyperparameters of RECIPE, which has a section search: ARGS="--workers 2 --resume"
+	@$(LLMRECIPES) search "$$RECIPE"
 
 smoke: setup ## rehearse a scaled-down RECIPE on CPU: train, save, resume, compare
 	@$(LLMRECIPES) smoke "$$RECIPE"
@@ -113,7 +116,7 @@ bench: setup-zero ## run one of benchmarks/: BENCH=name
 # local directory, use CPU_WHEELS="--find-links DIR". ARGS=--upgrade upgrades every version.
 CPU_WHEELS ?= --torch-backend cpu
 COMPILE = $(BIN)/python tools/with_args.py $(BIN)/uv pip compile --quiet --no-config --system-certs --generate-hashes \
-	--custom-compile-command "make lock" --extra dev --extra server --extra wandb --extra zero pyproject.toml
+	--custom-compile-command "make lock" --extra dev --extra search --extra server --extra wandb --extra zero pyproject.toml
 
 lock: setup ## update the lock files in requirements/ after a change of pyproject.toml
 	@$(COMPILE) $(CPU_WHEELS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cpu.txt

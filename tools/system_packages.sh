@@ -8,6 +8,8 @@ wanted=(
     slurm-wlm slurm-client munge slurmdbd slurm-wlm-mysql-plugin mariadb-server libslurm-dev gcc iproute2
     # tests/system/containers
     podman netavark aardvark-dns catatonit iptables debootstrap
+    # tests/system/search
+    postgresql util-linux
     # DeepSpeed's CPU Adam and asynchronous I/O, compiled at first use
     g++ libaio-dev
 )

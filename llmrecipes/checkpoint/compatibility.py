@@ -23,6 +23,7 @@ FREE = (
     "parallelism",
     "checkpoint",
     "tracking",
+    "search",
     "train.train_iters",
     "train.micro_batch_size",
     "train.eval_interval",

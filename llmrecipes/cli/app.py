@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from llmrecipes import __version__
-from llmrecipes.cli import bench, completion, doctor, recipes, runs, submit, training
+from llmrecipes.cli import bench, completion, doctor, recipes, runs, search, submit, training
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
@@ -42,6 +42,7 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
     "Training": {
         "prepare": training.prepare,
         "train": training.train,
+        "search": search.search,
         "smoke": training.smoke,
         "verify": training.verify,
         "upcycle": training.upcycle,

@@ -127,6 +127,8 @@ class Submission:
     runs_dir: Path
     data_dir: Path
     accept_changes: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of a local job besides those of this process."""
 
     @property
     def run_dir(self) -> Path:

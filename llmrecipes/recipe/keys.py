@@ -120,6 +120,8 @@ def _section_of(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
 
 def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
     """A JSON Schema node as text: `an integer greater than 0`."""
+    if not node:
+        return "any value"
     if "anyOf" in node:
         return " or ".join(_takes(_resolve(option, defs), defs) for option in node["anyOf"])
     if "enum" in node:
@@ -144,7 +146,7 @@ def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
             # Pydantic represents mappings with a key pattern differently from those with any key.
             values = node.get("additionalProperties") or next(iter(node["patternProperties"].values()))
             value = _resolve(values, defs)
-            return f"a mapping of names, each to {_takes(value, defs) if value else 'any value'}"
+            return f"a mapping of names, each to {_takes(value, defs)}"
     return "a mapping"
 
 

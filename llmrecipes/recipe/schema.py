@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 from llmrecipes.recipe.zero import Zero
 
@@ -365,3 +366,4 @@ class Recipe(Section):
     data: Data = Data()
     checkpoint: Checkpoint = Checkpoint()
     tracking: Tracking = Tracking()
+    search: Search | None = None

@@ -229,6 +229,19 @@ VALUES: dict[str, str] = {
     "swish": "silu",
     "rotary": "rope",
     "learned": "learned_absolute",
+    "tpe": "TPESampler",
+    "gp": "GPSampler",
+    "cmaes": "CmaEsSampler",
+    "cma-es": "CmaEsSampler",
+    "random": "RandomSampler",
+    "grid": "GridSampler",
+    "qmc": "QMCSampler",
+    "median": "MedianPruner",
+    "percentile": "PercentilePruner",
+    "successive_halving": "SuccessiveHalvingPruner",
+    "hyperband": "HyperbandPruner",
+    "patient": "PatientPruner",
+    "wilcoxon": "WilcoxonPruner",
 }
 """Other spellings of values, in lower case."""
 

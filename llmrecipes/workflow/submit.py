@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,7 @@ def submit(
     run_id: str | None = None,
     accept_changes: bool = False,
     dry_run: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> Submitted:
     """Render a planned run, and submit it unless this is a dry run.
 
@@ -126,13 +128,16 @@ def submit(
         run_id: None: a new one.
         accept_changes: see `TrainOptions`.
         dry_run: only render.
+        environment: more variables, for a job on this machine.
 
     Raises:
         UserError: a value that the scheduler cannot take, none of its programs on this machine, or it rejects the job.
     """
     run_id = new_run_id() if run_id is None else checked_run_id(run_id)
     paths = Paths(paths.runs_dir.resolve(), paths.data_dir.resolve())
-    submission = Submission(planned, run_id, paths.runs_dir, paths.data_dir, accept_changes)
+    submission = Submission(
+        planned, run_id, paths.runs_dir, paths.data_dir, accept_changes, environment=environment or {}
+    )
     rendering = launcher.render(submission, given)
     if dry_run:
         return Submitted(submission, rendering, None)

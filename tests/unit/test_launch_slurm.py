@@ -316,12 +316,34 @@ def test_what_follows_from_how_it_ended(tmp_path: Path, variables: dict[str, str
     ],
 )
 def test_batch_scripts_refuse_what_they_do_not_know(tmp_path: Path, arguments: list[str], what: str) -> None:
-    for script in ("train.sbatch", "prepare.sbatch"):
+    for script in ("train.sbatch", "prepare.sbatch", "search.sbatch"):
         code, calls, said = batch(tmp_path, script, *arguments)
         assert (code, calls) == (2, [])
         assert what in said
     assert batch(tmp_path, "train.sbatch", "--ranks-per-node", "0", "x")[0] == 2
     assert batch(tmp_path, "train.sbatch", "x", SLURM_ARRAY_JOB_ID="5")[0] == 2
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_a_worker_of_a_search_is_told_what_the_script_is_given(tmp_path: Path, value: str) -> None:
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
+    words = ["--workers", "2", "--nproc", value, "gpt-1b", f"search.storage={value}"]
+    code, [search], _ = batch(tmp_path, "search.sbatch", *words, **array)
+    assert code == 0
+    assert search[-3:] == ["--", "gpt-1b", f"search.storage={value}"]
+    assert search[search.index("--nproc") + 1] == value
+    assert "--resume" in search
+    code, calls, _ = batch(tmp_path, "search.sbatch", "gpt-1b")  # two nodes
+    assert (code, calls) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "requeued"),
+    [("0", 0, False), ("1", 1, False), ("2", 2, False), ("75", 75, True), ("137", 75, True), ("143", 75, True)],
+)
+def test_a_worker_that_was_stopped_is_requeued(tmp_path: Path, ended: str, code: int, requeued: bool) -> None:
+    found, _, said = batch(tmp_path, "search.sbatch", "gpt-1b", SLURM_JOB_NUM_NODES="1", RANKS=ended, OUTCOME="")
+    assert (found, "scontrol requeue 7" in said) == (code, requeued), said
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -40,6 +41,8 @@ from llmrecipes.train.loop import Loop
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow import train as workflow
 from tests.helpers import MODEL, ROOMY, TRAIN, RandomTokens, built, engine_of, random_batches, tiny
+from tests.unit.search_seen import BASE as SEARCH
+from tests.unit.search_seen import seen as search
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -255,6 +258,17 @@ WANDB = {"tracking.wandb": True}
 ZERO1, ZERO2, ZERO3 = ({"engine": "deepspeed", "zero.stage": stage} for stage in (1, 2, 3))
 NVME = {**ZERO3, "zero.offload_optimizer": "nvme", "zero.nvme_path": "/nvme"}
 
+PERCENTILE = {**SEARCH, "search.pruner": {"type": "PercentilePruner", "percentile": 25.0}}
+HALVING = {**SEARCH, "search.pruner": {"type": "SuccessiveHalvingPruner"}}
+WILCOXON = {**SEARCH, "search.pruner": {"type": "WilcoxonPruner"}}
+PATIENT = {**SEARCH, "search.pruner": {"type": "PatientPruner", "patience": 2}}
+CMA = {
+    **SEARCH, "search.sampler": {"type": "CmaEsSampler", "seed": 1},
+    "search.space": [*SEARCH["search.space"], {"key": "optimizer.weight_decay", "low": 0.0, "high": 1.0}],
+}  # fmt: skip
+QMC = {**SEARCH, "search.sampler": {"type": "QMCSampler", "seed": 1}}
+EARLIER = {**SEARCH, "search.source_studies": [{"study_name": "s"}]}
+
 CASES: dict[str, Case] = {
     "engine": Case("plain", backend_of),
     "model.num_layers": Case(3, config),
@@ -409,6 +423,57 @@ CASES: dict[str, Case] = {
     "tracking.wandb_entity": Case("e", tracking, WANDB),
     "tracking.wandb_save_dir": Case("d", tracking, WANDB),
     "tracking.system_metrics_interval": Case(None, tracking, WANDB),
+    "search.space.N.key": Case("optimizer.min_lr", search, SEARCH),
+    "search.space.N.low": Case(1e-3, search, SEARCH),
+    "search.space.N.high": Case(0.1, search, SEARCH),
+    "search.space.N.log": Case(True, search, SEARCH),
+    "search.space.N.step": Case(0.0099, search, SEARCH),
+    "search.space.N.choices": Case([1e-3], search, SEARCH, {"search.space.N.low": None, "search.space.N.high": None}),
+    "search.space.N.when": Case({"train.seed": [0]}, search, SEARCH),
+    "search.objectives": Case(["valid_bits_per_byte"], search, SEARCH),
+    "search.trial_tokens": Case(4096, search, SEARCH),
+    "search.sampler.type": Case("RandomSampler", search, SEARCH),
+    "search.sampler.seed": Case(2, search, SEARCH),
+    "search.sampler.n_startup_trials": Case(1, search, SEARCH),
+    "search.sampler.multivariate": Case(False, search, SEARCH),
+    "search.sampler.n_ei_candidates": Case(2, search, SEARCH),
+    "search.sampler.popsize": Case(3, search, CMA),
+    "search.sampler.with_margin": Case(True, search, CMA),
+    "search.sampler.qmc_type": Case("halton", search, QMC),
+    "search.sampler.scramble": Case(True, search, QMC),
+    "search.pruner.type": Case("NopPruner", search, SEARCH, {"search.pruner": {}}),
+    "search.pruner.n_startup_trials": Case(1, search, PERCENTILE),
+    "search.pruner.n_warmup_steps": Case(1, search, PERCENTILE),
+    "search.pruner.interval_steps": Case(2, search, PERCENTILE),
+    "search.pruner.n_min_trials": Case(2, search, PERCENTILE),
+    "search.pruner.percentile": Case(50.0, search, PERCENTILE),
+    "search.pruner.min_resource": Case(2, search, HALVING),
+    "search.pruner.reduction_factor": Case(2, search, HALVING),
+    "search.pruner.min_early_stopping_rate": Case(1, search, HALVING),
+    "search.pruner.bootstrap_count": Case(1, search, HALVING, {"search.pruner.min_resource": 1}),
+    "search.pruner.p_threshold": Case(0.2, search, WILCOXON),
+    "search.pruner.n_startup_steps": Case(1, search, WILCOXON),
+    "search.pruner.patience": Case(1, search, PATIENT),
+    "search.pruner.min_delta": Case(0.5, search, PATIENT),
+    "search.pruner.wrapped_pruner": Case("MedianPruner", search, PATIENT),
+    "search.study_name": Case("other", search, SEARCH),
+    "search.storage": Case("sqlite:///s.db", search, SEARCH),
+    "search.enqueue_recipe": Case(False, search, SEARCH),
+    "search.enqueue_trials": Case([{"optimizer.lr": 2e-3}], search, SEARCH),
+    "search.source_studies": Case([{"study_name": "s"}], search, SEARCH),
+    "search.source_studies.N.study_name": Case("t", search, EARLIER),
+    "search.source_studies.N.storage": Case("nowhere.log", search, EARLIER),
+    "search.n_trials": Case(10, search, SEARCH),
+    "search.timeout": Case(1.0, search, SEARCH),
+    "search.max_gpu_hours": Case(1.0, search, SEARCH),
+    "search.max_tokens": Case(10**6, search, SEARCH),
+    "search.target": Case(2.0, search, SEARCH),
+    "search.patience": Case(2, search, SEARCH),
+    "search.min_improvement": Case(0.5, search, SEARCH),
+    "search.max_retry": Case(1, search, SEARCH),
+    "search.heartbeat_interval": Case(1, search, SEARCH),
+    "search.grace_period": Case(1, search, SEARCH),
+    "search.keep_checkpoints": Case("none", search, SEARCH),
 }
 """One line for each key. A new key gets one here, or it has no effect that anybody has seen."""
 
@@ -416,6 +481,7 @@ NAMES = {
     "name": "names the run's folder",
     "description": "documentation alone",
     "data.sources": "its items have lines of their own",
+    "search.space": "its items have lines of their own",
 }
 """Keys without a line, and why."""
 
@@ -432,7 +498,7 @@ def made(*changes: Mapping[str, Any]) -> Recipe:
         inside: Any = values
         for section in sections:
             inside = inside[0] if section == ITEM else inside.setdefault(section, {})
-        inside[key] = value
+        inside[key] = copy.deepcopy(value)  # a longer key may change it
     return Recipe.model_validate({"name": "tiny", **values})
 
 
@@ -467,7 +533,7 @@ def test_the_same_recipe_looks_the_same(see: See, tmp_path: Path, monkeypatch: p
     seen = []
     for _ in range(2):
         with monkeypatch.context() as patch:
-            seen.append(see(made(ZERO1 if see is deepspeed else {}), tmp_path, patch))
+            seen.append(see(made(ZERO1 if see is deepspeed else SEARCH if see is search else {}), tmp_path, patch))
     assert seen[0] == seen[1]
 
 

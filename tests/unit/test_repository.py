@@ -37,6 +37,7 @@ LAYERS = (
     ("train",),
     ("verify", "doctor", "bench"),
     ("workflow",),
+    ("search",),
     ("api",),
     ("cli",),
 )
@@ -52,6 +53,8 @@ HEAVY = {
     "tensorboard",
     "pandas",
     "pyarrow",
+    "optuna",
+    "plotly",
 }
 PUBLIC_HOSTS = {"pypi.org", "files.pythonhosted.org", "download.pytorch.org"}
 
@@ -244,7 +247,7 @@ def test_lock_pins_and_hashes_everything(lock: Path) -> None:
 def test_lock_answers_pyproject(lock: Path) -> None:
     """A dependency added without `make lock` is noticed here, not by the first user."""
     locked = set(re.findall(r"^([a-z0-9.-]+)==", lock.read_text(), re.MULTILINE))
-    assert declared("dev", "server", "wandb") - {"llmrecipes"} <= locked
+    assert declared("dev", "search", "server", "wandb") - {"llmrecipes"} <= locked
     if lock.stem != "py311-cpu":
         assert declared("gpu") <= locked
 
@@ -276,12 +279,12 @@ def declared(*extras: str) -> set[str]:
 def test_every_dependency_has_its_reason() -> None:
     table = (ROOT / "docs" / "dependencies.md").read_text()
     explained = {normal(name) for name in re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)}
-    assert explained == declared("dev", "gpu", "server", "wandb", "zero")
+    assert explained == declared("dev", "gpu", "search", "server", "wandb", "zero")
 
 
 def test_every_import_is_declared() -> None:
     providers = packages_distributions()
-    known = declared("gpu", "wandb", "zero")
+    known = declared("gpu", "search", "wandb", "zero")
     shipped_with = {"pydantic_core": "pydantic", "pynvml": "nvidia-ml-py"}
     optional = {"transformer_engine", "apex", "pandas"}  # used where the user's machine has them
     missing = []

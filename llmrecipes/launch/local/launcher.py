@@ -73,6 +73,7 @@ class Local:
             process = subprocess.Popen(
                 [python, *words[:2], "--token", token, *words[2:]],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                env={**os.environ, **submission.environment},
             )  # fmt: skip
         self._started.append(process)
         return Job(self, JobRef("local", f"{socket.gethostname()}:{process.pid}:{token}", submission.run_dir))

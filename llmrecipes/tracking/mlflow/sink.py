@@ -34,9 +34,13 @@ class MlflowSink(MirrorSink):
 
 
 def flatten(recipe: Recipe) -> dict[str, str]:
-    """Recipe as MLflow parameters: dotted keys, list items by number, values as JSON (text as it is), visibly cut."""
+    """Recipe as MLflow parameters: dotted keys, list items by number, values as JSON (text as it is), visibly cut.
+
+    Without the section `search`, which a training ignores.
+    """
     flat = {}
-    for name, value in leaves(recipe.model_dump(mode="json"), enter=lambda items: isinstance(items[0], dict)):
+    values = recipe.model_dump(mode="json", exclude={"search"})
+    for name, value in leaves(values, enter=lambda items: isinstance(items[0], dict)):
         text = value if isinstance(value, str) else json.dumps(value)
         flat[name] = text if len(text) <= LONGEST_PARAM else text[: LONGEST_PARAM - len(CUT)] + CUT
     return flat

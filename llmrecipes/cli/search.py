@@ -1,0 +1,161 @@
+"""`llmrecipes search`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmrecipes.cli.options import (
+    DATA,
+    RUNS,
+    DataOption,
+    JsonOption,
+    OverridesArgument,
+    RecipeArgument,
+    RunsOption,
+)
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.signals import early_signals
+
+if TYPE_CHECKING:
+    from llmrecipes.search.command import Result
+    from llmrecipes.search.target import Target
+    from llmrecipes.workflow.run import Paths
+
+
+OF_A_LIST = ("sbatch", "secret")
+OF_A_NUMBER = ("warning", "max-restarts")
+
+
+@early_signals()
+def search(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    workers: Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Trials at a time.")] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the study, or join the processes that work on it.")
+    ] = False,
+    to: Annotated[str, typer.Option("--to", metavar="WHERE", help="Where trials run: local, slurm or k8s.")] = "local",
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            envvar="LLMRECIPES_CLUSTER",
+            help="Cluster profile or YAML file, for slurm, k8s.",
+        ),
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes of each trial.")] = 1,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", metavar="N", min=1, help="Ranks of a trial; with --cluster, on a node."),
+    ] = None,
+    submit: Annotated[
+        list[str] | None,
+        typer.Option("--submit", metavar="NAME=VALUE", help="Option of llmrecipes submit, such as time=2:00:00."),
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="Only write the study's report (HTML).")] = False,
+    ui: Annotated[bool, typer.Option("--ui", help="Only show the study in optuna-dashboard.")] = False,
+    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port of --ui, if it is free.")] = 8080,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Search hyperparameters: each trial is a training of its own.
+
+    The recipe's section search has the space, the sampler and the limits.
+    """
+    from llmrecipes.console import setup_logging
+    from llmrecipes.recipe.load import load
+    from llmrecipes.search import command
+    from llmrecipes.workflow.run import Paths
+
+    setup_logging()
+    loaded = load(recipe, overrides or []).recipe
+    if report and ui:
+        raise UserError("given with --ui", where="--report", fix="one of them")
+    if ui:
+        command.show(loaded, runs_dir, port)
+        return 0
+    if report:
+        path = command.report(loaded, runs_dir)
+        print(json.dumps({"report": str(path)}) if as_json else path)
+        return 0
+    given = _given(submit or [])
+    result = command.search(
+        loaded,
+        lambda: _target(to, given, Paths(runs_dir, data_dir), workers, cluster, nodes, nproc),
+        resume=resume,
+        log=_silent if as_json else _say,
+    )
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        _print(result, runs_dir, data_dir)
+    return int(result.code if result.best or result.code != ExitCode.DONE else 1)
+
+
+def _target(
+    to: str, given: dict[str, Any], paths: Paths, workers: int, cluster: str | None, nodes: int, nproc: int | None
+) -> Target:
+    from llmrecipes.launch.registry import launcher
+    from llmrecipes.search.target import here, there
+
+    place = launcher(to)
+    for name in given:
+        if name not in place.takes:
+            raise UserError(f"{name} with --to {to}", where="--submit", rule=f"one of {', '.join(sorted(place.takes))}")
+    if not place.needs_cluster:
+        if nodes > 1 or cluster is not None:
+            raise UserError(f"given with --to {to}", where="--nodes" if nodes > 1 else "--cluster",
+                            rule="trials on this machine have one node", fix="--to slurm or --to k8s")  # fmt: skip
+        return here(place, given, paths, workers, nproc)
+    if cluster is None:
+        raise UserError(f"missing with --to {to}", where="--cluster",
+                        rule="a trial is planned for the nodes it will run on", fix="--cluster NAME")  # fmt: skip
+    if not place.shares_disk and "tracking-uri" not in given:
+        raise UserError(f"no tracking-uri with --to {to}", where="--submit",
+                        rule="the losses of trials come back through an MLflow server",
+                        fix="--submit tracking-uri=URL")  # fmt: skip
+    return there(place, given, paths, workers, cluster, nodes, nproc)
+
+
+def _given(options: list[str]) -> dict[str, Any]:
+    """Options of `submit`, by name; those that may be repeated are lists."""
+    found: dict[str, Any] = {}
+    for text in options:
+        name, equals, value = text.partition("=")
+        if not equals or not name or (name in OF_A_NUMBER and not value.isdecimal()):
+            raise UserError(f"{text!r}", where="--submit", rule="an option of llmrecipes submit as name=value",
+                            fix="--submit time=2:00:00")  # fmt: skip
+        if name in OF_A_LIST:
+            found.setdefault(name, []).append(value)
+        else:
+            found[name] = int(value) if name in OF_A_NUMBER else value
+    return found
+
+
+def _print(result: Result, runs_dir: Path, data_dir: Path) -> None:
+    from llmrecipes.commandline import command_line
+
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(result.trials.items()))
+    _say(f"study    {result.study} in {result.storage}: {counts}")
+    for best in result.best:
+        values = " ".join(f"{key}={value}" for key, value in best["values"].items())
+        measured = ", ".join(f"{name} {value:.5g}" for name, value in best.items() if name not in ("number", "values"))
+        _say(f"best     trial {best['number']}: {measured}  {values}")
+    for path in result.recipes:
+        _say(f"train    {command_line('train', path, runs_dir=runs_dir, data_dir=data_dir)}")
+
+
+def _say(line: str) -> None:
+    from llmrecipes.console import console
+
+    console().print(line, markup=False)
+
+
+def _silent(_line: str) -> None:
+    pass

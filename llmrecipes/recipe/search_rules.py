@@ -1,0 +1,259 @@
+"""Rules of the section `search`: what can be searched, and which samplers and pruners can do it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.hints import hint
+from llmrecipes.recipe.keys import admits, is_key, keys, normal, options_of
+from llmrecipes.recipe.overrides import Override, apply
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.search import PRUNER_KEYS, SAMPLER_KEYS, Dimension, Pruner, Search
+
+FIXED = ("name", "description", "train.train_iters", "train.eval_interval", "train.eval_iters", "data.split")
+"""Keys that are the same in all trials: they name a trial, or determine what its loss is measured on."""
+FIXED_SECTIONS = ("search", "tracking", "checkpoint")
+STORAGES = ("sqlite", "postgresql")
+MOST_POINTS = 1000
+"""Of a grid, all of which wait in the study."""
+_LIMITS = ("n_trials", "timeout", "max_gpu_hours", "max_tokens")
+
+
+def check(recipe: Recipe) -> Iterator[Problem]:
+    """All violated rules of the section."""
+    search = recipe.search
+    if search is None:
+        return
+    for number, dimension in enumerate(search.space):
+        yield from _dimension(recipe, search, number, dimension)
+    yield from _sampler(search)
+    yield from _pruner(search)
+    yield from _objectives(recipe, search)
+    yield from _points(search)
+    yield from _storage(search)
+    if search.sampler.type != "GridSampler" and all(getattr(search, name) is None for name in _LIMITS):
+        yield Problem(
+            "search.n_trials", "the study has no limit", f"a search has at least one of {', '.join(_LIMITS)}",
+            "search.n_trials: 20",
+        )  # fmt: skip
+
+
+def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension) -> Iterator[Problem]:
+    where, key = f"search.space.{number}", dimension.key
+    earlier = [each.key for each in search.space[:number]]
+    known = keys().get(normal(key))
+    if not is_key(key) or (known is not None and known.section):
+        what = "is a section" if known is not None else "is no key of a recipe"
+        yield Problem(f"{where}.key", f"{key!r} {what}", "a search is over keys of the recipe", str(hint(key)))
+        return
+    if key in FIXED or key.partition(".")[0] in FIXED_SECTIONS:
+        yield Problem(
+            f"{where}.key", f"{key} is the same in all trials", "trials are compared with each other",
+            "search.trial_tokens sets the length of a trial" if key == "train.train_iters" else "",
+        )  # fmt: skip
+    if key in earlier:
+        yield Problem(f"{where}.key", f"{key} appears twice", "a key has one range", "remove one")
+    for condition in dimension.when:
+        if not is_key(condition):
+            yield Problem(f"{where}.when", f"{condition!r} is no key of a recipe", fix=str(hint(condition)))
+        elif condition in [each.key for each in search.space[number:]]:
+            yield Problem(
+                f"{where}.when", f"{condition} is not searched before {key}",
+                "a condition is on a key that has its value already", f"move {condition} up",
+            )  # fmt: skip
+    if dimension.choices is not None:
+        yield from _choices(recipe, where, dimension)
+    else:
+        yield from _range(where, dimension)
+
+
+def _choices(recipe: Recipe, where: str, dimension: Dimension) -> Iterator[Problem]:
+    choices = dimension.choices or ()
+    if dimension.low is not None or dimension.high is not None or dimension.step is not None or dimension.log:
+        yield Problem(f"{where}.choices", f"{dimension.key} has choices and a range", "a key has one", "remove one")
+    for position, choice in enumerate(choices):
+        if choice in choices[:position]:
+            yield Problem(f"{where}.choices", f"{choice!r} appears twice", "choices differ", "remove one")
+        elif reason := _misfit(recipe, dimension.key, choice):
+            yield Problem(f"{where}.choices", f"{choice!r} does not fit {dimension.key}", reason)
+
+
+def _misfit(recipe: Recipe, key: str, value: object) -> str:
+    """Why the schema does not accept a value of a key; empty if it does."""
+    data = recipe.model_dump(mode="json")
+    apply(data, Override(key, value, ""))
+    try:
+        Recipe.model_validate(data)
+    except ValidationError as error:
+        known = keys().get(normal(key))
+        return f"{key} is {known.takes}" if known else error.errors()[0]["msg"].lower()
+    return ""
+
+
+def _range(where: str, dimension: Dimension) -> Iterator[Problem]:
+    key, low, high, step = dimension.key, dimension.low, dimension.high, dimension.step
+    if low is None or high is None:
+        yield Problem(where, f"{key} has no range", "a key has low and high, or choices", "low: 1, high: 10")
+        return
+    if not is_number(key):
+        yield Problem(where, f"a range for {key}", f"{key} is {keys()[normal(key)].takes}", "choices: [...]")
+        return
+    if low >= high:
+        yield Problem(
+            f"{where}.low", f"{low:g} to {high:g} is empty", "low is less than high", f"low: {high:g}, high: {low:g}"
+        )
+        return
+    whole = is_integer(key)
+    for name, value in (("low", low), ("high", high)):
+        if whole and not value.is_integer():
+            yield Problem(f"{where}.{name}", f"{value:g} for {key}", f"{key} is an integer", f"{name}: {round(value)}")
+        elif not any(admits(node, int(value) if whole else value) for node in options_of(key)):
+            yield Problem(f"{where}.{name}", f"{value:g} does not fit", f"{key} is {keys()[normal(key)].takes}")
+    if dimension.log and low <= 0:
+        yield Problem(f"{where}.low", f"{low:g} with log", "a logarithmic range is greater than 0", "log: false")
+    if step is None:
+        return
+    if dimension.log:
+        yield Problem(f"{where}.step", "given with log", "a logarithmic range has no step", "choices, or no step")
+    elif whole and not step.is_integer():
+        yield Problem(f"{where}.step", f"{step:g} for {key}", f"{key} is an integer", f"step: {max(1, round(step))}")
+    elif not math.isclose(round((high - low) / step) * step, high - low):
+        last = low + math.floor((high - low) / step) * step
+        yield Problem(f"{where}.high", f"{high:g} is not low + a multiple of step {step:g}",
+                      "high is the last value", f"high: {last:g}")  # fmt: skip
+
+
+def is_number(key: str) -> bool:
+    """Whether a key takes numbers."""
+    return bool(_types(key) & {"integer", "number"})
+
+
+def is_integer(key: str) -> bool:
+    """Whether a key takes integers, and no other numbers."""
+    return "integer" in _types(key) and "number" not in _types(key)
+
+
+def is_finite(dimension: Dimension) -> bool:
+    """Whether a dimension has a finite number of values: what a grid needs."""
+    return dimension.choices is not None or dimension.step is not None or is_integer(dimension.key)
+
+
+def _size(dimension: Dimension) -> int:
+    """Values of a finite dimension."""
+    if dimension.choices is not None or dimension.low is None or dimension.high is None:
+        return len(dimension.choices or ())
+    return round((dimension.high - dimension.low) / (dimension.step or 1)) + 1
+
+
+def _types(key: str) -> set[Any]:
+    return {node.get("type") for node in options_of(key)}
+
+
+def _sampler(search: Search) -> Iterator[Problem]:
+    sampler, kind = search.sampler, search.sampler.type
+    for key in type(sampler).model_fields:
+        if key != "type" and getattr(sampler, key) is not None and key not in SAMPLER_KEYS[kind]:
+            yield Problem(f"search.sampler.{key}", f"has no effect on {kind}", fix="leave it out")
+    cannot: list[tuple[str, str]] = []
+    if kind == "GridSampler":
+        cannot += [(each.key, "a range without step") for each in search.space if not is_finite(each)]
+    if kind in ("CmaEsSampler", "QMCSampler"):
+        cannot += [(each.key, "choices") for each in search.space if each.choices is not None]
+    if kind not in ("TPESampler", "RandomSampler"):
+        cannot += [(each.key, "a condition") for each in search.space if each.when]
+    for key, what in cannot:
+        yield Problem(
+            "search.sampler.type", f"{kind}, and {key} has {what}", f"{kind} cannot sample {what}",
+            "TPESampler" if what != "a range without step" else f"a step for {key}, or TPESampler",
+        )  # fmt: skip
+    if kind == "GridSampler" and not cannot and (points := math.prod(map(_size, search.space))) > MOST_POINTS:
+        yield Problem("search.sampler.type", f"a grid of {points:,} points", f"at most {MOST_POINTS:,}",
+                      "fewer values, or TPESampler")  # fmt: skip
+    if kind == "CmaEsSampler" and len(search.space) < 2:
+        yield Problem("search.sampler.type", f"{kind} for one key", f"{kind} needs at least two", "TPESampler")
+    if kind == "CmaEsSampler" and len(search.objectives) > 1:
+        yield Problem("search.sampler.type", f"{kind} with {len(search.objectives)} objectives",
+                      f"{kind} has one objective", "TPESampler")  # fmt: skip
+
+
+def _pruner(search: Search) -> Iterator[Problem]:
+    pruner = search.pruner
+    if pruner is None:
+        return
+    taken = set(pruner_keys(pruner))
+    for key in type(pruner).model_fields:
+        if key != "type" and getattr(pruner, key) is not None and key not in taken:
+            yield Problem(f"search.pruner.{key}", f"has no effect on {pruner.type}", fix="leave it out")
+    for key, kind in (("percentile", "PercentilePruner"), ("patience", "PatientPruner")):
+        if kind in (pruner.type, pruner.wrapped_pruner) and getattr(pruner, key) is None:
+            yield Problem(f"search.pruner.{key}", "missing", f"{kind} needs it")
+    if len(search.objectives) > 1 and pruner.type != "NopPruner":
+        yield Problem("search.pruner.type", f"{pruner.type} with {len(search.objectives)} objectives",
+                      "Optuna prunes trials with one objective only", "NopPruner")  # fmt: skip
+
+
+def pruner_keys(pruner: Pruner) -> tuple[str, ...]:
+    """Keys that have an effect on a pruner and the one that it wraps."""
+    return (*PRUNER_KEYS[pruner.type], *(PRUNER_KEYS[pruner.wrapped_pruner] if pruner.wrapped_pruner else ()))
+
+
+def _objectives(recipe: Recipe, search: Search) -> Iterator[Problem]:
+    names = search.objectives
+    if len(set(names)) < len(names):
+        yield Problem("search.objectives", f"{', '.join(names)}", "objectives differ", "remove one")
+    if recipe.data.split[1] == 0:
+        yield Problem("data.split", "no validation split", "trials are compared by their validation loss",
+                      "data.split: [98, 1, 1]")  # fmt: skip
+    tokens = [each.key for each in search.space if each.key == "model.vocab_size" or ".tokenizer." in each.key]
+    if tokens and "valid_loss" in names:
+        yield Problem("search.objectives", f"valid_loss, and {tokens[0]} is searched",
+                      "losses of different tokenizers are not comparable", "valid_bits_per_byte")  # fmt: skip
+    if search.patience is not None and len(names) > 1:
+        yield Problem("search.patience", f"given with {len(names)} objectives", "there is no single best value",
+                      "leave it out")  # fmt: skip
+
+
+def _points(search: Search) -> Iterator[Problem]:
+    dimensions = {each.key: each for each in search.space}
+    for number, point in enumerate(search.enqueue_trials):
+        for key, value in point.items():
+            where = f"search.enqueue_trials.{number}"
+            if key not in dimensions:
+                yield Problem(where, f"{key} is not searched", "a point has values of searched keys",
+                              f"one of {', '.join(dimensions)}")  # fmt: skip
+            elif not contains(dimensions[key], value):
+                yield Problem(where, f"{value!r} is not in the range of {key}", "a point is inside the space")
+
+
+def contains(dimension: Dimension, value: object) -> bool:
+    """Whether a value is one that the search may choose."""
+    if dimension.choices is not None:
+        return value in dimension.choices
+    low, high = dimension.low, dimension.high
+    if low is None or high is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if not low <= value <= high:
+        return False
+    steps = 0.0 if dimension.step is None else (value - low) / dimension.step
+    return math.isclose(steps, round(steps), abs_tol=1e-9)
+
+
+def _storage(search: Search) -> Iterator[Problem]:
+    given = [("search.storage", search.storage)]
+    given += [(f"search.source_studies.{n}.storage", each.storage) for n, each in enumerate(search.source_studies)]
+    for where, storage in given:
+        if storage is None or "://" not in storage:
+            continue
+        parts = urlsplit(storage)
+        if parts.scheme.partition("+")[0] not in STORAGES:
+            yield Problem(where, f"scheme {parts.scheme!r}", "a storage is sqlite:///FILE, postgresql://..., or a path",
+                          "a path of a journal file")  # fmt: skip
+        elif parts.password is not None:
+            yield Problem(where, "has a password", "recipes are recorded with every run",
+                          "PGPASSWORD or ~/.pgpass")  # fmt: skip

@@ -1,0 +1,108 @@
+"""The limits of a study: what it has used, what is left, and whether another trial may start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from optuna.trial import FrozenTrial, TrialState
+
+from llmrecipes.console import duration, number
+from llmrecipes.recipe.search import Search
+from llmrecipes.search.study import is_infeasible
+
+TOKENS, RANK_SECONDS = "tokens", "rank_seconds"
+"""Attributes of trials: tokens trained on, and seconds times ranks."""
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Used:
+    """What the trials of a study have used; a running trial counts with all its tokens."""
+
+    trials: int = 0
+    running: int = 0
+    tokens: int = 0
+    gpu_hours: float = 0.0
+    best: float | None = None
+    """Best value of the first objective."""
+    without_improvement: int = 0
+    """Trials that ended since the best value improved."""
+
+
+def used(trials: Iterable[FrozenTrial], trial_tokens: int, min_improvement: float = 0.0) -> Used:
+    """Add up the trials of a study.
+
+    Args:
+        trials: see `study.own_trials`.
+        trial_tokens: of one trial.
+        min_improvement: see `search.min_improvement`.
+    """
+    counted = [each for each in trials if each.state != TrialState.WAITING and not is_infeasible(each)]
+    ended = sorted(
+        (each for each in counted if each.state.is_finished()),
+        key=lambda each: each.datetime_complete.timestamp() if each.datetime_complete else 0.0,
+    )
+    best: float | None = None
+    without = 0
+    for trial in ended:
+        value = trial.values[0] if trial.state == TrialState.COMPLETE and trial.values else None
+        if value is not None and (best is None or value < best - min_improvement):
+            best, without = value, 0
+        else:
+            without += trial.state != TrialState.FAIL
+    running = [each for each in counted if each.state == TrialState.RUNNING]
+    return Used(
+        trials=len(counted),
+        running=len(running),
+        tokens=sum(each.user_attrs.get(TOKENS, 0) for each in ended) + trial_tokens * len(running),
+        gpu_hours=sum(each.user_attrs.get(RANK_SECONDS, 0.0) for each in counted) / HOUR,
+        best=best,
+        without_improvement=without,
+    )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The limits of a study, from the time when this process started."""
+
+    search: Search
+    trial_tokens: int
+    started: float = field(default_factory=time.monotonic)
+
+    def spent(self, now: Used) -> str:
+        """Why no other trial may start; empty if one may."""
+        search = self.search
+        seconds = time.monotonic() - self.started
+        best = now.best
+        if search.target is not None and best is not None and best <= search.target:
+            return f"target reached: {best:.4f}, search.target {search.target:g}"
+        if search.patience is not None and now.without_improvement >= search.patience:
+            return f"no improvement in {now.without_improvement} trials, search.patience {search.patience}"
+        limits = (
+            ("n_trials", now.trials, search.n_trials),
+            ("timeout", seconds, search.timeout),
+            ("max_gpu_hours", now.gpu_hours, search.max_gpu_hours),
+        )
+        for name, value, limit in limits:
+            if limit is not None and value >= limit:
+                return f"search.{name} {limit:g} is used up"
+        if search.max_tokens is not None and now.tokens + self.trial_tokens > search.max_tokens:
+            return f"search.max_tokens {number(search.max_tokens)} is used up"
+        return ""
+
+    def left(self, now: Used) -> str:
+        """What is left, in words."""
+        search, parts = self.search, []
+        if search.n_trials is not None:
+            parts.append(f"{max(0, search.n_trials - now.trials)} of {search.n_trials} trials")
+        if search.timeout is not None:
+            parts.append(duration(max(0.0, search.timeout - (time.monotonic() - self.started))))
+        if search.max_gpu_hours is not None:
+            parts.append(f"{max(0.0, search.max_gpu_hours - now.gpu_hours):.3g} GPU-hours")
+        if search.max_tokens is not None:
+            parts.append(f"{number(max(0, search.max_tokens - now.tokens))} tokens")
+        if search.patience is not None:
+            parts.append(f"{max(0, search.patience - now.without_improvement)} trials without improvement")
+        return ", ".join(parts)

@@ -1,0 +1,180 @@
+"""`llmrecipes search`: opens the study, runs its trials, and says what has been found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmrecipes.engine.requirements import require_packages
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from llmrecipes.search.target import Target
+
+PACKAGES = ("optuna", "cmaes", "plotly", "optuna_dashboard")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a search has ended, as far as this process knows.
+
+    Attributes:
+        study: its name.
+        storage: where it is, without password.
+        folder: with the best recipe and the report.
+        code: 0, or 75 if it was told to stop.
+        trials: how many trials have ended, by outcome.
+        best: number, values of the objectives and values of the keys of each best trial.
+        recipes: files with their recipes.
+    """
+
+    study: str
+    storage: str
+    folder: Path
+    code: ExitCode
+    trials: dict[str, int]
+    best: list[dict[str, Any]]
+    recipes: list[Path]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "study": self.study, "storage": self.storage, "folder": str(self.folder), "exit_code": int(self.code),
+            "trials": self.trials, "best": self.best, "recipes": [str(path) for path in self.recipes],
+        }  # fmt: skip
+
+
+def require_library(recipe: Recipe) -> None:
+    """Refuse a search without the packages of the extra.
+
+    Raises:
+        UserError: one is missing.
+    """
+    needed = [*PACKAGES]
+    if recipe.search is not None and (recipe.search.storage or "").startswith("postgresql"):
+        needed.append("psycopg2")
+    missing = [package for package in needed if find_spec(package) is None]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} is not installed", where="search", rule="the packages of a search are an extra",
+            fix="make setup in the checkout, or pip install 'llmrecipes[search,server]'",
+        )  # fmt: skip
+
+
+def quiet() -> None:
+    """Optuna logs as this program does, and does not warn that its features are new."""
+    import optuna
+
+    optuna.logging.disable_default_handler()
+    optuna.logging.enable_propagation()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+
+
+def search(recipe: Recipe, make_target: Callable[[], Target], *, resume: bool, log: Callable[[str], None]) -> Result:
+    """Search, or continue a search, until a limit is reached or a signal arrives.
+
+    Args:
+        recipe: with the section `search`.
+        make_target: of the trials.
+        resume: continue a study that exists.
+        log: receives a line for each event.
+
+    Raises:
+        UserError: the study cannot be opened, trials fail one after another, or the storage does not respond.
+    """
+    require_library(recipe)
+    quiet()
+    from llmrecipes.search.best import Keeper
+    from llmrecipes.search.study import open_study, place_of, require_section
+    from llmrecipes.search.tracking import StudyTracker
+    from llmrecipes.search.worker import Worker
+    from llmrecipes.workflow.run import prepare_data
+
+    section = require_section(recipe)
+    target = make_target()
+    if target.is_local:
+        require_packages(recipe)
+    place = place_of(recipe, section, target.paths.runs_dir)
+    study = open_study(recipe, place, resume=resume)
+    if target.is_local:
+        prepare_data(recipe, target.paths.data_dir, log)  # once, rather than in the first trials
+    keeper = Keeper(recipe, place)
+    tracker = StudyTracker.open(study, recipe, place, target.given.get("tracking-uri"))
+    code = ExitCode.REQUEUE
+    try:
+        code = Worker(study, recipe, place, target, log, keeper, tracker).run()
+    finally:
+        tracker.close(finished=code == ExitCode.DONE, files=keeper.files())
+    return result_of(recipe, study, keeper, code)
+
+
+def report(recipe: Recipe, runs_dir: Path) -> Path:
+    """Write the report of a study, and return its path.
+
+    Raises:
+        UserError: there is no such study, or it cannot be written.
+    """
+    require_library(recipe)
+    quiet()
+    from llmrecipes.search.report import write_report
+    from llmrecipes.search.study import load, place_of, require_section
+
+    place = place_of(recipe, require_section(recipe), runs_dir)
+    study = load(recipe, place)
+    path = place.folder / "report.html"
+    try:
+        write_report(study, recipe, path)
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", where=str(path), fix="--runs-dir DIR") from error
+    return path
+
+
+def show(recipe: Recipe, runs_dir: Path, port: int) -> None:
+    """Show a study in optuna-dashboard until Ctrl-C.
+
+    Raises:
+        UserError: there is no such study, or the dashboard does not start.
+    """
+    require_library(recipe)
+    quiet()
+    from llmrecipes.search.dashboard import serve
+    from llmrecipes.search.storage import address
+    from llmrecipes.search.study import load, place_of, require_section
+
+    section = require_section(recipe)
+    place = place_of(recipe, section, runs_dir)
+    load(recipe, place)
+    serve(address(section, place.folder), port)
+
+
+def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result:
+    """What a study has found so far."""
+    from collections import Counter
+
+    from llmrecipes.search.best import best_trials
+    from llmrecipes.search.space import values_of
+    from llmrecipes.search.storage import address
+    from llmrecipes.search.study import own_trials, require_section
+    from llmrecipes.tracking.store import redact
+
+    section = require_section(recipe)
+    best = [
+        {
+            "number": each.number,
+            **dict(zip(section.objectives, each.values, strict=True)),
+            "values": values_of(each.params, section),
+        }
+        for each in best_trials(study)
+    ]
+    counts = Counter(str(each.user_attrs.get("outcome", each.state.name.lower())) for each in own_trials(study))
+    where = address(section, keeper.place.folder)
+    return Result(
+        study.study_name, redact(where) if "://" in where else where, keeper.place.folder, code, dict(counts), best,
+        keeper.files(),
+    )  # fmt: skip

@@ -1,0 +1,42 @@
+"""optuna-dashboard on the storage of a study, on localhost only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from subprocess import Popen
+
+from llmrecipes.search.storage import url_with_driver
+from llmrecipes.tracking.web import HOST, free_port, started, until_interrupted
+
+NAME = "optuna-dashboard"
+SCRIPT = "import sys, optuna_dashboard as d; d.run_server(sys.argv[1], host=sys.argv[2], port=int(sys.argv[3]))"
+
+
+@contextmanager
+def server(place: str, port: int) -> Iterator[tuple[str, Popen[bytes]]]:
+    """A running dashboard; yields its address and process once it responds, stops it at the end.
+
+    Args:
+        place: URL of the storage, or path of a journal file.
+        port: of the dashboard, if it is free.
+
+    Raises:
+        UserError: it does not start.
+    """
+    port = free_port(port)
+    storage = url_with_driver(place) if "://" in place else place
+    command = [sys.executable, "-c", SCRIPT, storage, HOST, str(port)]
+    with started(NAME, command, port, "/api/studies", os.environ) as process:
+        yield f"http://{HOST}:{port}", process
+
+
+def serve(place: str, port: int = 8080) -> None:
+    """Show the study until Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
+    with server(place, port) as (address, process):
+        print(f"optuna-dashboard shows the study at {address} (Ctrl-C ends it)", flush=True)
+        until_interrupted(NAME, process)

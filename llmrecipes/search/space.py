@@ -1,0 +1,151 @@
+"""The space of a search as Optuna's distributions, and the recipe of a trial."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue, ValidationError
+
+from llmrecipes.errors import UserError
+from llmrecipes.recipe import rules
+from llmrecipes.recipe.explain import explain
+from llmrecipes.recipe.overrides import Override, apply
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.search import Dimension
+from llmrecipes.recipe.search_rules import contains, is_integer
+from llmrecipes.search.length import scale
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import Trial
+
+    from llmrecipes.recipe.search import Search
+
+Values = dict[str, JsonValue]
+"""Values of searched keys."""
+SUFFIX = "-search"
+MAX_NAME = 63
+
+Plain = None | bool | int | float | str
+"""What Optuna stores as a choice."""
+
+
+def distribution(dimension: Dimension) -> BaseDistribution:
+    """Optuna's distribution of one key."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    low, high, step = dimension.low, dimension.high, dimension.step
+    if dimension.choices is not None:
+        return CategoricalDistribution([plain(choice) for choice in dimension.choices])
+    if low is None or high is None:
+        raise ValueError(f"{dimension.key} has no range, which the recipe's rules exclude")
+    if is_integer(dimension.key):
+        return IntDistribution(int(low), int(high), log=dimension.log, step=int(step or 1))
+    return FloatDistribution(low, high, log=dimension.log, step=step)
+
+
+def plain(choice: JsonValue) -> Plain:
+    """A choice as Optuna stores it; lists and mappings as JSON."""
+    return json.dumps(choice, sort_keys=True) if isinstance(choice, list | dict) else choice
+
+
+def parameters(values: Mapping[str, JsonValue]) -> dict[str, Plain]:
+    """Values of keys as Optuna stores them."""
+    return {key: plain(value) for key, value in values.items()}
+
+
+def suggest(trial: Trial, recipe: Recipe, search: Search) -> Values:
+    """Values that the sampler chooses for a trial; keys whose condition does not hold are left out."""
+    data, found = recipe.model_dump(mode="json"), Values()
+    for dimension in search.space:
+        if not applies(dimension, found, data):
+            continue
+        found[dimension.key] = value_of(dimension, _suggest(trial, dimension))
+    return found
+
+
+def _suggest(trial: Trial, dimension: Dimension) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    match distribution(dimension):
+        case CategoricalDistribution(choices=choices):
+            return trial.suggest_categorical(dimension.key, choices)
+        case IntDistribution(low=low, high=high, step=step, log=log):
+            return trial.suggest_int(dimension.key, low, high, step=step, log=log)
+        case FloatDistribution(low=low, high=high, step=step, log=log):
+            return trial.suggest_float(dimension.key, low, high, step=step, log=log)
+        case other:
+            raise TypeError(f"no suggestion from {other}")
+
+
+def value_of(dimension: Dimension, stored: Any) -> JsonValue:
+    """The value of a key, from the one that Optuna stores."""
+    if dimension.choices is None:
+        return int(stored) if is_integer(dimension.key) else float(stored)
+    return next(choice for choice in dimension.choices if plain(choice) == stored and _same_type(choice, stored))
+
+
+def _same_type(choice: JsonValue, stored: object) -> bool:
+    """1 and true are equal in Python."""
+    return isinstance(choice, bool) == isinstance(stored, bool)
+
+
+def values_of(params: Mapping[str, Any], search: Search) -> Values:
+    """Values of keys, from the parameters of a trial in Optuna."""
+    return {each.key: value_of(each, params[each.key]) for each in search.space if each.key in params}
+
+
+def applies(dimension: Dimension, chosen: Mapping[str, JsonValue], data: Mapping[str, Any]) -> bool:
+    """Whether a key is searched, given the values of earlier keys and the recipe as plain data."""
+    return all(
+        (chosen[key] if key in chosen else _get(data, key)) in allowed for key, allowed in dimension.when.items()
+    )
+
+
+def own_point(recipe: Recipe, search: Search) -> Values | None:
+    """The recipe's own values of the searched keys; None if the space does not contain them."""
+    data, found = recipe.model_dump(mode="json"), Values()
+    for dimension in search.space:
+        if not applies(dimension, found, data):
+            continue
+        value = _get(data, dimension.key)
+        if not contains(dimension, value):
+            return None
+        found[dimension.key] = value
+    return found
+
+
+def _get(data: Any, key: str) -> Any:
+    for part in key.split("."):
+        if data is None:
+            return None
+        data = data[int(part)] if isinstance(data, list) else data.get(part)
+    return data
+
+
+def trial_recipe(recipe: Recipe, search: Search, values: Mapping[str, JsonValue]) -> Recipe:
+    """The recipe of a trial: with its values, scaled to the tokens of a trial, and without the search.
+
+    Raises:
+        UserError: the values do not go together; all broken rules are in it.
+    """
+    data = recipe.model_dump(mode="json")
+    for key, value in values.items():
+        if problem := apply(data, Override(key, value, "")):
+            raise UserError(problem.what, where=problem.key, rule=problem.rule, fix=problem.fix)
+    data |= {"name": recipe.name[: MAX_NAME - len(SUFFIX)] + SUFFIX, "search": None}
+    try:
+        found = Recipe.model_validate(data)
+    except ValidationError as error:
+        raise _refused(explain(error, {})) from error
+    found = scale(found, recipe, search, values)
+    if problems := rules.check(found):
+        raise _refused(problems)
+    return found
+
+
+def _refused(problems: list[Any]) -> UserError:
+    parts = [UserError(each.what, where=each.key, rule=each.rule, fix=each.fix) for each in problems]
+    return parts[0] if len(parts) == 1 else UserError("; ".join(f"{p.where}: {p.what}" for p in parts), parts=parts)

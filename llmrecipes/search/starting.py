@@ -1,0 +1,181 @@
+"""How a trial begins: asked for, planned, and submitted; or refused by its plan, or found again by its run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import optuna
+from optuna.trial import TrialState
+
+from llmrecipes.errors import UserError
+from llmrecipes.launch import record
+from llmrecipes.launch.base import JobState, JobStatus
+from llmrecipes.launch.job import handle, statuses
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.search import Search
+from llmrecipes.search.budget import RANK_SECONDS
+from llmrecipes.search.metrics import MetricsReader, Reader
+from llmrecipes.search.remote import MlflowReader
+from llmrecipes.search.space import Values, suggest, trial_recipe
+from llmrecipes.search.study import (
+    WORKER,
+    Place,
+    beat,
+    discard,
+    give_back,
+    is_infeasible,
+    own_trials,
+    this_worker,
+)
+from llmrecipes.search.target import Infeasible, Target, headroom
+from llmrecipes.search.trial import FINAL_CODES, Outcome, Running
+
+INFEASIBLE_IN_A_ROW = 200
+OUTCOME, REASON, RUN_ID, VALUES, FITS = "outcome", "reason", "run_id", "values", "fits"
+"""Attributes of trials, and the name of the constraint."""
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """A trial without a job; `outcome` is None if it is none at all, because others have begun the last ones."""
+
+    number: int
+    values: Values = field(default_factory=Values)
+    outcome: Outcome | None = None
+    reason: str = ""
+
+
+@dataclass
+class Starter:
+    """Starts trials of a study.
+
+    Attributes:
+        study: the study.
+        recipe: with the section `search`.
+        search: the section.
+        place: of the study.
+        target: where trials run.
+        patiently: makes a call that uses the storage.
+    """
+
+    study: optuna.Study
+    recipe: Recipe
+    search: Search
+    place: Place
+    target: Target
+    patiently: Callable[[Callable[[], Any]], Any]
+    _infeasible: int = 0
+    _submitted: bool = False
+
+    def start(self, slot: int) -> Running | NotStarted:
+        """Ask for a trial, and start or find its job.
+
+        Args:
+            slot: its share of this machine.
+
+        Raises:
+            UserError: the first trial cannot be submitted, or too many in a row cannot run.
+        """
+        trial = self.patiently(self._ask)
+        attributes = trial.user_attrs
+        self.patiently(lambda: trial.set_user_attr(WORKER, this_worker()))
+        self.patiently(lambda: beat(self.study, trial))
+        if self._is_surplus(trial):
+            return NotStarted(trial.number)
+        values = self.patiently(lambda: suggest(trial, self.recipe, self.search))
+        try:
+            recipe, plan = self._planned(values)
+        except Infeasible as error:
+            return self._tell_infeasible(trial, values, error)
+        self._infeasible = 0
+        self.patiently(lambda: trial.set_constraint(FITS, min(0.0, headroom(plan))))
+        run_id = attributes.get(RUN_ID) or self.place.run_id(trial.number)
+        self.patiently(lambda: trial.set_user_attr(RUN_ID, run_id))
+        run_dir = self.place.run_dir(run_id)
+        known = record.read(run_dir)
+        try:
+            if known is None or _is_to_be_resumed(statuses([known.ref])[known.ref]):
+                job = self.target.submit(recipe, plan, run_id, slot)
+            else:
+                job = handle(known.ref)
+        except UserError as error:
+            return self._not_submitted(trial, values, error)
+        reported = self.patiently(lambda: set(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values))
+        self._submitted = True
+        return Running(
+            trial, values, recipe, plan, run_id, slot, job, self._reader(recipe, run_id), reported,
+            rank_seconds=attributes.get(RANK_SECONDS, 0.0),
+        )  # fmt: skip
+
+    def _reader(self, recipe: Recipe, run_id: str) -> Reader:
+        """Of metrics.jsonl, or of MLflow where the run's directory is not on a disk of this machine."""
+        uri = self.target.given.get("tracking-uri")
+        if self.target.launcher.shares_disk or uri is None:
+            return MetricsReader(self.place.run_dir(run_id))
+        return MlflowReader(uri, recipe.tracking.experiment or recipe.name, run_id)
+
+    def _not_submitted(self, trial: optuna.Trial, values: Values, error: UserError) -> NotStarted:
+        """The trial waits for a scheduler that takes no job at the moment.
+
+        Raises:
+            UserError: the same error if it is the first trial of this process: something is wrong with its options.
+        """
+        self.patiently(lambda: give_back(self.study, trial.number))
+        if not self._submitted:
+            raise error
+        return NotStarted(trial.number, values, Outcome.GIVEN_BACK, str(error))
+
+    def _ask(self) -> optuna.Trial:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # signs of life are expected from Optuna's own loop; here `beat` sends them
+            return self.study.ask()
+
+    def _is_surplus(self, trial: optuna.Trial) -> bool:
+        """Whether other processes have asked for the last trials at the same moment; it is ended then."""
+        trials = self.patiently(lambda: self.study.get_trials(deepcopy=False))
+        is_queued = bool(trials[trial.number].params or "fixed_params" in trials[trial.number].system_attrs)
+        if self.search.sampler.type == "GridSampler" and not is_queued:
+            self.patiently(lambda: discard(self.study, trial))
+            return True
+        if self.search.n_trials is None:
+            return False
+        own = self.patiently(lambda: list(own_trials(self.study)))
+        counted = [each.number for each in own if each.state != TrialState.WAITING and not is_infeasible(each)]
+        if sum(number < trial.number for number in counted) < self.search.n_trials:
+            return False
+        self.patiently(lambda: give_back(self.study, trial.number) if is_queued else discard(self.study, trial))
+        return True
+
+    def _planned(self, values: Values) -> tuple[Recipe, Plan]:
+        try:
+            recipe = trial_recipe(self.recipe, self.search, values)
+        except UserError as error:
+            raise Infeasible(str(error)) from error
+        return recipe, self.target.plan(recipe)
+
+    def _tell_infeasible(self, trial: optuna.Trial, values: Values, error: Infeasible) -> NotStarted:
+        def tell() -> None:
+            trial.set_constraint(FITS, error.violation)
+            trial.set_user_attr(OUTCOME, Outcome.INFEASIBLE)
+            trial.set_user_attr(REASON, str(error))
+            self.study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+
+        self.patiently(tell)
+        self._infeasible += 1
+        if self._infeasible >= INFEASIBLE_IN_A_ROW:
+            raise UserError(
+                f"{self._infeasible} trials in a row cannot run; the last one: {error}",
+                where="search.space", rule="some values of the space run on this machine", fix="a smaller space",
+            )  # fmt: skip
+        return NotStarted(trial.number, values, Outcome.INFEASIBLE, str(error))
+
+
+def _is_to_be_resumed(status: JobStatus) -> bool:
+    """Whether the job of an earlier search process has ended without a result."""
+    if status.state == JobState.FAILED:
+        return status.exit_code not in FINAL_CODES
+    return status.state.ended and status.state != JobState.COMPLETED

@@ -1,0 +1,217 @@
+"""Where a study is kept: a journal file, SQLite or PostgreSQL, each with signs of life of its running trials."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
+from optuna.storages import (
+    BaseStorage,
+    JournalStorage,
+    RDBStorage,
+    RetryHeartbeatStaleTrialCallback,
+    get_storage,
+)
+from optuna.storages._heartbeat import BaseHeartbeat
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.trial import TrialState
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from llmrecipes.errors import UserError
+from llmrecipes.io import sync
+from llmrecipes.recipe.search import Search
+from llmrecipes.tracking.store import redact
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OPEN_SECONDS, PATIENCE_SECONDS = 30.0, 120.0
+"""How long a storage that does not respond is retried: at the start of a search, and while trials run."""
+LONGEST_PAUSE = 5.0
+LOCK_SECONDS = 30.0
+"""How long to wait for the lock of SQLite."""
+HEARTBEAT = "llmrecipes:heartbeat"
+
+
+def address(search: Search, folder: Path) -> str:
+    """The storage of a study: a URL, or the path of a journal file.
+
+    Args:
+        search: the section.
+        folder: of the study.
+    """
+    return search.storage or str(folder / "journal.log")
+
+
+def open_storage(place: str, search: Search) -> BaseStorage:
+    """Open or create a storage.
+
+    Raises:
+        UserError: it cannot be opened, or has not responded for `OPEN_SECONDS`.
+    """
+    grace = search.grace_period or 2 * search.heartbeat_interval
+    return patiently(lambda: _open(place, search.heartbeat_interval, grace, search.max_retry), place, OPEN_SECONDS)
+
+
+def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        again = RetryHeartbeatStaleTrialCallback(max_retry=retries, inherit_intermediate_values=True)
+        if "://" not in place:
+            path = Path(place)
+            if path.is_dir():
+                raise UserError("is a directory", where=place, rule="a journal is a file", fix=f"{place}/journal.log")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return LivingJournal(Journal(path), interval, grace, again)
+        return get_storage(
+            RDBStorage(
+                url_with_driver(place),
+                engine_kwargs=_engine(place),
+                heartbeat_interval=interval,
+                grace_period=grace,
+                heartbeat_stale_trial_callback=again,
+            )
+        )
+
+
+def url_with_driver(url: str) -> str:
+    """`postgresql://` with the driver that the extra `search` installs."""
+    parts = urlsplit(url)
+    return urlunsplit(("postgresql+psycopg2", *parts[1:])) if parts.scheme == "postgresql" else url
+
+
+def _engine(url: str) -> dict[str, Any]:
+    if url.startswith("sqlite"):
+        return {"connect_args": {"timeout": LOCK_SECONDS}}
+    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
+
+
+def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -> T:
+    """The result of a call that uses a storage; repeated while the storage does not respond.
+
+    The call is one that may be made twice, because a response may be lost.
+
+    Args:
+        call: the call.
+        place: the storage, for messages.
+        seconds: how long; None: `PATIENCE_SECONDS`.
+
+    Raises:
+        UserError: the storage has not responded for so long, or refuses.
+    """
+    seconds = PATIENCE_SECONDS if seconds is None else seconds
+    started, pause, told = time.monotonic(), 0.1, False
+    while True:
+        try:
+            found = call()
+        except (OSError, SQLAlchemyError, StorageInternalError, json.JSONDecodeError) as error:
+            cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
+            if _is_final(cause) or time.monotonic() - started + pause > seconds:
+                raise UserError(
+                    f"the storage of the study does not respond: {_first_line(cause)}",
+                    where=redact(place),
+                    rule=f"it is retried for {seconds:g} s",
+                    fix="the same command with --resume, once the storage is back: no finished trial is lost",
+                ) from error
+            if not told:
+                logger.warning("the storage of the study does not respond (%s); retrying", _first_line(cause))
+            told = True
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        else:
+            if told:
+                logger.warning("the storage of the study responds again")
+            return found
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether a retry cannot help: no permission, no such database, a wrong password, a damaged journal."""
+    if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError | json.JSONDecodeError):
+        return True
+    if not isinstance(error, DBAPIError):
+        return False
+    words = str(error.orig)
+    return any(text in words for text in ("authentication failed", "does not exist", "unable to open", "readonly"))
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    return str(cause).strip().partition("\n")[0] or type(cause).__name__
+
+
+class Journal(JournalFileBackend):
+    """Optuna's journal file, which also survives a process that dies while it writes a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._own_path, self._own_lock = path, JournalFileSymlinkLock(str(path))
+        super().__init__(str(path), self._own_lock)
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Append entries; an incomplete last line, which would damage the next, is removed first."""
+        if _ends_within_a_line(self._own_path):
+            self._own_lock.acquire()  # a line that another process is still writing is complete by now
+            try:
+                _remove_incomplete_line(self._own_path)
+            finally:
+                self._own_lock.release()
+        super().append_logs(logs)
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _remove_incomplete_line(path: Path) -> None:
+    if not _ends_within_a_line(path):
+        return
+    with path.open("rb+") as file:
+        whole = file.read().rfind(b"\n") + 1
+        file.truncate(whole)
+    sync(path)
+    logger.warning("%s: removed an incomplete last line, left by a process that was killed", path)
+
+
+class LivingJournal(JournalStorage, BaseHeartbeat):
+    """A journal with signs of life, which Optuna has for databases only.
+
+    Times are those of the machines, so their clocks must agree within the grace period.
+    """
+
+    def __init__(
+        self, backend: Journal, interval: int, grace: int, stale: Callable[[Study, FrozenTrial], None]
+    ) -> None:
+        super().__init__(backend)
+        self._interval, self._grace, self._stale = interval, grace, stale
+
+    def record_heartbeat(self, trial_id: int) -> None:
+        """A sign of life of a running trial."""
+        self.set_trial_system_attr(trial_id, HEARTBEAT, time.time())
+
+    def _get_stale_trial_ids(self, study_id: int) -> list[int]:
+        running = self.get_all_trials(study_id, deepcopy=False, states=(TrialState.RUNNING,))
+        oldest = time.time() - self._grace
+        return [each._trial_id for each in running if each.system_attrs.get(HEARTBEAT, oldest) < oldest]
+
+    def get_heartbeat_interval(self) -> int:
+        """Seconds between signs of life."""
+        return self._interval
+
+    def get_heartbeat_stale_trial_callback(self) -> Callable[[Study, FrozenTrial], None]:
+        """What happens to a trial that has stopped giving signs of life."""
+        return self._stale

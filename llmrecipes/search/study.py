@@ -1,0 +1,362 @@
+"""The study of a search: created, continued, and filled with known points and earlier studies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import psutil
+from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, UpdateFinishedTrialError
+from optuna.storages import BaseStorage, RetryHeartbeatStaleTrialCallback, fail_stale_trials
+from optuna.storages._heartbeat import BaseHeartbeat
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from pydantic import ValidationError
+
+from llmrecipes.checkpoint.compatibility import differences
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.search import Search
+from llmrecipes.search.length import evaluations, trial_tokens
+from llmrecipes.search.samplers import grid, pruner, sampler
+from llmrecipes.search.space import MAX_NAME, SUFFIX, distribution, own_point, parameters
+from llmrecipes.search.storage import address, open_storage, patiently
+
+logger = logging.getLogger(__name__)
+
+BASIS, WORKERS, STARTED = "llmrecipes:basis", "llmrecipes:worker:", "llmrecipes:started"
+WORKER, GIVEN_BACK, SOURCE = "worker", "given_back", "source_study"
+"""Attributes of trials: who runs it, which trials it continues, and the earlier study it is from."""
+FILLED_WITHIN = 10.0
+"""Seconds that another process may take to add the known points to a study it has created."""
+UNUSED = ("description", "tracking", "checkpoint", "search")
+"""Sections that do not change what a study measures."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a study and its trials are.
+
+    Attributes:
+        runs_dir: of all runs.
+        group: name of the trials' recipes; `<recipe>-search`.
+        name: of the study.
+    """
+
+    runs_dir: Path
+    group: str
+    name: str
+
+    @property
+    def folder(self) -> Path:
+        """Journal, report and best recipe."""
+        return self.runs_dir / self.group / self.name
+
+    def run_id(self, number: int) -> str:
+        """Id of a trial's run."""
+        return f"{self.name}-{number:04d}"
+
+    def run_dir(self, run_id: str) -> Path:
+        """Directory of a trial's run."""
+        return self.runs_dir / self.group / run_id
+
+
+def place_of(recipe: Recipe, search: Search, runs_dir: Path) -> Place:
+    """Where the study of a recipe is."""
+    group = recipe.name[: MAX_NAME - len(SUFFIX)] + SUFFIX
+    return Place(runs_dir, group, search.study_name or recipe.name[:40])
+
+
+def require_section(recipe: Recipe) -> Search:
+    """The section `search`.
+
+    Raises:
+        UserError: the recipe has none.
+    """
+    if recipe.search is None:
+        raise UserError(
+            "missing", where=f"recipe {recipe.name}: search", rule="a search needs a space",
+            fix="search: {space: [{key: optimizer.lr, low: 1e-4, high: 1e-2, log: true}], n_trials: 20}",
+        )  # fmt: skip
+    return recipe.search
+
+
+def open_study(recipe: Recipe, place: Place, *, resume: bool) -> optuna.Study:
+    """Create the study, or continue it.
+
+    Args:
+        recipe: with the section `search`.
+        place: of the study.
+        resume: continue a study that exists, or join those who work on it.
+
+    Raises:
+        UserError: it exists and is not to be resumed, is of another recipe, or its storage does not respond.
+    """
+    search = require_section(recipe)
+    where = address(search, place.folder)
+    storage = open_storage(where, search)
+    try:
+        study = patiently(lambda: _create(storage, place, search), where)
+    except DuplicatedStudyError:
+        study = patiently(lambda: optuna.load_study(study_name=place.name, storage=storage), where)
+        if not resume:
+            raise UserError(
+                f"the study {place.name} exists, with {len(study.get_trials(deepcopy=False))} trials",
+                where=where, rule="a study is continued only if this is asked for",
+                fix="--resume, or search.study_name=NAME for a new one",
+            ) from None  # fmt: skip
+        if not patiently(lambda: _is_filled(study), where):  # by a process that was killed
+            patiently(lambda: _fill(study, recipe, search, where), where)
+        patiently(lambda: _require_same(study, recipe, where), where)
+    else:
+        patiently(lambda: _fill(study, recipe, search, where), where)
+    number = patiently(lambda: _register(study), where)
+    study.sampler = sampler(search, number)
+    study.pruner = pruner(search, evaluations(recipe))
+    return study
+
+
+def load(recipe: Recipe, place: Place) -> optuna.Study:
+    """An existing study, only to be read.
+
+    Raises:
+        UserError: there is none.
+    """
+    search = require_section(recipe)
+    where = address(search, place.folder)
+    if "://" not in where and not Path(where).is_file():
+        raise _no_study(place.name, where)
+    storage = open_storage(where, search)
+    try:
+        return patiently(lambda: optuna.load_study(study_name=place.name, storage=storage), where)
+    except KeyError as error:
+        raise _no_study(place.name, where) from error
+
+
+def _no_study(name: str, where: str) -> UserError:
+    return UserError(f"no study {name}", where=where, fix="llmrecipes search RECIPE starts one")
+
+
+def _create(storage: BaseStorage, place: Place, search: Search) -> optuna.Study:
+    study = optuna.create_study(
+        storage=storage, study_name=place.name, directions=["minimize"] * len(search.objectives)
+    )
+    study.set_metric_names(list(search.objectives))
+    return study
+
+
+def basis(recipe: Recipe) -> dict[str, Any]:
+    """What makes the trials of a study comparable: the recipe without its searched keys, the space, the objectives."""
+    search = require_section(recipe)
+    data = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in UNUSED}
+    space = {each.pop("key"): each for each in search.model_dump(mode="json")["space"]}
+    measured = {"objectives": list(search.objectives), "trial_tokens": trial_tokens(recipe, search)}
+    return {**data, "search": {**measured, "space": space}}
+
+
+def _is_filled(study: optuna.Study) -> bool:
+    """Whether a study that exists has its known points; one that has just been created may get them in a moment."""
+    deadline = time.monotonic() + FILLED_WITHIN
+    while BASIS not in study.user_attrs:
+        if study.get_trials(deepcopy=False) or time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _require_same(study: optuna.Study, recipe: Recipe, where: str) -> None:
+    changed = differences(basis(recipe), _with_defaults(study.user_attrs[BASIS]))
+    if changed:
+        raise UserError(
+            f"the study {study.study_name} is of another recipe: {'; '.join(map(str, changed))}",
+            where=where,
+            rule="the trials of a study differ only in the keys that are searched",
+            fix="search.study_name=NAME for a new study; search.source_studies takes over its trials if only the "
+            "space differs",
+        )
+
+
+def _with_defaults(then: dict[str, Any]) -> dict[str, Any]:
+    """The basis of a study from an older version, with the keys that have been added since."""
+    try:
+        recipe = Recipe.model_validate({**then, "search": None})
+    except ValidationError:
+        return then
+    data = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in UNUSED}
+    return {**data, "search": then["search"]}
+
+
+def _fill(study: optuna.Study, recipe: Recipe, search: Search, where: str) -> None:
+    """Known points and the trials of earlier studies; may be called again after an interruption."""
+    for source in search.source_studies:
+        _add_earlier(study, search, source.study_name, source.storage or where)
+    points = [dict(point) for point in search.enqueue_trials]
+    own = own_point(recipe, search) if search.enqueue_recipe else None
+    if search.enqueue_recipe and own is None:
+        logger.warning("the recipe's own values are outside of the space: they are not tried first")
+    for point in ([own] if own is not None else []) + points:
+        study.enqueue_trial(parameters(point), skip_if_exists=True)
+    if search.sampler.type == "GridSampler":
+        waiting = [each.system_attrs.get("fixed_params") for each in study.get_trials(deepcopy=False)]
+        for params in grid(search):
+            if params not in waiting:
+                study.enqueue_trial(params)
+    study.set_user_attr(STARTED, time.time())
+    study.set_user_attr(BASIS, basis(recipe))
+
+
+def _add_earlier(study: optuna.Study, search: Search, name: str, where: str) -> None:
+    """Add the trials of an earlier study that the space contains.
+
+    Raises:
+        UserError: there is no such study, or it measures something else.
+    """
+    if "://" not in where and not Path(where).is_file():
+        raise UserError("no such file", where=f"search.source_studies: {where}")
+    try:
+        earlier = optuna.load_study(study_name=name, storage=open_storage(where, search))
+    except KeyError as error:
+        raise UserError(f"no study {name}", where=f"search.source_studies: {where}") from error
+    then = (earlier.user_attrs.get(BASIS) or {}).get("search", {})
+    now = (list(search.objectives),)
+    if (then.get("objectives"),) != now:
+        raise UserError(
+            f"the study {name} minimises {then.get('objectives')}, this one {now[0]}",
+            where="search.source_studies", rule="trials are compared by the same objectives",
+        )  # fmt: skip
+    known = {each.user_attrs.get(SOURCE) for each in study.get_trials(deepcopy=False)}
+    space = {each.key: distribution(each) for each in search.space}
+    added = 0
+    for trial in earlier.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED)):
+        source = f"{name}:{trial.number}"
+        # Stored values, because ranges may differ from those of then.
+        inside = trial.params.keys() <= space.keys() and all(
+            _holds(space[key], value) for key, value in trial.params.items()
+        )
+        if source in known or not inside or any(violation > 0 for violation in trial.constraints.values()):
+            continue
+        study.add_trial(
+            create_trial(
+                state=trial.state, values=trial.values, params=trial.params,
+                distributions={key: space[key] for key in trial.params},
+                intermediate_values=trial.intermediate_values, user_attrs={SOURCE: source},
+            )
+        )  # fmt: skip
+        added += 1
+    logger.info("%d trials of the study %s are taken over", added, name)
+
+
+def _holds(space: optuna.distributions.BaseDistribution, value: Any) -> bool:
+    try:
+        return space._contains(space.to_internal_repr(value))
+    except (ValueError, TypeError):
+        return False
+
+
+def _register(study: optuna.Study) -> int:
+    """The number of this process among those that have worked on the study."""
+    mine = f"{WORKERS}{time.time():.6f}-{socket.gethostname()}-{os.getpid()}"
+    study.set_user_attr(mine, True)
+    return sorted(key for key in study.user_attrs if key.startswith(WORKERS)).index(mine)
+
+
+def this_worker() -> dict[str, Any]:
+    """What identifies this process, for others on this machine."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+
+
+def _is_gone(worker: Mapping[str, Any]) -> bool:
+    """Whether a process was on this machine and has ended; its trials need not wait for the grace period."""
+    if worker.get("host") != socket.gethostname():
+        return False
+    try:
+        return abs(psutil.Process(worker["pid"]).create_time() - worker["started"]) > 1.0
+    except psutil.Error:
+        return True
+
+
+def take_back(study: optuna.Study, grace: float) -> None:
+    """Put the trials of lost processes back into the queue; their jobs are found again by their runs.
+
+    Args:
+        study: the study.
+        grace: seconds after which a trial that was asked for but never began is given up.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        fail_stale_trials(study)
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        worker = trial.user_attrs.get(WORKER)
+        began = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
+        if worker is None and time.time() - began > grace:  # the answer to `ask` was lost: as if it had never been
+            with suppress(UpdateFinishedTrialError):
+                study._storage.set_trial_user_attr(trial._trial_id, GIVEN_BACK, [trial.number])
+            _end(study, trial)
+        elif worker is not None and _is_gone(worker) and _end(study, trial):
+            logger.warning("trial %d: its search process has ended; it is resumed", trial.number)
+            storage = heartbeats(study)
+            if storage is not None and (stale := storage.get_heartbeat_stale_trial_callback()) is not None:
+                stale(study, trial)
+
+
+def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
+    """End a trial of another process; False if somebody else has."""
+    try:
+        study.tell(trial.number, state=TrialState.FAIL)
+    except (ValueError, UpdateFinishedTrialError):
+        return False
+    return True
+
+
+def give_back(study: optuna.Study, number: int) -> None:
+    """Put a trial of this process back into the queue: whoever asks next resumes its run."""
+    trial = study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+    earlier = [*trial.user_attrs.get(GIVEN_BACK, ()), trial.number]
+    kept = {key: value for key, value in trial.user_attrs.items() if key != WORKER}
+    study.add_trial(
+        create_trial(
+            state=TrialState.WAITING, params=trial.params, distributions=trial.distributions,
+            user_attrs={**kept, GIVEN_BACK: earlier}, system_attrs=trial.system_attrs,
+            intermediate_values=trial.intermediate_values,
+        )
+    )  # fmt: skip
+
+
+def discard(study: optuna.Study, trial: optuna.Trial) -> None:
+    """End a trial that was one too many, as if it had never been."""
+    trial.set_user_attr(GIVEN_BACK, [trial.number])
+    study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+
+
+def heartbeats(study: optuna.Study) -> BaseHeartbeat | None:
+    """The storage of a study, which takes signs of life."""
+    return study._storage if isinstance(study._storage, BaseHeartbeat) else None
+
+
+def beat(study: optuna.Study, trial: optuna.Trial) -> None:
+    """A sign of life of a running trial."""
+    if (storage := heartbeats(study)) is not None:
+        storage.record_heartbeat(trial._trial_id)
+
+
+def own_trials(study: optuna.Study) -> Iterator[FrozenTrial]:
+    """The trials of this study: not those of earlier ones, and of a trial that was resumed only the last part."""
+    trials = study.get_trials(deepcopy=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        continued = {number for each in trials for number in RetryHeartbeatStaleTrialCallback.retry_history(each)}
+    continued |= {number for each in trials for number in each.user_attrs.get(GIVEN_BACK, ())}
+    yield from (each for each in trials if each.number not in continued and SOURCE not in each.user_attrs)
+
+
+def is_infeasible(trial: FrozenTrial) -> bool:
+    """Whether the plan has said that a trial cannot run."""
+    return any(violation > 0 for violation in trial.constraints.values())

@@ -1,0 +1,186 @@
+"""Where trials run: this machine, shared by several trials at a time, or nodes of a cluster; and the plan for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster, detect
+from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.machine import machine
+from llmrecipes.hardware.profile import Profile
+from llmrecipes.io import write_atomic
+from llmrecipes.launch.base import JobHandle, Launcher, Planned, PlannedForCluster
+from llmrecipes.plan.check import check
+from llmrecipes.plan.derive import Plan, default_world_size, derive
+from llmrecipes.recipe.load import RESOLVED_NAME, to_yaml
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.workflow.run import Paths
+from llmrecipes.workflow.submit import submit
+
+
+class Infeasible(Exception):
+    """A trial that cannot run.
+
+    Args:
+        reason: in words.
+        violation: how far it is from a trial that can, greater than 0.
+    """
+
+    def __init__(self, reason: str, violation: float = 1.0) -> None:
+        super().__init__(reason)
+        self.violation = violation
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a trial may use, and how it is submitted.
+
+    Attributes:
+        launcher: of the jobs.
+        given: its options, as in `submit`.
+        paths: of runs and data.
+        workers: trials at a time.
+        site: resources of one trial.
+        ranks: of a trial; None: `default_world_size`.
+        nodes: of a trial.
+        cluster: name of the profile; None: this machine.
+        profile: the profile.
+    """
+
+    launcher: Launcher
+    given: Mapping[str, Any]
+    paths: Paths
+    workers: int
+    site: Cluster
+    ranks: int | None = None
+    nodes: int = 1
+    cluster: str | None = None
+    profile: Profile | None = None
+    variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether trials run on this machine, and end with the search."""
+        return self.profile is None
+
+    def plan(self, recipe: Recipe) -> Plan:
+        """The plan of a trial.
+
+        Raises:
+            Infeasible: it cannot run there.
+        """
+        try:
+            plan = derive(recipe, self.ranks or default_world_size(recipe, self.site), self.site)
+        except UserError as error:
+            raise Infeasible(str(error)) from error
+        try:
+            check(plan, self.site)
+        except UserError as error:
+            raise Infeasible(str(error), max(1e-6, headroom(plan))) from error
+        return plan
+
+    def submit(self, recipe: Recipe, plan: Plan, run_id: str, slot: int) -> JobHandle:
+        """Start or resume the job of a trial.
+
+        Args:
+            recipe: of the trial.
+            plan: of the trial.
+            run_id: of its run.
+            slot: which of `workers`, from 0; a trial on this machine has its share of it.
+
+        Raises:
+            UserError: it cannot be submitted.
+        """
+        path = self.paths.runs_dir.resolve() / recipe.name / run_id / RESOLVED_NAME
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, to_yaml(recipe))
+        planned = self._planned((str(path),), plan)
+        share = self._share(plan, slot) if self.is_local else {}
+        job = submit(planned, self.launcher, self.given, self.paths, run_id=run_id, environment=share).job
+        if job is None:
+            raise TypeError("a submission that is no dry run has a job")
+        return job
+
+    def _planned(self, asked: tuple[str, ...], plan: Plan) -> Planned:
+        if self.profile is None or self.cluster is None:
+            return Planned(asked, None, None, self.site, plan, self.nodes)
+        return PlannedForCluster(asked, self.cluster, self.profile, self.site, plan, self.nodes)
+
+    def _share(self, plan: Plan, slot: int) -> dict[str, str]:
+        """Variables that give a trial its share of this machine."""
+        found = {}
+        if "OMP_NUM_THREADS" not in self.variables:
+            found["OMP_NUM_THREADS"] = str(max(1, int(self.site.cpu_cores) // plan.layout.world_size))
+        if self.site.gpus and self.workers > 1:
+            number = len(self.site.gpus)
+            visible = self.variables.get("CUDA_VISIBLE_DEVICES")
+            names = visible.split(",") if visible else [str(each) for each in range(number * self.workers)]
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(names[number * slot : number * (slot + 1)])
+        return found
+
+
+def headroom(plan: Plan) -> float:
+    """Memory that a plan needs beyond what there is, as a share of it; negative where it fits."""
+    return max(
+        plan.memory.total / max(1, plan.memory_capacity_bytes) - 1,
+        plan.host_memory_bytes / max(1, plan.host_capacity_bytes) - 1,
+    )
+
+
+def here(launcher: Launcher, given: Mapping[str, Any], paths: Paths, workers: int, ranks: int | None) -> Target:
+    """This machine, divided among `workers` trials at a time.
+
+    Raises:
+        UserError: there are fewer GPUs than trials.
+    """
+    whole = detect()
+    if whole.gpus and len(whole.gpus) < workers:
+        raise UserError(
+            f"{workers} trials at a time on {len(whole.gpus)} GPUs", where="--workers",
+            rule="each trial has GPUs of its own", fix=f"--workers {len(whole.gpus)}",
+        )  # fmt: skip
+    # Measured once: a later trial is not judged by what earlier ones use at the moment.
+    site = replace(
+        whole,
+        gpus=whole.gpus[: len(whole.gpus) // workers],
+        cpu_cores=whole.cpu_cores / workers,
+        memory_bytes=whole.memory_bytes // workers,
+        memory_available_bytes=whole.memory_available_bytes // workers,
+    )
+    return Target(launcher, given, paths, workers, site, ranks)
+
+
+def there(
+    launcher: Launcher,
+    given: Mapping[str, Any],
+    paths: Paths,
+    workers: int,
+    cluster: str,
+    nodes: int,
+    ranks: int | None,
+) -> Target:
+    """Nodes of a cluster, as many for each trial.
+
+    Args:
+        launcher, given, paths, workers: see `Target`.
+        cluster: name or path of its profile.
+        nodes: of each trial.
+        ranks: on each node; None: one per GPU.
+
+    Raises:
+        UserError: no such profile.
+    """
+    profile = load_profile(cluster)
+    number = nodes * (ranks or profile.ranks_per_node)
+    return Target(launcher, given, paths, workers, machine(profile, nodes), number, nodes, cluster, profile)
+
+
+def run_dir(paths: Paths, recipe: Recipe, run_id: str) -> Path:
+    """Directory of a trial's run."""
+    return paths.runs_dir / recipe.name / run_id

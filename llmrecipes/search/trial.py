@@ -1,0 +1,131 @@
+"""A running trial: its job, what it has reported, and how it ends."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from llmrecipes.errors import ExitCode
+from llmrecipes.launch.base import JobHandle, JobState, JobStatus
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.search import Objective
+from llmrecipes.search.length import evaluation, evaluations
+from llmrecipes.search.metrics import Progress, Reader
+from llmrecipes.search.space import Values
+
+if TYPE_CHECKING:
+    import optuna
+
+FINAL_CODES = (int(ExitCode.BAD_INPUT), int(ExitCode.STOP))
+"""Exit codes after which the same job would fail again."""
+
+
+class Outcome(StrEnum):
+    """How a trial ended; kept with it in the study."""
+
+    COMPLETE = "complete"
+    PRUNED = "pruned"
+    DIVERGED = "diverged"
+    """A loss was not finite: for the sampler the same as pruned, because the values are to be avoided."""
+    INFEASIBLE = "infeasible"
+    """The plan has said that it cannot run."""
+    FAILED = "failed"
+    GIVEN_BACK = "given back"
+    """Not ended: another process resumes it."""
+    LOST = "lost"
+    """Its job was interrupted, and can be resumed here."""
+
+
+@dataclass
+class Running:
+    """A trial whose job has been submitted.
+
+    Attributes:
+        trial: Optuna's.
+        values: of the searched keys.
+        recipe: of the trial.
+        plan: of the trial.
+        run_id: of its run.
+        slot: its share of this machine.
+        job: the newest job of its run.
+        reader: of its metrics.
+        reported: evaluations that Optuna knows.
+        ending: why this process has cancelled the job; None: it has not.
+        rank_seconds: seconds in which the job ran, times ranks.
+    """
+
+    trial: optuna.Trial
+    values: Values
+    recipe: Recipe
+    plan: Plan
+    run_id: str
+    slot: int
+    job: JobHandle
+    reader: Reader
+    reported: set[int] = field(default_factory=set)
+    ending: Outcome | None = None
+    rank_seconds: float = 0.0
+    resumed: int = 0
+    looked: float = field(default_factory=time.monotonic)
+    beaten: float = 0.0
+    is_bad: bool = False
+    """Whether the pruner wants it to end."""
+    tracked: bool = False
+    """Whether its run in MLflow has its parent."""
+
+    @property
+    def number(self) -> int:
+        return self.trial.number
+
+    def clock(self, status: JobStatus) -> None:
+        """Count the time since the last look if the job is running."""
+        now = time.monotonic()
+        if status.state == JobState.RUNNING:
+            self.rank_seconds += (now - self.looked) * self.plan.layout.world_size
+        self.looked = now
+
+    def new_values(self, objective: Objective) -> list[tuple[int, float]]:
+        """(number of the evaluation, value) of evaluations that have not been reported, and mark them as such."""
+        found = []
+        for step, each in sorted(self.reader.read().evaluations.items()):
+            number = evaluation(self.recipe, step)
+            value = each.valid_bits_per_byte if objective == "valid_bits_per_byte" else each.valid_loss
+            if number not in self.reported and value is not None:
+                self.reported.add(number)
+                found.append((number, value))
+        return found
+
+    @property
+    def may_be_pruned(self) -> bool:
+        """Whether ending it now would save anything."""
+        return self.ending is None and max(self.reported, default=0) < evaluations(self.recipe)
+
+    def outcome(self, status: JobStatus, objectives: tuple[Objective, ...]) -> tuple[Outcome, list[float]]:
+        """How the trial ended, given the final status of its job; with the values of its objectives if complete."""
+        progress = self.reader.read()
+        values = self._objectives(progress, objectives)
+        if status.state == JobState.COMPLETED and values is not None:
+            return Outcome.COMPLETE, values
+        if progress.diverged and status.state == JobState.FAILED and status.exit_code in (None, ExitCode.STOP):
+            return Outcome.DIVERGED, []
+        if self.ending is not None and status.state != JobState.COMPLETED:
+            return self.ending, []
+        if status.state in (JobState.SAVED, JobState.UNKNOWN):
+            return Outcome.LOST, []
+        return Outcome.FAILED, []
+
+    def _objectives(self, progress: Progress, names: tuple[Objective, ...]) -> list[float] | None:
+        last = progress.evaluations.get(self.recipe.train.train_iters)
+        if last is None:
+            return None
+        found: dict[Objective, float | None] = {
+            "valid_loss": last.valid_loss,
+            "valid_bits_per_byte": last.valid_bits_per_byte,
+            "train_seconds": progress.seconds,
+            "num_parameters": float(self.plan.num_parameters.total),
+        }
+        values = [value for name in names if (value := found[name]) is not None]
+        return values if len(values) == len(names) else None

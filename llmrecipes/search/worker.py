@@ -1,0 +1,321 @@
+"""The search process: asks Optuna, starts trials as jobs, follows what they report, and ends those that do badly."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch.base import JobStatus
+from llmrecipes.launch.job import PATIENCE_SECONDS, statuses
+from llmrecipes.launch.programs import SchedulerUnavailable
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.search import Search
+from llmrecipes.search.best import Keeper
+from llmrecipes.search.budget import RANK_SECONDS, TOKENS, Budget, Used, used
+from llmrecipes.search.length import trial_tokens
+from llmrecipes.search.space import Values
+from llmrecipes.search.starting import OUTCOME, REASON, VALUES, Starter
+from llmrecipes.search.stop import Stop, stop_signals
+from llmrecipes.search.storage import address, patiently
+from llmrecipes.search.study import Place, beat, give_back, own_trials, require_section, take_back
+from llmrecipes.search.target import Target
+from llmrecipes.search.tracking import StudyTracker
+from llmrecipes.search.trial import Outcome, Running
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+LOOK_SECONDS = 0.5
+"""Shortest time between looks at running trials; up to that between queries of the launcher if nothing changes."""
+IDLE_SECONDS = 5.0
+"""Seconds between looks for another trial while a limit is reached and trials still run."""
+POSTPONED_SECONDS = 60.0
+"""Seconds until a trial that the scheduler did not take is submitted again."""
+FAILURES_IN_A_ROW = 5
+"""Then something is wrong with the recipe or the space, not with the values."""
+
+
+@dataclass
+class Worker:
+    """Runs trials of a study until a limit is reached or it is told to stop.
+
+    Attributes:
+        study: the study.
+        recipe: with the section `search`.
+        place: of the study.
+        target: where trials run.
+        log: receives a line for each trial.
+        keeper: of the best recipe and of checkpoints.
+        tracker: of the study in MLflow.
+    """
+
+    study: optuna.Study
+    recipe: Recipe
+    place: Place
+    target: Target
+    log: Callable[[str], None]
+    keeper: Keeper
+    tracker: StudyTracker
+    running: list[Running] = field(default_factory=list)
+    failures: int = 0
+
+    def __post_init__(self) -> None:
+        self.search: Search = require_section(self.recipe)
+        self.budget = Budget(self.search, trial_tokens(self.recipe, self.search))
+        self._address = address(self.search, self.place.folder)
+        self._starter = Starter(self.study, self.recipe, self.search, self.place, self.target, self._patiently)
+        self._spent = ""
+        self._not_before = 0.0
+        self._pause = LOOK_SECONDS
+        self._answered = time.monotonic()
+
+    def run(self) -> ExitCode:
+        """Search; returns 75 if it was told to stop, so that `--resume` continues it.
+
+        Raises:
+            UserError: trials fail one after another, none can run, or the storage does not respond.
+        """
+        with stop_signals() as stop:
+            try:
+                while not stop.requested:
+                    self._start_trials(stop)
+                    if self._spent and not self.running:
+                        break
+                    stop.wait(self._pause)
+                    self._look()
+                if self.running:
+                    self._stop(stop)
+            except BaseException:
+                self._leave()
+                raise
+        if stop.requested:
+            self.log("stopped; the same command with --resume continues the study")
+            return ExitCode.REQUEUE
+        self.log(f"the search has ended: {self._spent}")
+        return ExitCode.DONE
+
+    @property
+    def _grace(self) -> float:
+        return self.search.grace_period or 2 * self.search.heartbeat_interval
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        return patiently(call, self._address)
+
+    def _used(self) -> Used:
+        return used(own_trials(self.study), self.budget.trial_tokens, self.search.min_improvement)
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def _start_trials(self, stop: Stop) -> None:
+        if len(self.running) == self.target.workers or time.monotonic() < self._not_before:
+            return
+        self._patiently(lambda: take_back(self.study, self._grace))
+        while len(self.running) < self.target.workers and not stop.requested and time.monotonic() >= self._not_before:
+            now = self._patiently(self._used)
+            self._spent = self.budget.spent(now) or self._exhausted()
+            if self._spent:
+                self._not_before = time.monotonic() + IDLE_SECONDS
+                return
+            self._start_one()
+
+    def _start_one(self) -> None:
+        slot = min(set(range(self.target.workers)) - {each.slot for each in self.running})
+        started = self._starter.start(slot)
+        if isinstance(started, Running):
+            self.running.append(started)
+            self._pause = LOOK_SECONDS
+            self.log(f"trial {started.number} started  {shown(started.values)}")
+        elif started.outcome == Outcome.GIVEN_BACK:
+            logger.warning("trial %d could not be submitted: %s", started.number, started.reason)
+            self._not_before = time.monotonic() + POSTPONED_SECONDS
+            self._count_failures(Outcome.FAILED, started.reason)
+        elif started.outcome is not None:
+            first, _, _ = started.reason.partition("\n")
+            self.log(f"trial {started.number} {started.outcome}  {shown(started.values)}: {first}")
+            run_dir = self.place.run_dir(self.place.run_id(started.number))
+            self.tracker.trial_ended(run_dir, started.number, started.values, started.outcome, {})
+            self._count_failures(started.outcome, started.reason)
+
+    def _exhausted(self) -> str:
+        """Why a grid has no other point; empty for other samplers."""
+        if self.search.sampler.type != "GridSampler":
+            return ""
+        waiting = self._patiently(lambda: self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+        return "" if waiting else "every point of the grid has been tried"
+
+    # -- following -----------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        self._pause = min(2 * self._pause, max(LOOK_SECONDS, self.target.launcher.poll_seconds))
+        try:
+            found = statuses([each.job.ref for each in self.running])
+            self._answered = time.monotonic()
+        except SchedulerUnavailable as error:
+            if time.monotonic() - self._answered > PATIENCE_SECONDS:
+                raise
+            logger.warning("%s; trials are still waited for", error)
+            found = {}
+        for each in list(self.running):
+            try:
+                self._look_at(each, found.get(each.job.ref))
+            except UpdateFinishedTrialError:
+                # This process was away for longer than the grace period. The other one follows the same job.
+                logger.warning("trial %d was taken over by another process", each.number)
+                self.running = [other for other in self.running if other is not each]
+
+    def _look_at(self, each: Running, status: JobStatus | None) -> None:
+        if not each.tracked and each.reported:
+            each.tracked = self.tracker.trial_began(self.place.run_dir(each.run_id), each.number, each.values)
+        self._report(each)
+        if status is None:
+            return
+        each.clock(status)
+        if status.state.ended:
+            self._ended(each, status)
+        elif time.monotonic() - each.beaten >= self.search.heartbeat_interval:
+            self._beat(each)
+
+    def _report(self, each: Running) -> None:
+        """Report new evaluations, and cancel the job if the pruner says so."""
+        objective = self.search.objectives[0]
+        new = each.new_values(objective)
+        if new:
+            self._pause = LOOK_SECONDS
+        if len(self.search.objectives) > 1:  # Optuna takes no curves of several objectives
+            return
+        for number, value in new:
+            self._patiently(lambda number=number, value=value: each.trial.report(value, number))  # type: ignore[misc]
+        if not each.may_be_pruned:
+            return
+        if new:
+            each.is_bad = self._patiently(each.trial.should_prune)
+        if each.is_bad:
+            try:
+                each.job.cancel()
+            except UserError as error:  # tried again at the next look
+                logger.warning("trial %d could not be pruned: %s", each.number, error)
+            else:
+                each.ending = Outcome.PRUNED
+                self._pause = LOOK_SECONDS
+
+    def _ended(self, each: Running, status: JobStatus) -> None:
+        self._report(each)
+        outcome, values = each.outcome(status, self.search.objectives)
+        if outcome == Outcome.LOST and each.resumed < self.search.max_retry:
+            each.resumed += 1
+            logger.warning("trial %d: its job has ended (%s); it is resumed", each.number, status.state)
+            try:
+                each.job = self.target.submit(each.recipe, each.plan, each.run_id, each.slot)
+            except UserError as error:
+                status = replace(status, reason=str(error))
+            else:
+                return
+        self.running.remove(each)
+        if outcome == Outcome.GIVEN_BACK:
+            self._note(each, {RANK_SECONDS: each.rank_seconds})
+            self._patiently(lambda: give_back(self.study, each.number))
+            return
+        reason = (
+            status.reason or f"exit code {status.exit_code}, see {each.job.logs().files or each.job.logs().command}"
+        )
+        attributes = {
+            OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome, TOKENS: each.reader.progress.tokens,
+            RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values),
+            **({} if outcome in (Outcome.COMPLETE, Outcome.PRUNED) else {REASON: reason}),
+        }  # fmt: skip
+        self._note(each, attributes)
+        self._patiently(lambda: self._tell(each, outcome, values))
+        improved = self._patiently(lambda: self.keeper.keep(self.study))
+        self._track(each, outcome, values, improved=improved)
+        self._say(each, outcome, values, reason)
+        self._count_failures(outcome, reason)
+
+    def _tell(self, each: Running, outcome: Outcome, values: list[float]) -> FrozenTrial:
+        if outcome == Outcome.COMPLETE:
+            return self.study.tell(each.trial, values, skip_if_finished=True)
+        pruned = outcome in (Outcome.PRUNED, Outcome.DIVERGED)
+        state = TrialState.PRUNED if pruned else TrialState.FAIL
+        return self.study.tell(each.trial, state=state, skip_if_finished=True)
+
+    def _note(self, each: Running, attributes: Mapping[str, object]) -> None:
+        for name, value in attributes.items():
+            self._patiently(lambda name=name, value=value: each.trial.set_user_attr(name, value))  # type: ignore[misc]
+
+    def _track(self, each: Running, outcome: Outcome, values: list[float], *, improved: bool) -> None:
+        run_dir = self.place.run_dir(each.run_id)
+        results: dict[str, float] = dict(zip(self.search.objectives, values, strict=False))
+        if not each.tracked:
+            self.tracker.trial_began(run_dir, each.number, each.values)
+        self.tracker.trial_ended(run_dir, each.number, each.values, outcome, results)
+        if improved:
+            self.tracker.improved(results, each.number, self.keeper.files())
+
+    def _say(self, each: Running, outcome: Outcome, values: list[float], reason: str) -> None:
+        now = self._patiently(self._used)
+        parts = [f"trial {each.number} {outcome}", shown(each.values)]
+        if values:
+            named = zip(self.search.objectives, values, strict=True)
+            parts.append(", ".join(f"{name} {value:.5g}" for name, value in named))
+        elif outcome == Outcome.PRUNED:
+            parts.append(f"at step {each.reader.progress.step}/{each.recipe.train.train_iters}")
+        else:
+            parts.append(reason)
+        if now.best is not None and len(self.search.objectives) == 1:
+            parts.append(f"best {now.best:.5g}")
+        if left := self.budget.left(now):
+            parts.append(f"left {left}")
+        self.log("  ".join(parts))
+
+    def _count_failures(self, outcome: Outcome, reason: str) -> None:
+        self.failures = self.failures + 1 if outcome in (Outcome.FAILED, Outcome.LOST) else 0
+        if self.failures >= FAILURES_IN_A_ROW:
+            raise UserError(
+                f"{self.failures} trials in a row have failed; the last one: {reason}",
+                where=f"study {self.study.study_name}",
+                rule="a failed trial does not end a search, unless every trial fails",
+                fix="read its log; then the same command with --resume",
+            )
+
+    def _beat(self, each: Running) -> None:
+        self._note(each, {RANK_SECONDS: each.rank_seconds})
+        self._patiently(lambda: beat(self.study, each.trial))
+        each.beaten = time.monotonic()
+
+    # -- stopping ------------------------------------------------------------------------------------------------
+
+    def _stop(self, stop: Stop) -> None:
+        """Save local trials and wait for them; leave those of a scheduler running. All are given back."""
+        self.log(f"stopping: {len(self.running)} running trials are given back")
+        for each in list(self.running):
+            each.ending = each.ending or Outcome.GIVEN_BACK
+            if self.target.is_local:
+                each.job.cancel()
+            else:
+                self.running.remove(each)
+                self._note(each, {RANK_SECONDS: each.rank_seconds})
+                self._patiently(lambda each=each: give_back(self.study, each.number))  # type: ignore[misc]
+        stop.again()
+        while self.running:
+            stop.wait(self._pause)
+            self._look()
+
+    def _leave(self) -> None:
+        """After an error: local jobs save and end; `--resume` finds all jobs again."""
+        for each in self.running:
+            if self.target.is_local:
+                with suppress(UserError, OSError):
+                    each.job.cancel()
+
+
+def shown(values: Values) -> str:
+    """Values in short."""
+    return " ".join(f"{key}={f'{value:.4g}' if isinstance(value, float) else value}" for key, value in values.items())

@@ -1,0 +1,193 @@
+"""A study from beginning to end: its trials, pruning, what cannot run, failures, and what is left of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.trial import TrialState
+
+from llmrecipes.cli.app import run
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch.base import JobState, JobStatus
+from llmrecipes.recipe.load import load
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.search import starting, worker
+from llmrecipes.search.study import own_trials
+from tests.helpers import curve, finish, start_command, tiny_on, train_lines, wait_for_step, write_recipe
+from tests.refusals import refused
+from tests.unit.search_lab import Curves, bowl, curves, ran, searched, states
+
+__all__ = ["curves"]
+
+pytestmark = pytest.mark.usefixtures("curves")
+
+
+def test_the_recipe_itself_comes_first_and_the_best_trial_is_a_recipe_that_trains(tmp_path: Path) -> None:
+    study = ran(searched(n_trials=15), tmp_path)
+    assert study.trials[0].params == {"optimizer.lr": 1e-3}
+    assert study.best_value < 3 + 1 / 4 + 0.05
+    path = tmp_path / "runs/lab-search/lab/lab-best.yaml"
+    best = load(str(path)).recipe
+    assert best.optimizer.lr == study.best_params["optimizer.lr"]
+    assert (best.name, best.search) == ("lab-best", None)
+    assert bowl(best, 4) == study.best_value
+    # The runs are those of the trials; only the best one keeps its checkpoints.
+    assert Curves.submitted == [f"lab-{number:04d}" for number in range(15)]
+    kept = [folder.parent.name for folder in (tmp_path / "runs/lab-search").glob("lab-*/checkpoints")]
+    assert kept == [f"lab-{study.best_trial.number:04d}"]
+
+
+def test_a_pruned_trial_ends_before_its_last_step_and_its_job_is_cancelled(tmp_path: Path) -> None:
+    pruner = {"type": "MedianPruner", "n_startup_trials": 2}
+    study = ran(searched(n_trials=12, pruner=pruner), tmp_path)
+    pruned = [trial for trial in study.trials if trial.state == TrialState.PRUNED]
+    assert pruned
+    for trial in pruned:
+        assert trial.user_attrs["outcome"] == "pruned"
+        assert max(trial.intermediate_values) < 4
+        run_dir = tmp_path / "runs/lab-search" / trial.user_attrs["run_id"]
+        job = next(job for job in Curves.jobs.values() if job.run_dir == run_dir)
+        assert job.status.exit_code == ExitCode.REQUEUE
+        assert trial.user_attrs["tokens"] == max(trial.intermediate_values) * 3 * 8 * 64
+
+
+def test_what_the_plan_refuses_is_never_started(tmp_path: Path) -> None:
+    """By the rules of a recipe, or because it does not fit; the sampler learns how far it was off."""
+    heads = {"key": "model.num_attention_heads", "choices": [4, 3]}
+    width = {"key": "model.hidden_size", "choices": [64, 1 << 20]}
+    study = ran(searched(heads, width, sampler={"type": "GridSampler"}, n_trials=None), tmp_path)
+    assert len(study.trials) == 4
+    infeasible = [trial for trial in study.trials if trial.user_attrs["outcome"] == "infeasible"]
+    assert len(infeasible) == 3
+    assert len(Curves.submitted) == 1
+    by_width = {
+        trial.params["model.hidden_size"]: trial
+        for trial in infeasible
+        if trial.params["model.num_attention_heads"] == 4
+    }
+    assert by_width[1 << 20].constraints["fits"] > 1
+    assert "does not fit" in by_width[1 << 20].user_attrs["reason"]
+
+
+def test_a_space_in_which_nothing_runs_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "INFEASIBLE_IN_A_ROW", 5)
+    heads = {"key": "model.num_attention_heads", "choices": [3, 5]}
+    with refused("search.space"):
+        ran(searched(heads), tmp_path)
+    assert not Curves.submitted
+
+
+def test_a_death_is_one_failed_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(recipe: Recipe, evaluation: int) -> float | JobStatus:
+        dying = len(Curves.submitted) in (2, 4) and evaluation == 2
+        return JobStatus(JobState.FAILED, 137, "its process was killed") if dying else bowl(recipe, evaluation)
+
+    monkeypatch.setattr(Curves, "loss", staticmethod(dies))
+    study = ran(searched(n_trials=6, pruner={"type": "NopPruner"}), tmp_path)
+    assert states(study) == ["COMPLETE", "FAIL", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    assert "killed" in study.trials[1].user_attrs["reason"]
+
+
+def test_a_search_in_which_every_trial_fails_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Curves, "loss", staticmethod(lambda *_: JobStatus(JobState.FAILED, 1)))
+    with refused("lab"):
+        ran(searched(n_trials=100), tmp_path)
+    assert len(Curves.submitted) == worker.FAILURES_IN_A_ROW
+
+
+def test_a_divergence_is_a_result_that_the_sampler_avoids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverges(recipe: Recipe, evaluation: int) -> float:
+        return float("nan") if recipe.optimizer.lr > 0.05 else bowl(recipe, evaluation)
+
+    monkeypatch.setattr(Curves, "loss", staticmethod(diverges))
+    study = ran(searched(n_trials=12, enqueue_trials=[{"optimizer.lr": 0.5}]), tmp_path)
+    assert study.trials[1].state == TrialState.PRUNED
+    assert study.trials[1].user_attrs["outcome"] == "diverged"
+    assert study.best_params["optimizer.lr"] <= 0.05
+
+
+def test_a_job_that_was_interrupted_is_resumed_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def preempted(recipe: Recipe, evaluation: int) -> float | JobStatus:
+        first = len(Curves.submitted) == 1 and evaluation == 3
+        return JobStatus(JobState.SAVED, int(ExitCode.REQUEUE)) if first else bowl(recipe, evaluation)
+
+    monkeypatch.setattr(Curves, "loss", staticmethod(preempted))
+    study = ran(searched(n_trials=1), tmp_path)
+    assert states(study) == ["COMPLETE"]
+    assert Curves.submitted == ["lab-0000", "lab-0000"]
+    assert sorted(study.trials[0].intermediate_values) == [1, 2, 3, 4]
+
+
+def test_a_scheduler_that_takes_no_job_for_a_while_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But an error at the first trial is one of the options, and ends the search."""
+    monkeypatch.setattr(worker, "POSTPONED_SECONDS", 0.0)
+    submit, refusals = Curves.submit, [1, 2]
+
+    def refuses(self: Curves, *arguments: Any) -> Any:
+        if len(Curves.submitted) == 1 and refusals:
+            refusals.pop()
+            raise UserError("slurmctld is away", where="sbatch")
+        return submit(self, *arguments)
+
+    monkeypatch.setattr(Curves, "submit", refuses)
+    study = ran(searched(n_trials=3, pruner={"type": "NopPruner"}), tmp_path)
+    assert [trial.state.name for trial in own_trials(study)] == ["COMPLETE"] * 3
+    assert not refusals
+
+    def never(*_: Any) -> Any:
+        raise UserError("no such partition", where="sbatch")
+
+    monkeypatch.setattr(Curves, "submit", never)
+    with refused("sbatch"):
+        ran(searched(n_trials=3, study_name="other"), tmp_path)
+
+
+def test_workers_run_as_many_trials_at_a_time_and_no_more_than_the_limit(tmp_path: Path) -> None:
+    study = ran(searched(n_trials=7, pruner={"type": "NopPruner"}), tmp_path, workers=3)
+    assert (len(study.trials), Curves.most_at_once) == (7, 3)
+
+
+def test_a_search_on_this_machine(
+    tmp_path: Path, corpus: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real trainings, each in a process of its own; the best recipe is one that `show` takes."""
+    space = {"space": [{"key": "optimizer.lr", "low": 1e-3, "high": 1e-2, "log": True}], "n_trials": 2}
+    recipe = tiny_on(corpus, train={"train_iters": 4, "eval_interval": 2}, search=space)
+    options = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir), "--json"]
+    assert run(["search", write_recipe(recipe, tmp_path), "--workers", "2", *options]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["trials"] == {"complete": 2}
+    best = answer["best"][0]
+    run_dir = tmp_path / "runs/tiny-search" / f"tiny-{best['number']:04d}"
+    assert curve(run_dir)[-1][-1] == best["valid_loss"]
+    assert load(answer["recipes"][0]).recipe.optimizer.lr == best["values"]["optimizer.lr"]
+
+
+@pytest.mark.slow
+def test_a_killed_search_finds_its_job_again(tmp_path: Path, corpus: Path, data_dir: Path) -> None:
+    """The training outlives the search process, and is followed by the next one from where it is."""
+    space = {"space": [{"key": "optimizer.lr", "low": 1e-3, "high": 1e-2, "log": True}], "n_trials": 1}
+    recipe = tiny_on(corpus, train={"train_iters": 300, "eval_interval": 100}, search=space)
+    command = [
+        "search",
+        write_recipe(recipe, tmp_path),
+        "--runs-dir",
+        str(tmp_path / "runs"),
+        "--data-dir",
+        str(data_dir),
+    ]
+    run_dir = tmp_path / "runs/tiny-search/tiny-0000"
+    first = start_command(*command)
+    wait_for_step(first, run_dir, 20)
+    first.kill()
+    first.wait()
+    printed = finish(start_command(*command, "--resume", "--json"), 0)
+    answer = json.loads(printed[printed.index("{") :])
+    assert answer["trials"] == {"complete": 1}
+    assert [line["step"] for line in train_lines(run_dir)] == list(range(1, 301))
+    assert len(list((run_dir / "logs").glob("local-*.out"))) == 1
