@@ -16,7 +16,9 @@ from llmrecipes.engine.deepspeed.placement import Placement, full_shape, placeme
 from llmrecipes.engine.deepspeed.runtime import mpu
 from llmrecipes.engine.megatron.model import gpt
 from llmrecipes.engine.megatron.model.init import global_name, global_values
+from llmrecipes.engine.megatron.model.mup import hidden_group, is_hidden
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.schema import Recipe, Zero
 
 
@@ -44,14 +46,11 @@ def zero(recipe: Recipe) -> Zero:
 def optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
     """AdamW; norms and biases, the parameters of one dimension, have no weight decay, as in megatron-core.
 
-    The learning rate is set by the scheduler before each step.
+    With the maximal-update parametrisation hidden matrices have a group of their own. The learning rate is set by the
+    scheduler before each step.
     """
     settings = recipe.optimizer
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    groups = [
-        {"params": [each for each in parameters if (len(full_shape(each)) > 1) == decays], "wd_mult": float(decays)}
-        for decays in (True, False)
-    ]
+    groups = _groups(recipe, [pair for pair in model.named_parameters() if pair[1].requires_grad])
     options: dict[str, Any] = {
         "lr": 0.0,
         "betas": (settings.adam_beta1, settings.adam_beta2),
@@ -63,6 +62,20 @@ def optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam(groups, **options, adamw_mode=True)
+
+
+def _groups(recipe: Recipe, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
+    factors = mup(recipe.model)
+    groups: dict[str, dict[str, Any]] = {
+        "matrices": {"params": [], "wd_mult": 1.0},
+        "hidden": {"params": [], "wd_mult": 1.0, **(hidden_group(recipe.optimizer, factors) if factors else {})},
+        "vectors": {"params": [], "wd_mult": 0.0},
+    }
+    for name, parameter in parameters:
+        dimensions = len(full_shape(parameter))
+        kind = "hidden" if factors and is_hidden(name, dimensions) else "matrices" if dimensions > 1 else "vectors"
+        groups[kind]["params"].append(parameter)
+    return [group for group in groups.values() if group["params"]]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.megatron.model.config import transformer_config
 from llmrecipes.engine.megatron.model.init import initialise
+from llmrecipes.engine.megatron.model.mup import own_mup, scale_activations
 from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
 from llmrecipes.plan.derive import Plan
@@ -185,4 +186,6 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
         vp_stage=stage,
     )
     module.label_smoothing = plan.recipe.train.label_smoothing
+    if factors := own_mup(model):
+        scale_activations(module, factors)
     return module
