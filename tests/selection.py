@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).parent
 
 VERSION = (
-    "dist/", "train/", "unit/test_benchmark_layouts", "unit/test_checkpoint_", "unit/test_data_batches",
+    "dist/", "train/", "unit/test_benchmark_layouts", "unit/test_checkpoint_", "unit/test_coordinates", "unit/test_data_batches",
     "unit/test_data_prepare", "unit/test_deepspeed_boxes", "unit/test_engine_", "unit/test_faults_memory",
     "unit/test_faults_numerics", "unit/test_generate", "unit/test_model_", "unit/test_plan_model",
     "unit/test_plan_placement",

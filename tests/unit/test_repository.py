@@ -35,7 +35,7 @@ LAYERS = (
     ("data", "checkpoint", "faults"),
     ("engine",),
     ("train",),
-    ("verify", "doctor", "bench"),
+    ("verify", "doctor", "bench", "scaling"),
     ("workflow",),
     ("api",),
     ("cli",),
@@ -52,6 +52,8 @@ HEAVY = {
     "tensorboard",
     "pandas",
     "pyarrow",
+    "scipy",
+    "matplotlib",
 }
 PUBLIC_HOSTS = {"pypi.org", "files.pythonhosted.org", "download.pytorch.org"}
 
