@@ -1,4 +1,4 @@
-"""`runs`, `compare`, `generate`, `ui` and `tensorboard`: parsing and printing only."""
+"""`runs`, `compare`, `scaling`, `generate`, `ui` and `tensorboard`: parsing and printing only."""
 
 from __future__ import annotations
 
@@ -59,6 +59,55 @@ def compare(
     axis = x or default_axis(comparison)
     for line in lines(comparison, axis, width=min(out.width, 110), colours=out.is_terminal):
         out.print(line, markup=False, soft_wrap=True)
+
+
+def scaling(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Run directories, recipe/run-ids, run ids, or recipe names (all their runs).",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
+    experiment: Annotated[
+        str | None, typer.Option("--experiment", metavar="NAME", help="Take the runs of this MLflow experiment.")
+    ] = None,
+    flops: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--flops", metavar="C", help="Budget to divide between size and tokens; may be given several times."
+        ),
+    ] = None,
+    embeddings: Annotated[
+        bool, typer.Option("--embeddings/--no-embeddings", help="Whether N includes embeddings and output layer.")
+    ] = True,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write a figure: .svg, .png or .pdf.")
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Fit a scaling law to finished runs.
+
+    Loss against parameters and tokens, with the optimal size for a budget.
+    """
+    from llmrecipes.cli.render.scaling import lines
+    from llmrecipes.console import console
+    from llmrecipes.workflow.scaling import scaling as fit
+
+    if plot is not None:
+        from llmrecipes.scaling.plot import draw, require_file
+
+        require_file(plot)
+    found = fit(names or [], experiment, runs_dir, budgets=flops or [], embeddings=embeddings)
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        for line in lines(found):
+            console().print(line, markup=False, soft_wrap=True)
+    if plot is not None:
+        draw(found.fit, plot)
 
 
 def generate(

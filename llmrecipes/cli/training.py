@@ -25,7 +25,7 @@ from llmrecipes.cli.options import (
     RunIdOption,
     RunsOption,
 )
-from llmrecipes.errors import ExitCode
+from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
 
 
@@ -200,6 +200,45 @@ def verify(
         console().print(report(answer.result))
         _say(f"plot: {answer.folder / 'verify.svg'}")
     return int(ExitCode.DONE if answer.result.ok else 1)
+
+
+@early_signals()
+def coordinates(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    widths: Annotated[
+        str, typer.Option("--widths", metavar="N,N,...", help="Values of hidden_size.")
+    ] = "64,128,256,512",
+    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Steps at each width.")] = 5,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Check that activations do not grow with the width.
+
+    Trains small models in one process. With model.use_mup activations are flat; otherwise they grow.
+    """
+    from llmrecipes.cli.render.coordinates import lines
+    from llmrecipes.console import console, setup_logging
+    from llmrecipes.recipe.load import load
+    from llmrecipes.verify.coordinates import MOST_GROWTH
+    from llmrecipes.workflow.coordinates import coordinates as measure
+    from llmrecipes.workflow.run import Paths
+
+    setup_logging()
+    try:
+        chosen = [int(width) for width in widths.split(",")]
+    except ValueError:
+        raise UserError(widths, where="--widths", rule="numbers with commas between them", fix="64,128,256") from None
+    found = measure(
+        load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), chosen, iters, _silent if as_json else _say
+    )
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        for line in lines(found, MOST_GROWTH):
+            console().print(line, markup=False, soft_wrap=True)
+    return int(ExitCode.DONE if found.ok else 1)
 
 
 def upcycle(

@@ -71,6 +71,20 @@ class Model(Section):
     (GPT-2). Embeddings are normal."""
     init_method_std: PosFloat = 0.02
     """Standard deviation of `normal` and of the embeddings."""
+    use_mup: bool = False
+    """Maximal-update parametrisation (arXiv 2203.03466): initialisation, learning rates, Adam's epsilon, attention
+    scores and logits are scaled by width, so that a learning rate found on a narrow model serves a wide one."""
+    mup_base_hidden_size: PosInt | None = None
+    """`hidden_size` of the narrow model that was tuned; unset: this model's own."""
+    mup_embedding_mult: PosFloat = 1.0
+    """Factor of the embedding's output."""
+    mup_output_mult: PosFloat = 1.0
+    """Factor of the logits; 1: `mup_base_hidden_size` / `hidden_size`."""
+    mup_base_head_dim: PosFloat | None = None
+    """Channels of a head of the narrow model: attention scores are scaled by sqrt(`mup_base_head_dim`) /
+    `kv_channels`^`mup_attn_scale_power`, which is the usual scale at that width; unset: 1."""
+    mup_attn_scale_power: PosFloat = 1.0
+    """Power of `kv_channels` in the scale of attention scores; 0.5 is the usual one."""
     num_moe_experts: PosInt | None = None
     """Experts of a mixture-of-experts layer (arXiv 1701.06538), over all ranks; unset: a dense model."""
     moe_router_topk: PosInt = 2

@@ -53,6 +53,9 @@ _DEEPSEEK: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 64, "moe_router_num_groups": 2, "moe_router_group_topk": 2,
     "moe_router_topk_scaling_factor": 2.5, "mtp_num_layers": 1,
 }  # fmt: skip
+_MUP: dict[str, Any] = {
+    "use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 4.0, "mup_embedding_mult": 2.0,
+}  # fmt: skip
 
 VARIANTS: dict[str, Sections] = {
     "gpt": {},
@@ -62,6 +65,7 @@ VARIANTS: dict[str, Sections] = {
     "gpt without weight tying": {"model": {"share_embeddings_and_output_weights": False}},
     "gpt with label smoothing": {"train": {"label_smoothing": 0.1}},
     "gpt with qk norm": {"model": {"qk_layernorm": True}},
+    "gpt with muP": {"model": _MUP},
     "gpt in bf16": {"train": {"precision": "bf16"}},
     "gpt in fp16": {"train": {"precision": "fp16", "initial_loss_scale": 1024.0}},
     "llama": {"model": _LLAMA},
@@ -78,6 +82,7 @@ VARIANTS: dict[str, Sections] = {
     },
     "moe with expert bias": {"model": {**_MOE, **_BIAS}},
     "moe with z-loss": {"model": {**_MOE, "moe_z_loss_coeff": 0.1}},
+    "moe with muP": {"model": {**_MOE, **_MUP, "share_embeddings_and_output_weights": False}},
     "moe with shared experts": {"model": {**_MOE, "moe_shared_expert_intermediate_size": 64}},
     "moe in every second layer": {"model": {**_MOE, "moe_layer_freq": 2}},
     "moe in the last layer": {"model": {**_MOE, "moe_layer_freq": [0, 0, 0, 1]}},
@@ -303,6 +308,15 @@ def _rows() -> Iterator[Row]:
         yield Row("mtp without weight tying", layout)
     for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "tp2 sp pp2 dp2 ep2 etp1"):
         yield Row("deepseek", layout)
+    # -- maximal-update parametrisation: rates by parameter group, on stages that lack some of the groups --
+    for layout in ("tp2 sp pp2", "pp2 vpp2 dp2"):
+        yield Row("gpt with muP", layout)
+    yield Row("gpt with muP", "pp2", {"parallelism": _WHOLE})
+    yield Row("moe with muP", "tp2 sp pp2 ep2 etp1")
+    for stage in (0, 1, 2, 3):
+        yield Row("gpt with muP", "dp2", _zero(stage), engine="deepspeed")
+    yield Row("gpt with muP", "tp2 sp dp2", _zero(3), engine="deepspeed")
+    yield Row("gpt with muP", "dp2", _zero(2, offload_optimizer="cpu"), engine="deepspeed")
     # -- ZeRO by DeepSpeed --
     for stage in (0, 1, 2, 3):
         yield Row("gpt", "dp2", _zero(stage), engine="deepspeed")
@@ -360,6 +374,7 @@ CORE = frozenset(
         "mla: tp2 sp",
         "mtp without weight tying: pp2",
         "deepseek: tp2 sp ep2 etp1",
+        "gpt with muP: tp2 sp pp2",
         "gpt: pp2 vpp2 to cp2 dp2",
         "gpt: tp2, whole optimizer to dp2",
         "moe: dp1 to tp2 sp ep2 etp1",
@@ -427,6 +442,9 @@ RESUMES = (
     Resume("gpt", "tp2", "pp2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),
     Resume("gpt", "tp2", "dp2", {"parallelism": _WHOLE}),
     Resume("gpt", "dp2", "tp2 sp", {}, {"parallelism": _WHOLE}),
+    Resume("gpt with muP", "tp2 sp", "pp2"),
+    Resume("gpt with muP", "dp2", "tp2", {}, {"parallelism": _WHOLE}),
+    Resume("gpt with muP", "dp2", "dp2", {}, _zero(3)),
     Resume("gpt in bf16", "tp2 sp", "pp2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),
     Resume("gpt in bf16", "dp2", "pp2", {}, {"parallelism": _WHOLE}),
     Resume("moe", "dp1", "dp2 ep2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),

@@ -60,6 +60,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
     [
         {"model__num_layers": 3},
         {"model__seq_length": 128},
+        {"model__use_mup": True},
         {"train__global_batch_size": 64},
         {"train__seed": 1},
         {"train__precision": "fp32"},

@@ -240,6 +240,7 @@ MLA = {
     **ROPE, "model.multi_latent_attention": True, "model.kv_lora_rank": 32, "model.qk_head_dim": 16,
     "model.qk_pos_emb_head_dim": 16, "model.v_head_dim": 16, "model.add_bias_linear": False,
 }  # fmt: skip
+MUP = {"model.use_mup": True}
 MTP = {**ROPE, "model.mtp_num_layers": 1}
 TP = {"parallelism.tensor_model_parallel_size": 2}
 PP = {"parallelism.pipeline_model_parallel_size": 2, "model.num_layers": 8, "train.global_batch_size": 8}
@@ -297,6 +298,12 @@ CASES: dict[str, Case] = {
     "model.hidden_dropout": Case(0.5, config),
     "model.init_method": Case("xavier_uniform", model),
     "model.init_method_std": Case(0.1, model),
+    "model.use_mup": Case(True, config),
+    "model.mup_base_hidden_size": Case(16, model, MUP),
+    "model.mup_embedding_mult": Case(3.0, model, MUP),
+    "model.mup_output_mult": Case(3.0, model, MUP),
+    "model.mup_base_head_dim": Case(4.0, config, MUP),
+    "model.mup_attn_scale_power": Case(0.5, config, MUP),
     "model.num_moe_experts": Case(8, config, MOE),
     "model.moe_router_topk": Case(3, config, MOE),
     "model.moe_ffn_hidden_size": Case(96, config, MOE),

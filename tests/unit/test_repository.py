@@ -35,7 +35,7 @@ LAYERS = (
     ("data", "checkpoint", "faults"),
     ("engine",),
     ("train",),
-    ("verify", "doctor", "bench"),
+    ("verify", "doctor", "bench", "scaling"),
     ("workflow",),
     ("search",),
     ("api",),
@@ -55,6 +55,8 @@ HEAVY = {
     "pyarrow",
     "optuna",
     "plotly",
+    "scipy",
+    "matplotlib",
 }
 PUBLIC_HOSTS = {"pypi.org", "files.pythonhosted.org", "download.pytorch.org"}
 

@@ -14,6 +14,7 @@ from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, decay_iters
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import Loaded, to_yaml
+from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.scaled import with_zero
 from llmrecipes.recipe.schema import Recipe
 
@@ -121,6 +122,7 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
             f"{plan.shape.num_query_groups} × {plan.shape.kv_channels}",
             "num_query_groups, kv_channels",
         ),
+        *_mup(plan),
         ("longest sequence", f"{plan.shape.max_position_embeddings:,}", "max_position_embeddings"),
         ("ranks", f"{plan.layout.world_size}", ranks),
         *_stages(plan),
@@ -142,6 +144,18 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
         lines.append(("offloaded, a node", gib(plan.host_memory_bytes), available))
     lines.append(("fits" if plan.fits else "does NOT fit", gib(plan.memory_capacity_bytes), share))
     return lines
+
+
+def _mup(plan: Plan) -> list[tuple[str, str, str]]:
+    factors = mup(plan.recipe.model)
+    if factors is None:
+        return []
+    rate = plan.recipe.optimizer.lr / factors.width_mult
+    scales = f"logits × {factors.output_mult:.4g}, attention scores × {factors.softmax_scale:.4g}"
+    return [
+        ("width multiplier", f"{factors.width_mult:g}", "hidden_size / mup_base_hidden_size"),
+        ("learning rate of hidden matrices", f"{rate:.3g}", f"lr / width multiplier; {scales}"),
+    ]
 
 
 def _degrees(plan: Plan) -> str:

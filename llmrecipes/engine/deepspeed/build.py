@@ -18,9 +18,11 @@ from llmrecipes.engine.deepspeed.placement import Placement, full_shape, placeme
 from llmrecipes.engine.deepspeed.runtime import mpu
 from llmrecipes.engine.megatron.model import gpt
 from llmrecipes.engine.megatron.model.init import global_name, global_values
+from llmrecipes.engine.megatron.model.mup import hidden_group, is_hidden
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.document import clip
+from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.schema import Recipe, Zero
 
 
@@ -77,17 +79,11 @@ def _reason(error: Exception) -> str:
 def optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
     """AdamW; norms and biases, the parameters of one dimension, have no weight decay, as in megatron-core.
 
-    The learning rate is set by the scheduler before each step.
+    With the maximal-update parametrisation hidden matrices have a group of their own. The learning rate is set by the
+    scheduler before each step.
     """
     settings = recipe.optimizer
-    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            groups.setdefault((len(full_shape(parameter)) > 1, is_expert(parameter)), []).append(parameter)
-    described = [
-        {"params": parameters, "wd_mult": float(decays), **(EXPERTS if experts else {})}
-        for (decays, experts), parameters in groups.items()
-    ]
+    groups = _groups(recipe, [pair for pair in model.named_parameters() if pair[1].requires_grad])
     options: dict[str, Any] = {
         "lr": 0.0,
         "betas": (settings.adam_beta1, settings.adam_beta2),
@@ -95,10 +91,28 @@ def optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
         "weight_decay": settings.weight_decay,
     }
     if zero(recipe).offload_optimizer == "none":
-        return torch.optim.AdamW(described, **options, fused=True)
+        return torch.optim.AdamW(groups, **options, fused=True)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return DeepSpeedCPUAdam(described, **options, adamw_mode=True)
+    return DeepSpeedCPUAdam(groups, **options, adamw_mode=True)
+
+
+def _groups(recipe: Recipe, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
+    factors = mup(recipe.model)
+    groups: dict[tuple[bool, bool, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in parameters:
+        dimensions = len(full_shape(parameter))
+        hidden = factors is not None and is_hidden(name, dimensions)
+        groups.setdefault((dimensions > 1, hidden, is_expert(parameter)), []).append(parameter)
+    return [
+        {
+            "params": found,
+            "wd_mult": float(decays),
+            **(hidden_group(recipe.optimizer, factors) if factors and hidden else {}),
+            **(EXPERTS if experts else {}),
+        }
+        for (decays, hidden, experts), found in groups.items()
+    ]
 
 
 @contextmanager

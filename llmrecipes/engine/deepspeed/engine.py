@@ -190,8 +190,8 @@ class DeepSpeedEngine:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Learning rate of the next step: the recipe's, which a parameter group may scale."""
+        return float(self.scheduler.get_lr({}))
 
     def _loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Summed loss over the tokens of a micro-batch."""

@@ -28,6 +28,7 @@ from llmrecipes.engine.megatron.generate import generate
 from llmrecipes.engine.megatron.model.config import DTYPES
 from llmrecipes.engine.megatron.model.context import own_chunks, prediction_weights
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
+from llmrecipes.engine.megatron.model.mup import optimizer_overrides
 from llmrecipes.engine.megatron.schedule import scheduler
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
@@ -59,7 +60,10 @@ class MegatronEngine:
             for module in self.modules:
                 module.compile_layers()
         self.chunks = [_data_parallel(recipe, built, number) for number in range(len(built.modules))]
-        self.optimizer: MegatronOptimizer = get_megatron_optimizer(_optimizer_config(recipe), self.chunks)
+        options = _optimizer_config(recipe)
+        self.optimizer: MegatronOptimizer = get_megatron_optimizer(
+            options, self.chunks, config_overrides=optimizer_overrides(options, recipe.model, recipe.optimizer)
+        )
         _allocate_optimizer_state(self.optimizer)
         self.scheduler = scheduler(recipe, self.optimizer)
         self.local_loss = 0.0
@@ -177,8 +181,8 @@ class MegatronEngine:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
-        return float(next(group["lr"] for group in self.optimizer.param_groups if group["params"]))
+        """Learning rate of the next step: the recipe's, which a parameter group may scale."""
+        return float(self.scheduler.get_lr({}))
 
     def _run(
         self, batches: Iterator[Batch], *, forward_only: bool, stop: StopQuestion | None = None

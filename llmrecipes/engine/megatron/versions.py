@@ -16,6 +16,9 @@ micro-batch; before, by those of one rank, and of one sequence where the loss is
 PREDICTION_LOSSES_ARE_SCALED = _VERSION >= (0, 19)
 """Losses of multi-token prediction are scaled up for the tokens that have no label, counted on each rank."""
 
+MUP_IS_BUILT_IN = _VERSION >= (0, 19)
+"""megatron-core has the maximal-update parametrisation, except for our initialisation; before, `model.mup` has it."""
+
 
 def auxiliary_losses() -> dict[str, Any]:
     """megatron-core's sums of the routers' losses, which it keeps for a process and never clears by itself."""

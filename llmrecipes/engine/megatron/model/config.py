@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from llmrecipes.engine.megatron.model.mup import own_mup
 from llmrecipes.engine.megatron.versions import ROUTER_LOSSES_COUNT_LAYOUT
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
@@ -93,7 +95,11 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
         options["moe_grouped_gemm"] = transformer_engine
     if model.multi_latent_attention:
         options["rope_type"] = "rope"
-    return kind(**options)
+    if factors := own_mup(model):
+        options["softmax_scale"] = factors.softmax_scale
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "use_mup is enabled, but custom", UserWarning)  # `init` scales the values
+        return kind(**options)
 
 
 def _same_name(recipe: Recipe, kind: type[TransformerConfig]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.megatron.model.config import transformer_config
 from llmrecipes.engine.megatron.model.init import initialise
+from llmrecipes.engine.megatron.model.mup import own_mup, scale_activations
 from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
 from llmrecipes.plan.derive import Plan
@@ -34,6 +35,8 @@ class RecipeGPTModel(GPTModel):
     """
 
     label_smoothing: float = 0.0
+    logits: torch.nn.Identity
+    """Passes the scaled logits on, to be watched by a hook like other activations."""
     _weights: Iterator[torch.Tensor] = iter(())
 
     def compile_layers(self) -> None:
@@ -53,7 +56,7 @@ class RecipeGPTModel(GPTModel):
 
         Args and result as `_token_losses`.
         """
-        losses = self._token_losses(labels, logits)
+        losses = self._token_losses(labels, self.logits(logits))
         weight = next(self._weights, None)
         return losses if weight is None else losses * weight
 
@@ -185,4 +188,7 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
         vp_stage=stage,
     )
     module.label_smoothing = plan.recipe.train.label_smoothing
+    module.logits = torch.nn.Identity()
+    if factors := own_mup(model):
+        scale_activations(module, factors)
     return module

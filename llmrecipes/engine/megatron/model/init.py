@@ -17,10 +17,12 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.schema import Model
 
 OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 EMBEDDINGS = ("word_embeddings.weight", "position_embeddings.weight")
+OUTPUT_LAYER = "output_layer.weight"
 
 
 @torch.no_grad()
@@ -29,7 +31,8 @@ def initialise(state: dict[str, Any], model: Model, seed: int) -> None:
 
     Weight matrices follow `model.init_method`: normal(0, `init_method_std`), Xavier uniform (Glorot and Bengio, 2010)
     or Kaiming normal (arXiv 1502.01852), scaled by 1/sqrt(2 × num_layers) if they write into the residual stream
-    (GPT-2, Radford et al. 2019, section 2.3). Embeddings are normal, norms 1, biases 0.
+    (GPT-2, Radford et al. 2019, section 2.3). Embeddings are normal, norms 1, biases 0. With `model.use_mup` all but
+    embeddings and output layer are divided by the root of the width multiplier.
 
     Args:
         state: sharded state dict of a model, whose tensors are its parameters.
@@ -89,4 +92,7 @@ def global_values(name: str, shape: torch.Size, model: Model, seed: int) -> torc
         torch.nn.init.kaiming_normal_(values, nonlinearity="relu", generator=random)
     if key.endswith(OUTPUT_PROJECTIONS):
         values.div_(math.sqrt(2.0 * model.num_layers))
+    factors = mup(model)
+    if factors and not key.endswith((*EMBEDDINGS, OUTPUT_LAYER)):
+        values.div_(math.sqrt(factors.width_mult))
     return values

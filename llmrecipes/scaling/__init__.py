@@ -1,0 +1,1 @@
+"""Scaling laws of finished runs: loss against parameters and tokens."""

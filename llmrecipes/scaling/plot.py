@@ -1,0 +1,59 @@
+"""The figure of a fit: loss over tokens for each size, and the compute-optimal size over budgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from llmrecipes.console import number
+from llmrecipes.errors import UserError
+from llmrecipes.scaling.fit import Fit
+
+FORMATS = (".svg", ".png", ".pdf")
+SAMPLES = 60
+BEYOND = 100.0
+"""The budgets of the figure end at this multiple of the largest run's."""
+
+
+def require_file(file: Path) -> None:
+    """Refuse a file that cannot become a figure, before anything is computed.
+
+    Raises:
+        UserError: what is wrong with it.
+    """
+    if file.suffix.lower() not in FORMATS:
+        raise UserError(str(file), where="--plot", rule=f"the name ends with {', '.join(FORMATS)}")
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"{file.parent} is no directory", where="--plot", fix="create it first")
+
+
+def draw(fit: Fit, file: Path) -> None:
+    """Write the figure.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    sizes = sorted({point.parameters for point in fit.points})
+    tokens = np.geomspace(min(p.tokens for p in fit.points), max(p.tokens for p in fit.points), SAMPLES)
+    for place, size in enumerate(sizes):
+        colour = f"C{place % 10}"
+        left.plot(tokens, [fit.law.loss(size, each) for each in tokens], color=colour, linewidth=1)
+        own = [point for point in fit.points if point.parameters == size]
+        left.plot([p.tokens for p in own], [p.loss for p in own], "o", color=colour, label=f"{number(int(size))}")
+    left.set(xscale="log", xlabel="training tokens D", ylabel="validation loss [nats/token]", title="runs and fit")
+    left.legend(title="parameters N", fontsize="small")
+    budgets = np.geomspace(min(p.flops for p in fit.points), BEYOND * max(p.flops for p in fit.points), SAMPLES)
+    low, high = zip(*(fit.optimum_interval(each, "parameters") for each in budgets), strict=True)
+    right.fill_between(budgets, low, high, alpha=0.25, linewidth=0, label="90 % interval")
+    right.plot(budgets, [fit.law.optimum(each).parameters for each in budgets], label="compute-optimal N")
+    right.plot([p.flops for p in fit.points], [p.parameters for p in fit.points], "k.", label="runs")
+    right.set(xscale="log", yscale="log", xlabel="training FLOPs C = 6ND", ylabel="parameters N", title="budget")
+    right.legend(fontsize="small")
+    try:
+        figure.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+    except OSError as error:
+        raise UserError(f"{error.strerror}", where=str(file), rule="the figure can be written there") from error

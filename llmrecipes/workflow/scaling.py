@@ -1,0 +1,107 @@
+"""`llmrecipes scaling`: a scaling law over tracked runs, and the optimum for a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.scaling.fit import Fit, fit
+from llmrecipes.scaling.law import Point
+from llmrecipes.scaling.runs import Selection, Tracked, from_directory, from_mlflow, select
+from llmrecipes.workflow.runs import find_run
+
+COEFFICIENTS = ("E", "A", "B", "alpha", "beta")
+BUDGETS = (1.0, 10.0, 100.0)
+"""Default budgets, as multiples of the largest run's FLOPs."""
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The compute-optimal training for a budget, with 90 % intervals."""
+
+    flops: float
+    best: Point
+    parameters: Interval
+    tokens: Interval
+    loss: Interval
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """A fit, the runs it is made of, and the optimum for each budget."""
+
+    fit: Fit
+    selection: Selection
+    optima: tuple[Optimum, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        law = self.fit.law
+        return {
+            "law": {name: {"value": getattr(law, name), "interval": self.fit.interval(name)} for name in COEFFICIENTS},
+            "residual": self.fit.residual,
+            "optima": [asdict(optimum) for optimum in self.optima],
+            "runs": [
+                {"run": name, **asdict(point), "fitted": law.loss(point.parameters, point.tokens)}
+                for name, point in zip(self.selection.names, self.selection.points, strict=True)
+            ],
+            "left_out": [{"run": name, "reason": reason} for name, reason in self.selection.left_out],
+        }
+
+
+def scaling(
+    names: Sequence[str],
+    experiment: str | None,
+    runs_dir: Path,
+    *,
+    budgets: Sequence[float] = (),
+    embeddings: bool = True,
+) -> ScalingLaw:
+    """Fit the law to runs by name, or to those of an MLflow experiment.
+
+    Args:
+        names: as `find_run` takes them; a recipe's name is all its runs.
+        experiment: name of an MLflow experiment, instead of `names`.
+        runs_dir: where runs are kept.
+        budgets: FLOPs; none: multiples of the largest run's.
+        embeddings: whether N includes embeddings and the output layer.
+
+    Raises:
+        UserError: no such run or experiment, a budget that is no positive number, or runs that do not determine a law.
+    """
+    if bool(names) == (experiment is not None):
+        raise UserError(
+            "RUN and --experiment" if names else "no runs",
+            where="RUN",
+            rule="runs are named, or those of an MLflow experiment are taken",
+            fix="llmrecipes scaling RUN..., or --experiment NAME",
+        )
+    for budget in budgets:
+        if not (math.isfinite(budget) and budget > 0):
+            raise UserError(f"{budget:g}", where="--flops", rule="a number of FLOPs above 0", fix="1e18")
+    tracked = from_mlflow(experiment, runs_dir) if experiment is not None else _named(names, runs_dir)
+    selection = select(tracked, embeddings=embeddings)
+    found = fit(selection.points)
+    largest = max(point.flops for point in selection.points)
+    chosen = budgets or [largest * factor for factor in BUDGETS]
+    return ScalingLaw(found, selection, tuple(_optimum(found, budget) for budget in chosen))
+
+
+def _named(names: Sequence[str], runs_dir: Path) -> list[Tracked]:
+    paths: dict[Path, None] = {}
+    for name in names:
+        of_recipe = sorted(path.parent for path in (runs_dir / name).glob("*/recipe.yaml"))
+        for path in of_recipe or [find_run(name, runs_dir)]:
+            paths[path.resolve()] = None
+    return [from_directory(path) for path in paths]
+
+
+def _optimum(found: Fit, flops: float) -> Optimum:
+    parameters, tokens, loss = (found.optimum_interval(flops, name) for name in ("parameters", "tokens", "loss"))
+    return Optimum(flops, found.law.optimum(flops), parameters, tokens, loss)
