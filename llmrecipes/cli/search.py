@@ -53,6 +53,9 @@ def search(
         int | None,
         typer.Option("--nproc", metavar="N", min=1, help="Ranks of a trial; with --cluster, on a node."),
     ] = None,
+    proxy: Annotated[
+        bool, typer.Option("--proxy", help="Tune the recipe at model.mup_base_hidden_size; needs model.use_mup.")
+    ] = False,
     submit: Annotated[
         list[str] | None,
         typer.Option("--submit", metavar="NAME=VALUE", help="Option of llmrecipes submit, such as time=2:00:00."),
@@ -70,11 +73,13 @@ def search(
     """
     from llmrecipes.console import setup_logging
     from llmrecipes.recipe.load import load
+    from llmrecipes.recipe.width import base_width
     from llmrecipes.search import command
     from llmrecipes.workflow.run import Paths
 
     setup_logging()
-    loaded = load(recipe, overrides or []).recipe
+    goal = load(recipe, overrides or []).recipe
+    loaded = base_width(goal) if proxy else goal
     if report and ui:
         raise UserError("given with --ui", where="--report", fix="one of them")
     if ui:
@@ -90,6 +95,7 @@ def search(
         lambda: _target(to, given, Paths(runs_dir, data_dir), workers, cluster, nodes, nproc),
         resume=resume,
         log=_silent if as_json else _say,
+        goal=goal,
     )
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))

@@ -43,7 +43,7 @@ class Keeper:
     """Writes best recipes, and removes checkpoints of other trials.
 
     Attributes:
-        recipe: of the search.
+        recipe: that the best values are for: of the search, or that of which it tunes a proxy.
         place: of the study.
     """
 

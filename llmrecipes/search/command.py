@@ -76,7 +76,14 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 
-def search(recipe: Recipe, make_target: Callable[[], Target], *, resume: bool, log: Callable[[str], None]) -> Result:
+def search(
+    recipe: Recipe,
+    make_target: Callable[[], Target],
+    *,
+    resume: bool,
+    log: Callable[[str], None],
+    goal: Recipe | None = None,
+) -> Result:
     """Search, or continue a search, until a limit is reached or a signal arrives.
 
     Args:
@@ -84,6 +91,7 @@ def search(recipe: Recipe, make_target: Callable[[], Target], *, resume: bool, l
         make_target: of the trials.
         resume: continue a study that exists.
         log: receives a line for each event.
+        goal: recipe that the best values are for, if `recipe` is its proxy.
 
     Raises:
         UserError: the study cannot be opened, trials fail one after another, or the storage does not respond.
@@ -104,7 +112,7 @@ def search(recipe: Recipe, make_target: Callable[[], Target], *, resume: bool, l
     study = open_study(recipe, place, resume=resume)
     if target.is_local:
         prepare_data(recipe, target.paths.data_dir, log)  # once, rather than in the first trials
-    keeper = Keeper(recipe, place)
+    keeper = Keeper(goal or recipe, place)
     tracker = StudyTracker.open(study, recipe, place, target.given.get("tracking-uri"))
     code = ExitCode.REQUEUE
     try:

@@ -56,6 +56,7 @@ class Starter:
     Attributes:
         study: the study.
         recipe: with the section `search`.
+        goal: recipe that the best values are for: the same, or that of which `recipe` is a proxy.
         search: the section.
         place: of the study.
         target: where trials run.
@@ -64,6 +65,7 @@ class Starter:
 
     study: optuna.Study
     recipe: Recipe
+    goal: Recipe
     search: Search
     place: Place
     target: Target
@@ -153,6 +155,8 @@ class Starter:
     def _planned(self, values: Values) -> tuple[Recipe, Plan]:
         try:
             recipe = trial_recipe(self.recipe, self.search, values)
+            if self.goal is not self.recipe:
+                trial_recipe(self.goal, self.search, values)
         except UserError as error:
             raise Infeasible(str(error)) from error
         return recipe, self.target.plan(recipe)

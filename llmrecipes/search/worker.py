@@ -72,7 +72,9 @@ class Worker:
         self.search: Search = require_section(self.recipe)
         self.budget = Budget(self.search, trial_tokens(self.recipe, self.search))
         self._address = address(self.search, self.place.folder)
-        self._starter = Starter(self.study, self.recipe, self.search, self.place, self.target, self._patiently)
+        self._starter = Starter(
+            self.study, self.recipe, self.keeper.recipe, self.search, self.place, self.target, self._patiently
+        )
         self._spent = ""
         self._not_before = 0.0
         self._pause = LOOK_SECONDS

@@ -14,11 +14,12 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.width import base_width
 from llmrecipes.search import starting, worker
 from llmrecipes.search.study import own_trials
 from tests.helpers import curve, finish, start_command, tiny_on, train_lines, wait_for_step, write_recipe
 from tests.refusals import refused
-from tests.unit.search_lab import Curves, bowl, curves, ran, searched, states
+from tests.unit.search_lab import LR, Curves, bowl, curves, ran, searched, states
 
 __all__ = ["curves"]
 
@@ -166,6 +167,79 @@ def test_a_search_on_this_machine(
     run_dir = tmp_path / "runs/tiny-search" / f"tiny-{best['number']:04d}"
     assert curve(run_dir)[-1][-1] == best["valid_loss"]
     assert load(answer["recipes"][0]).recipe.optimizer.lr == best["values"]["optimizer.lr"]
+
+
+MUP = {"use_mup": True, "mup_base_hidden_size": 32, "mup_base_head_dim": 16.0}
+
+
+def wide(corpus: Path, **search: Any) -> Recipe:
+    """A recipe of four times the width of its proxy, over two tensor-parallel ranks."""
+    model = {"hidden_size": 128, "num_attention_heads": 8, "ffn_hidden_size": 512, **MUP}
+    section = {"space": [LR], "n_trials": 4, "enqueue_recipe": False, "sampler": {"seed": 1}, **search}
+    tensor = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    return tiny_on(corpus, model=model, parallelism=tensor, train={"eval_interval": 3}, search=section)
+
+
+def test_a_proxy_is_tuned_and_the_recipe_gets_its_values(
+    tmp_path: Path, corpus: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = {"key": "model.num_layers", "choices": [2, 4]}
+    seen = []
+
+    def loss(recipe: Recipe, evaluation: int) -> float:
+        seen.append(recipe)
+        return bowl(recipe, evaluation)
+
+    Curves.loss = staticmethod(loss)
+    path = write_recipe(wide(corpus, space=[LR, layers]), tmp_path)
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
+    assert run(["search", path, "--proxy", "--to", "curves", "--nproc", "1", *folders, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    shapes = {(each.model.hidden_size, each.model.num_attention_heads, each.model.ffn_hidden_size) for each in seen}
+    assert shapes == {(32, 2, 128)}
+    assert {each.parallelism.tensor_model_parallel_size for each in seen} == {1}
+    found = load(answer["recipes"][0]).recipe
+    assert (found.model.hidden_size, found.parallelism.tensor_model_parallel_size) == (128, 2)
+    assert found.optimizer.lr == answer["best"][0]["values"]["optimizer.lr"]
+    assert found.model.mup_base_hidden_size == 32
+    # The study of the recipe itself is another one.
+    assert run(["search", path, *folders, "--report"]) == 2
+    assert run(["search", path, "--proxy", *folders, "--report"]) == 0
+
+
+def test_a_trial_of_a_proxy_that_the_recipe_cannot_use_is_not_started(
+    tmp_path: Path, corpus: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = wide(
+        corpus, space=[{"key": "model.num_layers", "choices": [3, 4]}], sampler={"type": "GridSampler"}, n_trials=None
+    )
+    layout = recipe.parallelism.model_copy(update={"pipeline_model_parallel_size": 2})
+    recipe = recipe.model_copy(update={"parallelism": layout})
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
+    command = ["search", write_recipe(recipe, tmp_path), "--proxy", "--to", "curves", "--nproc", "1"]
+    assert run([*command, *folders, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trials"] == {"complete": 1, "infeasible": 1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["use_mup=false", "mup_base_hidden_size=null", "mup_base_head_dim=null"], "model.use_mup"),
+        (["mup_base_hidden_size=null"], "model.mup_base_hidden_size"),
+        (["mup_base_hidden_size=128"], "model.mup_base_hidden_size"),
+        (["mup_base_hidden_size=40"], "model.num_attention_heads"),
+    ],
+)
+def test_a_proxy_needs_a_narrower_base(overrides: list[str], key: str, tmp_path: Path, corpus: Path) -> None:
+    path = write_recipe(wide(corpus), tmp_path)
+    with refused(key):
+        base_width(load(path, [f"model.{each}" for each in overrides]).recipe)
+
+
+@pytest.mark.parametrize("key", ["model.ffn_hidden_size", "parallelism.tensor_model_parallel_size"])
+def test_a_proxy_has_a_width_and_a_layout_of_its_own(key: str, corpus: Path) -> None:
+    with refused("--proxy"):
+        base_width(wide(corpus, space=[{"key": key, "choices": [1, 2]}]))
 
 
 @pytest.mark.slow
