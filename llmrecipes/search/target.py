@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
@@ -179,8 +178,3 @@ def there(
     profile = load_profile(cluster)
     number = nodes * (ranks or profile.ranks_per_node)
     return Target(launcher, given, paths, workers, machine(profile, nodes), number, nodes, cluster, profile)
-
-
-def run_dir(paths: Paths, recipe: Recipe, run_id: str) -> Path:
-    """Directory of a trial's run."""
-    return paths.runs_dir / recipe.name / run_id
