@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.transformer.moe import moe_utils
 
@@ -15,6 +16,19 @@ micro-batch; before, by those of one rank, and of one sequence where the loss is
 
 PREDICTION_LOSSES_ARE_SCALED = _VERSION >= (0, 19)
 """Losses of multi-token prediction are scaled up for the tokens that have no label, counted on each rank."""
+
+
+SENDS_BEFORE_FREEING = _VERSION >= (0, 19)
+"""With virtual pipeline stages, whose messages overlap with computation, an output is freed after it was sent; before,
+while it was being sent."""
+
+
+def gradients_for_norm(optimizer: Any) -> list[torch.Tensor]:
+    """Gradients of an optimizer's parameters, each on one of the ranks that have the same."""
+    found: list[torch.Tensor] = (
+        optimizer.get_grads_for_grad_norm() if _VERSION >= (0, 19) else optimizer.get_main_grads_for_grad_norm()
+    )
+    return found
 
 
 def auxiliary_losses() -> dict[str, Any]:
