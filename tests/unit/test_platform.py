@@ -104,6 +104,14 @@ def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(monkeypatch: pyt
         select()
 
 
+def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    assert select(6).device == torch.device("cuda", 6)
+    with refused("torch.cuda", rule=("7", "--gpus-per-task")):
+        select(7)
+
+
 def test_a_gpu_whose_driver_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho NVIDIA-SMI has failed, driver 535.54\nexit 9\n")

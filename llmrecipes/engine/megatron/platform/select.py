@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import torch
 
@@ -10,6 +11,7 @@ from llmrecipes.engine.base import Platform
 from llmrecipes.errors import UserError
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.cluster import visible_gpus
+from llmrecipes.hardware.torch_build import unusable
 
 NVIDIA_SMI_SECONDS = 20.0
 
@@ -21,9 +23,16 @@ def select(local_rank: int = 0) -> Platform:
         local_rank: rank on this node; the index of the GPU.
 
     Raises:
-        UserError: this machine has a GPU, and torch cannot use it.
+        UserError: this machine has a GPU, and torch cannot use it, or fewer than ranks.
     """
     if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"{torch.cuda.device_count()} GPUs for rank {local_rank} of {socket.gethostname()}, counted from 0",
+                where="torch.cuda",
+                rule="each rank has a GPU of its own, and sees all GPUs of its node",
+                fix="llmrecipes doctor where a GPU is missing; fewer ranks a node; no --gpus-per-task in Slurm",
+            )
         from llmrecipes.engine.megatron.platform.cuda import CudaPlatform
 
         return CudaPlatform(local_rank)
@@ -41,13 +50,7 @@ def _require_no_gpu() -> None:
         what = f"a GPU whose driver does not answer: {said}"
     else:
         return
-    raise UserError(
-        f"this machine has {what}",
-        where="torch.cuda",
-        rule="a machine with a GPU trains on the CPU only if CUDA_VISIBLE_DEVICES is empty",
-        fix="llmrecipes doctor; make setup LOCK=py311-cuda where torch is a CPU build; or CUDA_VISIBLE_DEVICES= in "
-        "front of the command, to train on the CPU",
-    )
+    raise unusable(what)
 
 
 def _why_torch_sees_none() -> str:
