@@ -25,6 +25,4 @@ def test_a_rank_that_fails_reports_and_leaves_without_waiting_for_the_others(
 def test_ranks_with_and_without_a_gpu_are_refused_before_they_connect(
     worlds: dict[int, GlooWorld], tmp_path: Path
 ) -> None:
-    where, what = worlds[2].start(join_with_another_device, _free_port(), tmp_path, group=False).result()
-    assert where == "torch.cuda"
-    assert what.startswith("1 of 2 ranks") and "rank 0 (" in what
+    assert worlds[2].start(join_with_another_device, _free_port(), tmp_path, group=False).result() == "torch.cuda"
