@@ -69,7 +69,7 @@ def join_with_another_device(port: int, turns: Path) -> str:
             patch.setenv(name, value)
         mine = gpu if rank else select()
         with refused("torch.cuda", rule=("1", "2", "0")) as caught, join(mine, 1, Parallelism()):
-            raise AssertionError("joined")
+            pass
     return caught.value.where
 
 

@@ -151,7 +151,9 @@ def test_a_run_measures_some_of_its_steps(world: World) -> None:
         poll=list,
         wait=list,
     )
-    loaders = DataLoaders(train=lambda _: micro_batches(48), valid=None, bits_per_byte=lambda loss: loss)
+    loaders = DataLoaders(
+        train=lambda _: (each for each in micro_batches(48)), valid=None, bits_per_byte=lambda loss: loss
+    )
     Loop(
         engine.plan, engine, world, loaders, sink, sink, StopRequest(), recipe_hash="", peak_flops=None,
         after_step=lambda: None,
