@@ -30,17 +30,24 @@ def join(platform: Platform, seed: int, parallelism: Parallelism) -> Iterator[Wo
         UserError: some ranks have a GPU and others do not.
     """
     connect(platform)
-    with _torn_down(dist.destroy_process_group), model_parallel(seed, parallelism) as world:
+    # Tearing NCCL down may wait for collectives that the other ranks never join, because they wait for a failed one.
+    # Its process is about to end, which they notice.
+    alone = dist.get_world_size() == 1
+    with (
+        _torn_down(dist.destroy_process_group, after_errors=alone),
+        model_parallel(seed, parallelism, after_errors=alone) as world,
+    ):
         yield world
 
 
 @contextmanager
-def model_parallel(seed: int, parallelism: Parallelism) -> Iterator[World]:
+def model_parallel(seed: int, parallelism: Parallelism, *, after_errors: bool = True) -> Iterator[World]:
     """Create model-parallel groups over the process group, and destroy them at the end.
 
     Args:
         seed: for dropout: the same on every data-parallel rank, different on tensor-parallel ranks and stages.
         parallelism: degrees of the layout.
+        after_errors: whether to destroy the groups after an error too.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
@@ -51,7 +58,7 @@ def model_parallel(seed: int, parallelism: Parallelism) -> Iterator[World]:
         expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
         order=RANK_ORDER,
     )
-    with _torn_down(_take_away_groups):
+    with _torn_down(_take_away_groups, after_errors=after_errors):
         seed_random_states(seed)
         yield World(
             rank=dist.get_rank(),
@@ -64,16 +71,12 @@ def model_parallel(seed: int, parallelism: Parallelism) -> Iterator[World]:
 
 
 @contextmanager
-def _torn_down(teardown: Callable[[], None]) -> Iterator[None]:
-    """A block with a teardown at its end, except after an error on one of several ranks.
-
-    Tearing NCCL down may wait for collectives that the other ranks never join, because they wait for this one. Its
-    process is about to end, which they notice.
-    """
+def _torn_down(teardown: Callable[[], None], *, after_errors: bool) -> Iterator[None]:
+    """A block with a teardown at its end, also after an error if so asked."""
     try:
         yield
     except BaseException:
-        if dist.get_world_size() == 1:
+        if after_errors:
             teardown()
         raise
     teardown()
