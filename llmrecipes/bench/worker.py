@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from llmrecipes.bench.spec import ANSWER, BenchSpec, Collectives
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode
-from llmrecipes.train.rank import nodes, rank_main
+from llmrecipes.train.rank import failure_reported, nodes, rank_main
 
 
 def run(spec: BenchSpec) -> ExitCode:
@@ -27,7 +27,7 @@ def run(spec: BenchSpec) -> ExitCode:
     engines = backend(spec.recipe)
     platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
     cluster = detect().times(nodes())
-    with engines.join(spec.recipe, platform) as world:
+    with engines.join(spec.recipe, platform) as world, failure_reported(spec.recipe):
         answer: BaseModel
         if spec.what == "collectives":
             groups = engines.process_groups()

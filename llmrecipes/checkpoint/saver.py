@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.format import CheckpointFormat, StateDict
@@ -75,7 +78,7 @@ class AsyncSaver:
         self._keep = (most_recent_k, keep_interval)
         self._rank = dist.get_rank(group)
         self._token = _claim(store, group)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_on_same_device())
         self._running: tuple[int, Future[SaveReport]] | None = None
         self._finished: list[SaveReport] = []
         self._saves = 0
@@ -136,6 +139,8 @@ class AsyncSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._running is not None and not self._running[1].done():
+            logger.warning("waiting for the checkpoint of step %d, which is being written", self._running[0])
         try:
             self.close()
         except RuntimeError:
@@ -172,6 +177,13 @@ class AsyncSaver:
             self._store.prune(*self._keep)
         except OSError as problem:
             logger.warning("old checkpoints could not be deleted: %s", problem)
+
+
+def _on_same_device() -> Callable[[], None]:
+    """What makes the GPU of this thread that of another; a new thread's is the first of the node, on every rank."""
+    if not torch.cuda.is_available():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def _claim(store: CheckpointStore, group: dist.ProcessGroup) -> str:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.torch_build import require_gpu_build
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
 
@@ -14,8 +15,10 @@ def require_packages(recipe: Recipe) -> None:
     """Refuse a recipe whose engine cannot run here; called for what is about to run here, not for what is planned.
 
     Raises:
-        UserError: a package is missing, or something else that the engine needs for this recipe.
+        UserError: a package is missing, torch is a CPU build on a machine with GPUs, or something else that the engine
+            needs for this recipe.
     """
+    require_gpu_build()
     name = engine_name(recipe)
     engine = ENGINES[name]
     missing = [package for package in engine.packages if find_spec(package) is None]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.plan.attention import keeps_scores
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import shape
 
+_GPU_MEMORY = "GPU memory"
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -18,7 +21,7 @@ def describe_oom(error: BaseException) -> str | None:
 
     first_line = str(error).strip().split("\n")[0]
     if isinstance(error, torch.OutOfMemoryError):
-        return f"GPU memory: {first_line}"
+        return f"{_GPU_MEMORY}: {first_line}"
     if isinstance(error, MemoryError):
         return f"host memory: {first_line}" if first_line else "host memory"
     if isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error):
@@ -26,12 +29,13 @@ def describe_oom(error: BaseException) -> str | None:
     return None
 
 
-def memory_hints(recipe: Recipe, *, data_parallel_size: int) -> list[str]:
+def memory_hints(recipe: Recipe, *, data_parallel_size: int, device: str) -> list[str]:
     """What to change for less memory, cheapest first.
 
     Args:
         recipe: the recipe that did not fit.
         data_parallel_size: ranks that share the batch.
+        device: `cpu` or `cuda`.
 
     Returns:
         One line per hint, with a key and its new value; without those the recipe already has.
@@ -44,7 +48,7 @@ def memory_hints(recipe: Recipe, *, data_parallel_size: int) -> list[str]:
             f"train.micro_batch_size={smaller} (now {train.micro_batch_size}): less activation memory, the same "
             f"training with {accumulation} accumulated micro-batches"
         )
-    if train.recompute_granularity is None:
+    if train.recompute_granularity is None and keeps_scores(recipe, shape(recipe.model), device):
         hints.append(
             "train.recompute_granularity=selective: attention is recomputed in the backward pass, a few % slower"
         )
@@ -83,7 +87,8 @@ def out_of_memory(
     described = describe_oom(error)
     if described is None:
         return None
-    hints = memory_hints(recipe, data_parallel_size=data_parallel_size)
+    device = "cuda" if described.startswith(_GPU_MEMORY) else "cpu"
+    hints = memory_hints(recipe, data_parallel_size=data_parallel_size, device=device)
     steps = "\n".join(f"    {number}. {hint}" for number, hint in enumerate(hints, 1))
     return UserError(
         f"out of {described}",

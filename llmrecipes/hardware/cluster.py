@@ -97,7 +97,7 @@ def detect(directory: Path | None = None) -> Cluster:
     """This machine as far as this process may use it: by affinity, control groups and CUDA_VISIBLE_DEVICES."""
     total, available = _memory()
     return Cluster(
-        gpus=_gpus(),
+        gpus=visible_gpus(),
         cpu_cores=cpu_cores(),
         memory_bytes=total,
         memory_available_bytes=available,
@@ -114,8 +114,8 @@ def peak_tflops(name: str) -> float | None:
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.free")
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    # If the driver does not answer, there is no usable GPU.
+def visible_gpus() -> tuple[Gpu, ...]:
+    """GPUs of this machine that CUDA_VISIBLE_DEVICES leaves; none if the driver does not answer."""
     return select_gpus(nvidia.query(*FIELDS, timeout=20), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 

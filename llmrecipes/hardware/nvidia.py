@@ -1,10 +1,15 @@
-"""Runs nvidia-smi and parses its output; the only module that does."""
+"""NVIDIA's GPUs: runs nvidia-smi and parses its output, which no other module does."""
 
 from __future__ import annotations
 
 import csv
 import shutil
 import subprocess
+from pathlib import Path
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_VENDOR, _DISPLAY = "0x10de", "0x03"
+"""NVIDIA, and the first byte of the class of graphics cards and accelerators without outputs (PCI ID database)."""
 
 
 def report(*arguments: str, timeout: float) -> str | None:
@@ -19,6 +24,28 @@ def report(*arguments: str, timeout: float) -> str | None:
         return None
     done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=timeout, check=True)
     return done.stdout
+
+
+def driver_fault(timeout: float) -> str | None:
+    """What nvidia-smi says in a machine with a GPU whose driver does not answer; None in any other machine."""
+    try:
+        report("-L", timeout=timeout)
+    except subprocess.CalledProcessError as error:
+        said = " ".join(f"{error.stdout or ''} {error.stderr or ''}".split())
+    except (OSError, subprocess.SubprocessError) as error:
+        said = f"nvidia-smi: {error}"
+    else:
+        return None
+    # A login node may have the driver's programs, but no GPU.
+    return said if any(map(_is_gpu, _PCI_DEVICES.glob("*"))) else None
+
+
+def _is_gpu(device: Path) -> bool:
+    try:
+        vendor, kind = ((device / name).read_text("ascii").strip() for name in ("vendor", "class"))
+    except OSError:
+        return False
+    return vendor == _VENDOR and kind.startswith(_DISPLAY)
 
 
 def query(*fields: str, timeout: float) -> list[dict[str, str]]:

@@ -1,4 +1,6 @@
-"""The environment of a rank, from the cluster profile and the plan: the only module that chooses such variables.
+"""The environment of a rank, from the plan and the cluster profile or the detected GPUs.
+
+No other module chooses such variables.
 
 Variables that the user has set take precedence, so that one can be tried out without editing a file.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
 
@@ -15,6 +18,10 @@ FLIGHT_RECORDER_ENTRIES = 2000
 """Collectives that each rank records for the dump after a timeout (the size that PyTorch's tools assume)."""
 MOST_THREADS = 16
 """Maximum OpenMP threads of a rank with a GPU, where the CPU only prepares work."""
+BLACKWELL = frozenset({"B200", "B300", "GB200", "GB300"})
+"""Words in the names of GPUs that need no single queue to overlap communication."""
+OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
+"""Names under which a user may have set a variable, by the one that is set here."""
 
 
 def environment(profile: Profile, plan: Plan, ranks_per_node: int, logs: Path | None = None) -> dict[str, str]:
@@ -29,25 +36,44 @@ def environment(profile: Profile, plan: Plan, ranks_per_node: int, logs: Path | 
     The names are NCCL's (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html), PyTorch's, gloo's and
     libfabric's.
     """
-    threads = max(1, profile.cpu_cores // ranks_per_node)
-    values = {"OMP_NUM_THREADS": str(min(threads, MOST_THREADS) if profile.gpus_per_node else threads)}
-    if profile.gpus_per_node:
-        values |= _for_gpus(plan, logs)
-    return {**values, **{name: str(value) for name, value in profile.environment.items()}}
+    gpu = "" if profile.gpu is None else profile.gpu.name
+    return {
+        "OMP_NUM_THREADS": str(threads(profile.cpu_cores, ranks_per_node, on_gpus=bool(gpu))),
+        **(_for_gpus(plan, logs, gpu) if gpu else {}),
+        **{name: str(value) for name, value in profile.environment.items()},
+    }
+
+
+def detected_environment(cluster: Cluster, plan: Plan, logs: Path | None = None) -> dict[str, str]:
+    """Variables of every rank on the detected GPUs, without those that only a site knows; none on CPUs.
+
+    Args:
+        cluster: this machine, or several like it.
+        plan, logs: as in `environment`.
+    """
+    return _for_gpus(plan, logs, cluster.gpus[0].name) if cluster.gpus else {}
+
+
+def threads(cpu_cores: float, ranks: int, *, on_gpus: bool) -> int:
+    """OpenMP threads of each of the ranks that share some cores."""
+    share = max(1, int(cpu_cores) // ranks)
+    return min(share, MOST_THREADS) if on_gpus else share
 
 
 def missing(wanted: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
     """The variables to set: those that the user has not set."""
-    return {name: value for name, value in wanted.items() if name not in there}
+    return {
+        name: value for name, value in wanted.items() if name not in there and OLDER_NAMES.get(name, name) not in there
+    }
 
 
-def _for_gpus(plan: Plan, logs: Path | None) -> dict[str, str]:
+def _for_gpus(plan: Plan, logs: Path | None, gpu: str) -> dict[str, str]:
     values = {
         "NCCL_DEBUG": "WARN",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_FR_BUFFER_SIZE": str(FLIGHT_RECORDER_ENTRIES),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }
     if logs is not None:
         values["TORCH_FR_DUMP_TEMP_FILE"] = str(logs / "collectives-rank-")
@@ -55,5 +81,5 @@ def _for_gpus(plan: Plan, logs: Path | None) -> dict[str, str]:
     if degrees.tensor_model_parallel_size > 1 or degrees.context_parallel_size > 1:
         # One queue to the GPU runs kernels in launch order, which megatron-core's overlap of communication and
         # computation relies on (tensor_parallel/layers.py).
-        values["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        values["CUDA_DEVICE_MAX_CONNECTIONS"] = "32" if BLACKWELL & set(gpu.replace("-", " ").split()) else "1"
     return values

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from llmrecipes.plan.attention import has_fused_kernel, recompute_granularity
 from llmrecipes.plan.layout import Layout
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
@@ -69,7 +70,7 @@ def _chunk(recipe: Recipe, per: _PerToken, dense: int, with_experts: int) -> tup
     largest = per.expert_layer if with_experts else per.dense_layer
     if not layers:
         return 0.0, 0.0
-    if train.recompute_granularity == "selective":
+    if recompute_granularity(recipe, per.shape, per.device) == "selective":
         return plain - layers * per.core, per.core
     if train.recompute_granularity == "full" and train.recompute_num_layers:
         number = min(train.recompute_num_layers, layers)
@@ -174,8 +175,7 @@ class _PerToken:
 
     @property
     def _fused(self) -> bool:
-        """Whether core attention has a fused kernel; on a CPU torch has none if keys and values differ in width."""
-        return self.device == "cuda" or self.shape.query_channels == self.shape.value_channels
+        return has_fused_kernel(self.shape, self.device)
 
     @property
     def _attention(self) -> float:

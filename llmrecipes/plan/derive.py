@@ -8,6 +8,7 @@ from typing import Any
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan import zeropp
+from llmrecipes.plan.attention import recompute_granularity
 from llmrecipes.plan.checkpoint import checkpoint_bytes
 from llmrecipes.plan.flops import flops_per_token
 from llmrecipes.plan.layout import Layout, layout
@@ -66,12 +67,28 @@ class Plan:
         return self.host_memory_bytes <= self.host_capacity_bytes
 
     @property
+    def recompute_granularity(self) -> str | None:
+        """What is recomputed in the backward pass: `full`, `selective` or nothing (see `plan.attention`)."""
+        return recompute_granularity(self.recipe, self.shape, self.device)
+
+    @property
     def memory_headroom(self) -> float:
         return 1 - self.memory.total / max(self.memory_capacity_bytes, 1)
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Likely problems although the run fits, one sentence each."""
+        return (*self._no_headroom(), *self._nothing_recomputed())
+
+    def _nothing_recomputed(self) -> tuple[str, ...]:
+        if self.recompute_granularity == self.recipe.train.recompute_granularity:
+            return ()
+        return (
+            "train.recompute_granularity selective has no effect here: the attention kernel keeps no scores and "
+            "recomputes them itself, so core attention is not recomputed once more",
+        )
+
+    def _no_headroom(self) -> tuple[str, ...]:
         if not self.fits or self.memory_headroom >= LEAST_HEADROOM:
             return ()
         needed, capacity = self.memory.total / GIB, self.memory_capacity_bytes / GIB

@@ -92,6 +92,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
             rule="gloo, which joins CPU ranks, cannot gather the uneven numbers of tokens for experts that ranks share",
             fix="expert_tensor_parallel_size 1; expert, tensor, pipeline and context parallelism run here",
         )
+    _check_latent_attention(recipe, cluster)
     return Layout(
         world_size=world_size,
         tensor_model_parallel_size=tensor,
@@ -148,6 +149,24 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
             fix=f"at most {here} ranks here"
             if least <= here
             else f"smaller parallel degrees: these need a multiple of {least} ranks",
+        )
+
+
+def _check_latent_attention(recipe: Recipe, cluster: Cluster) -> None:
+    """TransformerEngine's layers do not sum the gradient of the key that all heads share; the local ones here do."""
+    model, parallel = recipe.model, recipe.parallelism
+    transformer_engine = model.transformer_impl == "transformer_engine" or (
+        model.transformer_impl == "auto" and cluster.device == "cuda"
+    )
+    tensor = parallel.tensor_model_parallel_size
+    if model.multi_latent_attention and transformer_engine and tensor > 1 and not parallel.sequence_parallel:
+        raise UserError(
+            f"false with multi_latent_attention, tensor_model_parallel_size {tensor} and transformer_impl "
+            f"{model.transformer_impl}",
+            where="parallelism.sequence_parallel",
+            rule="with TransformerEngine, only sequence parallelism sums the gradient of the rotated key of all heads "
+            "over tensor-parallel ranks; without it their weights drift apart, in silence",
+            fix="sequence_parallel true, or model.transformer_impl local",
         )
 
 

@@ -221,7 +221,8 @@ class Train(Section):
     """Probability mass spread over the vocabulary in the training loss; the validation loss is never smoothed."""
     recompute_granularity: Literal["selective", "full"] | None = None
     """Recompute core attention (`selective`) or whole layers (`full`) in the backward pass instead of keeping
-    activations (arXiv 2205.05198)."""
+    activations (arXiv 2205.05198). `selective` has no effect where the attention kernel keeps no scores, as on all
+    GPUs."""
     recompute_method: Literal["uniform", "block"] | None = None
     """For `full`: recompute all layers in chunks (`uniform`) or the first ones only (`block`)."""
     recompute_num_layers: PosInt | None = None

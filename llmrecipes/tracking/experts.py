@@ -1,4 +1,4 @@
-"""Expert balance as scalar metrics, for tools that draw curves."""
+"""Expert balance: when it is measured, and as scalar metrics for tools that draw curves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmrecipes.recipe.schema import Recipe
+
+STEPS_BETWEEN = 10
+"""Steps between measurements, which compute every router's probabilities once more and sum counts over all ranks."""
 MOST_CURVES = 16
 """Up to this many experts of a layer get a curve each; with more, only minimum and maximum are drawn."""
+
+
+def is_measured(step: int, recipe: Recipe) -> bool:
+    """Whether the balance is measured in a step: in every tenth, in the first and in the last.
+
+    With a `train.log_interval` only steps that are logged count: every tenth is then the next multiple of it.
+    """
+    shown, last = recipe.train.log_interval, recipe.train.train_iters
+    every = -(-STEPS_BETWEEN // shown) * shown
+    return step % every == 0 or step in (shown, last)
 
 
 def expert_metrics(layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from llmrecipes.faults.signals import StopRequest
 from llmrecipes.faults.spikes import LossWatch
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.tracking.experts import is_measured
 from llmrecipes.train.finite import require_finite
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.pending import is_evaluated
@@ -159,7 +160,7 @@ class Loop:
             raise failure
 
     def _step(self, progress: Progress, batches: ReadAhead) -> tuple[Progress, bool]:
-        counter = self.engine.balance if self._is_shown(progress.step + 1) else None
+        counter = self.engine.balance if is_measured(progress.step + 1, self.plan.recipe) else None
         if counter is not None:
             counter.start()
         started = time.perf_counter()
@@ -178,9 +179,6 @@ class Loop:
         self._require_loss_scale(progress, result)
         self.after_step()
         return progress, result.stop or progress.step == self.stop_after
-
-    def _is_shown(self, step: int) -> bool:
-        return step % self.plan.recipe.train.log_interval == 0 or step == self.plan.recipe.train.train_iters
 
     def _report(self, progress: Progress, result: StepResult, seconds: float, balance: Balance | None) -> None:
         rate = self.plan.tokens_per_step / seconds

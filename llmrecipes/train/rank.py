@@ -1,12 +1,16 @@
-"""Entry and exit of every rank: reads its spec, and reports user errors as one message."""
+"""Entry and exit of every rank: reads its spec, reports errors at once, and leaves without waiting for other ranks."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -14,11 +18,15 @@ from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.parent import end_with_parent
 from llmrecipes.launch.ranks import LAUNCHER
+from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RankSpec
 
 S = TypeVar("S", bound=RankSpec)
 
 SECONDS_BEHIND_THE_FIRST = 2.0
+CRASHED = 1
+"""Exit code after an error that is no `UserError`, as Python's own."""
+_REPORTED = "_llmrecipes_exit_code"
 
 
 def rank_main(kind: type[S], run: Callable[[S], ExitCode]) -> NoReturn:
@@ -34,27 +42,86 @@ def rank_main(kind: type[S], run: Callable[[S], ExitCode]) -> NoReturn:
     if launcher := os.environ.pop(LAUNCHER, ""):  # not for the processes that this one starts
         end_with_parent(int(launcher))
     setup_logging(rank=int(os.environ.get("RANK", "0")))
-    sys.exit(guarded(run, kind.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))))
+    leave(process_exit_code(run, kind.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))))
 
 
 def guarded(run: Callable[[S], ExitCode], spec: S) -> int:
-    """Run a rank and print a user error as one message; returns the exit code."""
-    from llmrecipes.faults.memory import out_of_memory
-
+    """Run a rank and print a user error as one message; returns the exit code. Any other error is raised."""
     try:
         return int(run(spec))
-    except UserError as error:
-        explained = error
-    except (MemoryError, RuntimeError) as error:
-        found = out_of_memory(error, spec.recipe, data_parallel_size=int(os.environ.get("WORLD_SIZE", "1")))
-        if found is None:
+    except Exception as error:
+        code: int | None = getattr(error, _REPORTED, None)
+        if code is not None:
+            return code
+        explained = _explained(error, spec.recipe)
+        if explained is None:
             raise
-        explained = found
-    print(f"error: {explained}", file=sys.stderr, flush=True)
-    if os.environ.get("RANK", "0") != "0":
-        # Most errors are raised on all ranks, and launchers kill the others when one exits: let rank 0 report first.
+        return _report_user_error(explained)
+
+
+def process_exit_code(run: Callable[[S], ExitCode], spec: S) -> int:
+    """`guarded`, for a process that is a rank: any other error is printed, and its exit code is 1."""
+    try:
+        code = guarded(run, spec)
+    except Exception:
+        traceback.print_exc()
+        return CRASHED
+    if code not in (ExitCode.DONE, ExitCode.REQUEUE, CRASHED) and os.environ.get("RANK", "0") != "0":
+        # Most user errors are raised on all ranks, and launchers kill the others when one exits: rank 0 reports first.
         time.sleep(SECONDS_BEHIND_THE_FIRST)
-    return int(explained.code)
+    return code
+
+
+@contextmanager
+def failure_reported(recipe: Recipe) -> Iterator[None]:
+    """The innermost block of a rank that has joined others: an error is printed before anything is closed.
+
+    Closing may wait for a checkpoint that is being written, or for a GPU whose collective never ends. So this process
+    ends at the latest `train.exit_grace_seconds` after the error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            explained = _explained(error, recipe)
+            if explained is None:
+                traceback.print_exc()
+            code = CRASHED if explained is None else _report_user_error(explained)
+            setattr(error, _REPORTED, code)
+            last = threading.Timer(recipe.train.exit_grace_seconds, os._exit, (code,))
+            last.daemon = True
+            last.start()
+        raise
+
+
+def leave(code: int) -> NoReturn:
+    """End this process.
+
+    After an error without any clean-up: at the end of an interpreter NCCL's communicators are aborted, which may wait
+    for ranks that wait for this one.
+    """
+    if code in (ExitCode.DONE, ExitCode.REQUEUE):
+        sys.exit(code)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _explained(error: Exception, recipe: Recipe) -> UserError | None:
+    """The error as the user should see it; None for a bug, which keeps its traceback."""
+    if isinstance(error, UserError):
+        return error
+    if not isinstance(error, MemoryError | RuntimeError):
+        return None
+    from llmrecipes.faults.memory import out_of_memory
+
+    return out_of_memory(error, recipe, data_parallel_size=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def _report_user_error(error: UserError) -> int:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return int(error.code)
 
 
 def nodes() -> int:

@@ -41,6 +41,8 @@ class RunSpec(RunOptions, RankSpec):
 
     run_dir: Path
     runs_dir: Path
+    on_gpus: bool = False
+    """Whether the run was planned for GPUs, so that a rank without one must not train."""
     stop_after: Annotated[int, Field(gt=0)] | None = None
     """Save and stop after this step, as after a signal."""
     restart: Annotated[int, Field(ge=0)] = 0

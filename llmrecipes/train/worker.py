@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import socket
 from contextlib import ExitStack
 
 from llmrecipes.engine.requirements import require_packages
-from llmrecipes.errors import ExitCode
-from llmrecipes.train.rank import nodes, rank_main
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.train.rank import failure_reported, nodes, rank_main
 from llmrecipes.train.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -43,9 +44,11 @@ def run(spec: RunSpec) -> ExitCode:
     recipe = spec.recipe
     engines = backend(recipe)
     platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
+    if spec.on_gpus:
+        _require_gpu(platform.name)
     cluster = detect().times(nodes())
-    with ExitStack() as stack:
-        world = stack.enter_context(engines.join(recipe, platform))
+    # Errors are reported before anything is closed; the process group is left last.
+    with engines.join(recipe, platform) as world, ExitStack() as stack, failure_reported(recipe):
         plan = derive(recipe, world.size, cluster)
         prepared = open_prepared(recipe, spec.data_dir)
         loaders = open_loaders(recipe, prepared, world, pin_memory=platform.name == "cuda")
@@ -109,6 +112,16 @@ def run(spec: RunSpec) -> ExitCode:
             if world.is_first and outcome is Outcome.FINISHED:
                 print_summary(spec, prepared, loop)
     return outcome.value
+
+
+def _require_gpu(device: str) -> None:
+    if device != "cuda":
+        raise UserError(
+            f"the run is planned for GPUs, and torch sees none on {socket.gethostname()}",
+            where="torch.cuda",
+            rule="a run that is planned for GPUs never trains on a CPU",
+            fix="llmrecipes doctor on that node; a container needs docker run --gpus all, or apptainer exec --nv",
+        )
 
 
 def _newest(store: object) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode
-from llmrecipes.train.rank import rank_main
+from llmrecipes.train.rank import failure_reported, rank_main
 from llmrecipes.verify.scale import first_beyond
 from llmrecipes.verify.spec import Record, Step, VerifySpec
 
@@ -29,7 +29,7 @@ def run(spec: VerifySpec) -> ExitCode:
 
     engines = backend(spec.recipe)
     platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
-    with engines.join(spec.recipe, platform) as world:
+    with engines.join(spec.recipe, platform) as world, failure_reported(spec.recipe):
         train(spec, engines, world, platform)
     return ExitCode.DONE
 

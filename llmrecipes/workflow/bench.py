@@ -15,6 +15,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import clusters_dir, load_profile
 from llmrecipes.hardware.profile import Measured
+from llmrecipes.launch.environment import detected_environment, missing
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import from_slurm
 from llmrecipes.plan.derive import default_world_size, derive
@@ -44,6 +45,9 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
         if is_task(os.environ):
             rank = from_slurm(os.environ)
             os.environ.update(rank.variables())
+            cluster = detect().times(rank.world_size // rank.local_world_size)
+            plan = derive(spec.recipe, rank.world_size, cluster)
+            os.environ.update(missing(detected_environment(cluster, plan), os.environ))
             from llmrecipes.bench.worker import run
 
             run(own)
@@ -51,11 +55,18 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
         cluster = detect()
         ranks = default_world_size(spec.recipe, cluster) if nproc is None else nproc
         require_packages(spec.recipe)
-        derive(spec.recipe, ranks, cluster)  # rejects inconsistent settings before a process starts
+        plan = derive(spec.recipe, ranks, cluster)  # rejects inconsistent settings before a process starts
         path = own.out / "spec.json"
         path.write_text(own.model_dump_json(), "utf-8")
         threads = max(1, int(cluster.cpu_cores) // ranks)
-        code = run_ranks("llmrecipes.bench.worker", [str(path)], world_size=ranks, threads=threads, logs=own.out)
+        code = run_ranks(
+            "llmrecipes.bench.worker",
+            [str(path)],
+            world_size=ranks,
+            threads=threads,
+            logs=own.out,
+            environment=detected_environment(cluster, plan),
+        )
         if code:
             raise UserError(f"the ranks ended with {code}", where="bench", fix="see the messages above")
         return (own.out / ANSWER).read_text("utf-8")

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import NoReturn
 
 from pydantic import BaseModel, ConfigDict
 
@@ -26,7 +27,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
-from llmrecipes.launch.environment import environment, missing
+from llmrecipes.launch.environment import detected_environment, environment, missing, threads
 from llmrecipes.launch.ranks import from_slurm
 from llmrecipes.recipe.load import load
 from llmrecipes.train.spec import RunOptions, RunSpec
@@ -83,32 +84,35 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
         "slurm.restart_count": str(restart),
         "slurm.nodes": there.get("SLURM_JOB_NODELIST", ""),
     }
-    variables = {} if profile is None else environment(profile, plan, arguments.ranks_per_node, logs)
-    if "OMP_NUM_THREADS" not in variables:
+    if profile is None:
         cores = int(there.get("SLURM_CPUS_ON_NODE") or 1)
-        variables["OMP_NUM_THREADS"] = str(max(1, cores // arguments.ranks_per_node))
-    job = Job(run=spec.model_copy(update={"restart": restart, "tags": tags}), environment=variables)
+        each = threads(cores, arguments.ranks_per_node, on_gpus=plan.device == "cuda")
+        variables = {"OMP_NUM_THREADS": str(each), **detected_environment(cluster, plan, logs.absolute())}
+    else:
+        variables = environment(profile, plan, arguments.ranks_per_node, logs)
+    known = {"restart": restart, "tags": tags, "on_gpus": plan.device == "cuda"}
+    job = Job(run=spec.model_copy(update=known), environment=variables)
     (logs / OUTCOME).unlink(missing_ok=True)
     path = (logs / JOB).resolve()
     path.write_text(job.model_dump_json(indent=2) + "\n", "utf-8")
     return path
 
 
-def rank(path: Path) -> int:
-    """Run one rank of a job; returns the exit code of the task."""
+def rank(path: Path) -> NoReturn:
+    """Run one rank of a job, and end this process."""
     job = Job.model_validate_json(path.read_text("utf-8"))
     here = from_slurm(os.environ)
     # All of this must be set before torch is loaded.
     os.environ.update(missing(job.environment, os.environ))
     os.environ.update(here.variables())
     setup_logging(rank=here.rank)
-    from llmrecipes.train.rank import guarded
+    from llmrecipes.train.rank import leave, process_exit_code
     from llmrecipes.train.worker import run
 
-    code = guarded(run, job.run)
+    code = process_exit_code(run, job.run)
     if here.rank == 0:
         (path.parent / OUTCOME).write_text(f"{code}\n", "utf-8")
-    return ExitCode.DONE if code == ExitCode.REQUEUE else code
+    leave(ExitCode.DONE if code == ExitCode.REQUEUE else code)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -130,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     try:
         if given.command == "rank":
-            return rank(given.job)
+            rank(given.job)
         setup_logging()
         with redirect_stdout(sys.stderr):
             path = begin(given, os.environ)

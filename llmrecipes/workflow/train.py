@@ -9,6 +9,8 @@ from llmrecipes.commandline import command_line
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
+from llmrecipes.launch.environment import detected_environment, environment, missing
+from llmrecipes.launch.environment import threads as share
 from llmrecipes.launch.local import Grace, run_ranks
 from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.derive import Plan, default_world_size
@@ -90,8 +92,10 @@ def start(
         separate_process: start a process even for a single rank, which could crash this one.
     """
     ranks = plan.layout.world_size
+    spec = spec.model_copy(update={"on_gpus": plan.device == "cuda"})
     # The user's value takes precedence, and may be more or less than an even share.
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, int(cluster.cpu_cores) // ranks))
+    threads = int(os.environ.get("OMP_NUM_THREADS") or share(cluster.cpu_cores, ranks, on_gpus=spec.on_gpus))
+    variables = detected_environment(cluster, plan, (spec.run_dir / "logs").absolute())
     if ranks == 1 and node is None and not separate_process:
         # The variable has no effect once torch is loaded, which data preparation may have done.
         import torch
@@ -100,6 +104,7 @@ def start(
         from llmrecipes.train.worker import run
 
         torch.set_num_threads(threads)
+        os.environ.update(missing(variables, os.environ))  # read when CUDA and NCCL are first used
         return guarded(run, spec)
     path = spec.run_dir / "logs" / ("spec.json" if node is None else f"spec-node-{node.number}.json")
     path.write_text(spec.model_dump_json(indent=2) + "\n", "utf-8")
@@ -118,6 +123,7 @@ def start(
         logs=spec.run_dir / "logs",
         node=node,
         grace=Grace(spec.recipe.train.exit_grace_seconds, newest),
+        environment=variables,
     )
 
 
@@ -155,7 +161,6 @@ def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, no
     """
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.hardware.machine import machine
-    from llmrecipes.launch.environment import environment, missing
 
     profile = load_profile(name)
     site = machine(profile, nodes)

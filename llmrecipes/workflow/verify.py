@@ -13,6 +13,7 @@ from pathlib import Path
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, detect
+from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
@@ -53,7 +54,15 @@ def start_ranks(spec: VerifySpec, ranks: int, cluster: Cluster) -> None:
     path = logs / "spec.json"
     path.write_text(spec.model_dump_json(indent=2) + "\n", "utf-8")
     threads = max(1, int(cluster.cpu_cores) // ranks)
-    code = run_ranks("llmrecipes.verify.worker", [str(path)], world_size=ranks, threads=threads, logs=logs)
+    plan = derive(spec.recipe, ranks, cluster)
+    code = run_ranks(
+        "llmrecipes.verify.worker",
+        [str(path)],
+        world_size=ranks,
+        threads=threads,
+        logs=logs,
+        environment=detected_environment(cluster, plan, logs.absolute()),
+    )
     if code:
         raise UserError(f"the layout ended with exit code {code}", where=str(logs), fix="see the messages above")
 

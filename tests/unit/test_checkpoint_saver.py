@@ -263,3 +263,23 @@ def test_two_ranks_save_beside_their_own_reductions_and_share_a_failure(
     assert {"__0_0.distcp", "__1_0.distcp"} <= set(files)
     assert newest(store).manifest.layout == {"world_size": 2}
     assert not list(store.directory.glob(".tmp*"))
+
+
+def test_the_thread_works_on_the_gpu_of_its_rank(
+    store: CheckpointStore, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on the first one of the node, on which every rank would have a CUDA context then."""
+    used: list[tuple[int, bool]] = []
+
+    def set_device(device: int) -> None:
+        used.append((device, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.cuda, "is_available", lambda: True)
+        gpu.setattr(torch.cuda, "current_device", lambda: 3)
+        saver = AsyncSaver(store, group, ShardedFormat())
+    with saver:
+        saver.save(sharded(torch.ones(4), torch.ones(3, 2)), info(1))
+        assert [report.error for report in saver.wait()] == [None]
+    assert used == [(3, False)]

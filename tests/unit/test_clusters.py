@@ -12,10 +12,10 @@ import pytest
 
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware import profile
-from llmrecipes.hardware.cluster import peak_tflops
+from llmrecipes.hardware.cluster import Cluster, Gpu, peak_tflops
 from llmrecipes.hardware.load import clusters_dir, load_profile, names
 from llmrecipes.hardware.machine import machine, planned
-from llmrecipes.launch.environment import environment, missing
+from llmrecipes.launch.environment import detected_environment, environment, missing, threads
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.layout import layout
 from llmrecipes.recipe.load import load
@@ -186,6 +186,24 @@ def test_environment_comes_from_profile_and_plan() -> None:
     laptop = machine(load_profile("laptop"), 1)
     assert environment(load_profile("laptop"), derive(tiny(), 2, laptop), 2) == {"OMP_NUM_THREADS": "2"}
     assert missing({"A": "1", "B": "2"}, {"A": "0"}) == {"B": "2"}
+    assert missing({"PYTORCH_ALLOC_CONF": "ours"}, {"PYTORCH_CUDA_ALLOC_CONF": "the user's"}) == {}
+
+
+def test_detected_gpus_get_the_environment_that_needs_no_site() -> None:
+    def node(name: str) -> Cluster:
+        return Cluster((Gpu(name, 79 << 30, 79 << 30, None),) * 8, 112, 1 << 40, 1 << 40, 0)
+
+    hopper = node("NVIDIA H100 80GB HBM3")
+    plan = derive(load("gpt-7b", []).recipe, 8, hopper)  # tensor-parallel
+    found = detected_environment(hopper, plan, Path("/runs/logs"))
+    of_a_site = environment(load_profile("h100-ib"), plan, 8, Path("/runs/logs"))
+    assert {name: of_a_site[name] for name in found} == found
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == "/runs/logs/collectives-rank-"
+    assert {"PYTORCH_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "NCCL_DEBUG"} < found.keys()
+    assert detected_environment(node("NVIDIA B200"), plan)["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert detected_environment(machine(load_profile("laptop"), 1), plan) == {}
+    assert [threads(112, 4, on_gpus=True), threads(112, 4, on_gpus=False), threads(2, 4, on_gpus=True)] == [16, 28, 1]
 
 
 def test_training_here_as_a_node_of_a_cluster(

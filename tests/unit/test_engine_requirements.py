@@ -14,7 +14,8 @@ from llmrecipes.cli.app import run
 from llmrecipes.doctor import zero
 from llmrecipes.engine.deepspeed.swap import swap_files
 from llmrecipes.engine.requirements import require_packages
-from llmrecipes.hardware import operators
+from llmrecipes.hardware import operators, torch_build
+from llmrecipes.hardware.cluster import Gpu
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe, Zero
@@ -187,3 +188,18 @@ def test_the_doctor_does_not_require_deepspeed(corpus: Path) -> None:
 def test_the_doctor_fails_a_recipe_whose_engine_is_missing(corpus: Path) -> None:
     (finding,) = [each for each in zero.check(None, with_zero(corpus)) if each.status == "fail"]
     assert "deepspeed" in finding.what and "setup-zero" in finding.fix
+
+
+def test_a_cpu_build_of_torch_is_refused_on_gpus_before_data_is_prepared(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tiny_on(corpus), tmp_path)
+    data = tmp_path / "data"
+    gpu = Gpu("NVIDIA H100 80GB HBM3", 80 << 30, 79 << 30, None)
+    monkeypatch.setattr(torch_build, "visible_gpus", lambda: (gpu,) * 8)
+    monkeypatch.setattr(torch_build.metadata, "version", lambda _: "2.13.0+cpu")
+    assert run(["train", recipe, "--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data)]) == 2
+    require_message(capfd.readouterr().err, "torch.cuda", rule=("8", "2.13.0+cpu", "LOCK=py311-cuda"))
+    assert not data.exists() and not (tmp_path / "runs").exists()
+    monkeypatch.setattr(torch_build.metadata, "version", lambda _: "2.13.0+cu128")
+    torch_build.require_gpu_build()

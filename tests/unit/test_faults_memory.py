@@ -27,7 +27,9 @@ def keys(hints: list[str]) -> list[str]:
 
 
 def test_the_ladder_starts_with_the_cheapest_change() -> None:
-    hints = memory_hints(recipe(), data_parallel_size=2)
+    scores = recipe()
+    scores = scores.model_copy(update={"model": scores.model.model_copy(update={"attention_dropout": 0.1})})
+    hints = memory_hints(scores, data_parallel_size=2, device="cpu")
     assert hints[0].startswith("train.micro_batch_size=2 (now 4)")
     assert "8 accumulated micro-batches" in hints[0]
     assert keys(hints) == [
@@ -37,11 +39,17 @@ def test_the_ladder_starts_with_the_cheapest_change() -> None:
         "parallelism.grad_reduce_in_fp32",
         "model.seq_length",
     ]
+    fused = [memory_hints(recipe(), data_parallel_size=2, device="cpu")]
+    fused.append(memory_hints(scores, data_parallel_size=2, device="cuda"))
+    assert not any("selective" in hint for found in fused for hint in found), "these kernels keep no scores"
 
 
 def test_rungs_already_taken_are_left_out() -> None:
     tight = recipe(micro_batch_size=1, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    assert keys(memory_hints(tight, data_parallel_size=1)) == ["parallelism.grad_reduce_in_fp32", "model.seq_length"]
+    assert keys(memory_hints(tight, data_parallel_size=1, device="cpu")) == [
+        "parallelism.grad_reduce_in_fp32",
+        "model.seq_length",
+    ]
 
 
 def test_precision_and_the_distributed_optimizer_are_offered_where_they_help() -> None:
@@ -49,16 +57,18 @@ def test_precision_and_the_distributed_optimizer_are_offered_where_they_help() -
     plain = base.model_copy(
         update={"parallelism": base.parallelism.model_copy(update={"use_distributed_optimizer": False})}
     )
-    hints = memory_hints(plain, data_parallel_size=4)
+    hints = memory_hints(plain, data_parallel_size=4, device="cpu")
     assert hints[0].startswith("train.micro_batch_size=3 (now 9)"), "a divisor, so that the batch still divides"
     assert any(hint.startswith("parallelism.use_distributed_optimizer=true") for hint in hints)
     assert any(hint.startswith("train.precision=bf16") for hint in hints)
-    assert not any("use_distributed_optimizer" in hint for hint in memory_hints(plain, data_parallel_size=1))
+    assert not any(
+        "use_distributed_optimizer" in hint for hint in memory_hints(plain, data_parallel_size=1, device="cpu")
+    )
 
 
 def test_each_rung_is_a_valid_recipe() -> None:
     """What the memory_hints advises can be typed on the command line: keys exist and values pass the schema."""
-    for hint in memory_hints(recipe(), data_parallel_size=2):
+    for hint in memory_hints(recipe(), data_parallel_size=2, device="cuda"):
         document = recipe().model_dump()
         for assignment in hint.split(" (")[0].split(": ")[0].split():
             key, value = assignment.split("=")

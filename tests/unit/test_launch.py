@@ -162,3 +162,15 @@ def test_after_the_grace_period_ranks_are_killed_and_the_code_tells_whether_they
     assert "1 (stopped)" in told
     assert f"step-{2 if saved else 1}" in told
     assert not alive(int((folder / "pid-1").read_text()))
+
+
+def test_variables_of_a_run_reach_every_rank_unless_the_user_has_set_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SET_BY_USER", "user")
+    variables = {"SET_BY_USER": "run", "OF_THE_RUN": "1", "RANK": "9"}
+    arguments = [str(folder), "{}"]
+    assert run_ranks("rank_program", arguments, world_size=2, threads=3, logs=folder, environment=variables) == 0
+    for rank in range(2):
+        found = json.loads((folder / f"environment-{rank}").read_text())
+        assert [found[name] for name in variables] == ["user", "1", str(rank)]

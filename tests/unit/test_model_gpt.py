@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +18,13 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from llmrecipes.engine.megatron.model.attention import SdpaCoreAttention
+from llmrecipes.engine.megatron.model.config import transformer_config
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 from llmrecipes.engine.megatron.model.spec import choose
-from tests.helpers import LLAMA, MODEL, built, engine_of, steps, tiny
+from llmrecipes.engine.megatron.versions import SENDS_BEFORE_FREEING
+from llmrecipes.hardware import transformer_engine
+from llmrecipes.plan.derive import derive
+from tests.helpers import LLAMA, MODEL, ROOMY, ROOT, built, engine_of, environment, steps, tiny
 from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -133,17 +140,78 @@ def test_a_requested_implementation_is_never_replaced(monkeypatch: pytest.Monkey
         choose("transformer_engine")
     assert choose("auto") == ("local", "no GPU")
     assert choose("local")[0] == "local"
-    find_spec: Callable[..., Any] = importlib.util.find_spec
-
-    def without(name: str, *more: Any) -> Any:
-        return None if name == "transformer_engine" else find_spec(name, *more)
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", without)
     with refused("model.transformer_impl", rule="TransformerEngine"):
         choose("transformer_engine")
     assert choose("auto") == ("local", "TransformerEngine is not installed")
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Iterator[Path]:
+    """A folder with a TransformerEngine that was built for another CUDA."""
+    package = tmp_path / "broken" / "transformer_engine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise OSError('libcublas.so.99: cannot open shared object file')\n")
+    transformer_engine.obstacle.cache_clear()
+    yield package.parent
+    sys.modules.pop("transformer_engine", None)
+    transformer_engine.obstacle.cache_clear()
+
+
+def test_auto_survives_a_broken_transformer_engine_and_tells_why(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(broken)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    chosen, reason = choose("auto")
+    assert chosen == "local"
+    assert "OSError" in reason and "libcublas.so.99" in reason
+    with refused("model.transformer_impl", rule=("OSError", "libcublas.so.99")):
+        choose("transformer_engine")
+    with pytest.raises(ImportError):  # which megatron-core handles, and OSError it does not
+        import_module("transformer_engine")
+
+
+@pytest.mark.slow
+def test_engines_are_imported_beside_a_broken_transformer_engine(broken: Path) -> None:
+    code = """
+from llmrecipes.engine.registry import backend
+from llmrecipes.recipe.load import load
+backend(load("gpt-tiny", []).recipe)
+"""
+    path = {"PYTHONPATH": f"{broken}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment() | path, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("model", [{}, {"gated_linear_unit": True}, {"add_bias_linear": False}])
+def test_exact_gelu_stays_exact_where_functions_are_fused(model: dict[str, Any]) -> None:
+    """Large weights show it: at their initial size all activations are near 0, where the tanh approximation is too."""
+
+    def values(compiled: bool) -> torch.Tensor:
+        module = built(tiny(model=model, train={"torch_compile": compiled})).module.eval()
+        random = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.3)
+        return logits(module)
+
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(values(True), values(False), rtol=1e-6, atol=1e-5)
+
+
+def test_pipeline_stages_free_what_they_have_sent_and_wait_for_nothing() -> None:
+    def config(**parallelism: int) -> Any:
+        made = tiny(model={"num_layers": 4}, parallelism=parallelism)
+        plan = derive(made, parallelism.get("pipeline_model_parallel_size", 1), ROOMY)
+        return transformer_config(plan, on_gpu=False, transformer_engine=False)
+
+    two = config(pipeline_model_parallel_size=2)
+    assert two.deallocate_pipeline_outputs
+    assert not two.batch_p2p_sync
+    assert not config().deallocate_pipeline_outputs
+    chunks = config(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    assert chunks.deallocate_pipeline_outputs is SENDS_BEFORE_FREEING
 
 
 RECOMPUTE: list[dict[str, Any]] = [

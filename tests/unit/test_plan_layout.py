@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from llmrecipes.plan.memory import GIB
 from llmrecipes.plan.parameters import count, count_on_rank
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.recipe.shape import shape
 from tests.refusals import refused
 
@@ -283,3 +284,30 @@ def test_recommendations_are_whole_layouts() -> None:
     )
     for name in ("llama3-70b", "llama3-405b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-7b"):
         assert "it runs on" in recommend(recipe(name), shape(recipe(name).model), LAPTOP), name
+
+
+@pytest.mark.parametrize(
+    ("implementation", "machine", "is_refused"),
+    [
+        ("auto", gpus(8), True),
+        ("transformer_engine", gpus(8), True),
+        ("transformer_engine", LAPTOP, True),
+        ("local", gpus(8), False),
+        ("auto", LAPTOP, False),  # its layers sum the gradient
+    ],
+)
+def test_latent_attention_over_tensor_parallel_ranks_needs_sequence_parallelism(
+    implementation: str, machine: Cluster, is_refused: bool
+) -> None:
+    document = load("deepseek-v3", []).recipe.model_dump()
+    document["model"] |= {"transformer_impl": implementation} | {
+        name: Model.model_fields[name].default for name in document["model"] if name.startswith(("moe_", "mtp_"))
+    }
+    document["model"] |= {"num_moe_experts": None, "num_layers": 4}
+    document["parallelism"] = {"tensor_model_parallel_size": 2}
+    document["train"] |= {"global_batch_size": 64}
+    made = Recipe.model_validate(document)
+    with refused("parallelism.sequence_parallel", rule="model.transformer_impl") if is_refused else nullcontext():
+        layout(made, 2, machine)
+    shared = made.model_copy(update={"parallelism": made.parallelism.model_copy(update={"sequence_parallel": True})})
+    layout(shared, 2, machine)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from llmrecipes.engine.megatron.platform import cpu
+from llmrecipes.engine.megatron.platform import cpu, select
 from llmrecipes.engine.megatron.platform.adam import GroupStepAdamW
 from llmrecipes.engine.megatron.platform.cpu import CpuPlatform, CpuTorch, names_cuda
 from llmrecipes.engine.megatron.platform.patching import MissingPatchTarget, replace, resolve
+from llmrecipes.hardware import nvidia
+from llmrecipes.hardware.cluster import Gpu
+from tests.refusals import refused
 
 # -- patching --------------------------------------------------------------------------------------------------------
 
@@ -81,6 +86,48 @@ def test_the_cpu_platform_refuses_a_machine_with_a_gpu(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="must not be installed where torch sees a GPU"):
         CpuPlatform().install()
     assert torch.cuda.synchronize is before
+
+
+def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("llmrecipes.engine.megatron.platform.select")
+    monkeypatch.setattr(module, "visible_gpus", lambda: (Gpu("NVIDIA H100 80GB HBM3", 80 << 30, 79 << 30, None),) * 8)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with refused("torch.cuda", rule=("8", "H100", "CPU", "LOCK=py311-cuda", "CUDA_VISIBLE_DEVICES")):
+        select()
+
+    def too_old() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nUpdate it.")
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    with refused("torch.cuda", rule=("H100", "11040")):
+        select()
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    assert select(6).device == torch.device("cuda", 6)
+    with refused("torch.cuda", rule=("7", "--gpus-per-task")):
+        select(7)
+
+
+def test_a_gpu_whose_driver_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho NVIDIA-SMI has failed, driver 535.54\nexit 9\n")
+    program.chmod(0o755)
+    device = tmp_path / "devices" / "0000:3b:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x10de\n")
+    (device / "class").write_text("0x030200\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(nvidia, "_PCI_DEVICES", device.parent)
+    assert select().name == "cpu", "CUDA_VISIBLE_DEVICES is empty"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with refused("torch.cuda", rule="535.54"):
+        select()
+    (device / "class").write_text("0x020000\n")  # a network adapter
+    assert select().name == "cpu", "a login node with the driver's programs"
 
 
 @pytest.mark.usefixtures("world")

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking.events import LayerBalance, StepMetrics
-from llmrecipes.tracking.experts import expert_metrics
+from llmrecipes.tracking.experts import expert_metrics, is_measured
 from llmrecipes.tracking.mlflow.run import METRICS_IN_A_BATCH
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.tracking.store import tracking_uri
@@ -116,3 +116,16 @@ def test_a_step_with_more_values_than_one_mlflow_request_allows(
     assert metrics["moe/layer_60/expert_15/tokens"] == 15.0
     assert metrics["loss"] == 5.0 and metrics["moe_aux_loss"] == 1.1
     assert sum(name.startswith("moe/layer_") for name in metrics) == 60 * (16 + len(NUMBERS))
+
+
+@pytest.mark.parametrize(
+    ("interval", "measured"),
+    [(1, [1, 10, 20, 25]), (3, [3, 12, 24, 25]), (10, [10, 20, 25]), (100, [25])],
+)
+def test_the_first_the_last_and_every_tenth_step_are_measured_if_they_are_logged(
+    interval: int, measured: list[int]
+) -> None:
+    train = Train(train_iters=25, micro_batch_size=1, global_batch_size=1, log_interval=interval)
+    shape = Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, vocab_size=512)
+    recipe = Recipe(name="t", model=shape, train=train, optimizer=Optimizer(lr=1e-3))
+    assert [step for step in range(1, 26) if is_measured(step, recipe)] == measured

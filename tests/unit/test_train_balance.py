@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from llmrecipes.engine.base import Progress
+from llmrecipes.faults.signals import StopRequest
+from llmrecipes.train.loaders import DataLoaders
+from llmrecipes.train.loop import Loop
 from tests.dist.worlds import GlooWorld
 from tests.unit.balance_worker import (
     EXPERTS,
@@ -134,6 +139,26 @@ def test_steps_that_are_not_counted_leave_no_trace(world: World) -> None:
     engine.train_step(micro_batches())
     indifferent(engine)
     assert one_step(engine).layers[0] == first.layers[0]
+
+
+def test_a_run_measures_some_of_its_steps(world: World) -> None:
+    engine = make_engine(moe_recipe(train={"train_iters": 12}))
+    measured: list[int] = []
+    sink: Any = SimpleNamespace(
+        step=lambda metrics: measured.append(metrics.step) if metrics.experts else None,
+        note=lambda _: None,
+        save=lambda *_: None,
+        poll=list,
+        wait=list,
+    )
+    loaders = DataLoaders(
+        train=lambda _: (each for each in micro_batches(48)), valid=None, bits_per_byte=lambda loss: loss
+    )
+    Loop(
+        engine.plan, engine, world, loaders, sink, sink, StopRequest(), recipe_hash="", peak_flops=None,
+        after_step=lambda: None,
+    ).run(Progress())  # fmt: skip
+    assert measured == [1, 10, 12]
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])

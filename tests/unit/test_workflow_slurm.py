@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.errors import ExitCode
+from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.workflow import slurm
 from llmrecipes.workflow.restarts import require_progress
 from llmrecipes.workflow.slurm import Job, finished
-from tests.helpers import environment, tiny_on, write_recipe
+from tests.helpers import environment, tiny, tiny_on, write_recipe
 from tests.refusals import refused, require_message
 
 TASK = {
@@ -129,3 +130,22 @@ def test_restarts_without_progress_stop(tmp_path: Path) -> None:
         require_progress(record, "8", 3, 5, 100)
     with refused(record.parents[1], rule=("3", "9", "2", "--max-restarts"), code=ExitCode.STOP):
         require_progress(record, "9", 3, 50, 2)
+
+
+def test_ranks_on_detected_gpus_get_their_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus = (Gpu("NVIDIA H100 80GB HBM3", 79 << 30, 79 << 30, None),) * 8
+    monkeypatch.setattr(slurm, "detect", lambda: Cluster(gpus, 96, 1 << 40, 1 << 40, 1 << 40))
+    monkeypatch.setattr(slurm, "prepare_data", lambda *_: None)
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "192")
+    parallel = {"tensor_model_parallel_size": 2}
+    recipe = write_recipe(tiny(parallelism=parallel, train={"global_batch_size": 16}), tmp_path)
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
+    begin = ["begin", "--nodes", "2", "--ranks-per-node", "8", "--run-id", "mine", *folders, "--", recipe]
+    assert slurm.main(begin) == 0
+    job = Job.model_validate_json(Path(capsys.readouterr().out.strip()).read_text("utf-8"))
+    assert job.run.on_gpus
+    assert job.environment["OMP_NUM_THREADS"] == "16"
+    assert job.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert job.environment["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "runs/tiny/mine/logs/collectives-rank-")

@@ -8,12 +8,17 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from llmrecipes.cli import app as cli
-from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train import worker
+from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow import run
 from llmrecipes.workflow import train as workflow
 from llmrecipes.workflow.overfit import one_batch_recipe
@@ -302,3 +307,38 @@ def test_the_overfitting_recipe_is_short_constant_and_has_its_own_name() -> None
     assert (recipe.name, recipe.train.train_iters) == ("tiny.overfit", 200)
     assert (recipe.scheduler.lr_decay_style, recipe.scheduler.lr_warmup_iters) == ("constant", 10)
     assert recipe.optimizer.weight_decay == 0
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+NODE = Cluster((Gpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, None),) * 8, 96, 999 * GIB, 999 * GIB, 999 * GIB)
+
+
+def spec_of(recipe: Recipe, folder: Path, **changes: Any) -> RunSpec:
+    spec = RunSpec(recipe=recipe, data_dir=folder / "data", run_dir=folder / "r", runs_dir=folder, **changes)
+    (spec.run_dir / "logs").mkdir(parents=True)
+    return spec
+
+
+def test_ranks_on_detected_gpus_know_it_and_get_their_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(workflow, "run_ranks", lambda _module, arguments, **options: told.update(options) or 0)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    recipe = tiny(parallelism={"tensor_model_parallel_size": 2})
+    spec = spec_of(recipe, tmp_path)
+    for cluster, on_gpus in ((NODE, True), (LAPTOP, False)):
+        assert workflow.start(spec, derive(recipe, 2, cluster), cluster) == 0
+        written = RunSpec.model_validate_json((spec.run_dir / "logs" / "spec.json").read_text("utf-8"))
+        assert written.on_gpus is on_gpus
+        assert bool(told["environment"]) is on_gpus
+        assert told["threads"] == (16 if on_gpus else 2)
+        if on_gpus:
+            assert told["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+            assert told["environment"]["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(spec.run_dir / "logs"))
+
+
+def test_a_run_that_is_planned_for_gpus_does_not_train_on_a_cpu(tmp_path: Path) -> None:
+    with refused("torch.cuda", rule="--nv"):
+        worker.run(spec_of(tiny(), tmp_path, on_gpus=True))

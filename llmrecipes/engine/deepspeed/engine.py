@@ -90,8 +90,8 @@ class DeepSpeedEngine:
         of_this_step = list(islice(batches, self.plan.num_microbatches))
         # DeepSpeed averages gradients over ranks, each micro-batch for itself, so the tokens of the global batch are
         # needed before the first backward pass.
-        tokens, stopping = self._agree(sum(float(batch["loss_mask"].sum()) for batch in of_this_step), stop)
-        factor = self.plan.layout.data_parallel_size / max(tokens, 1.0)
+        counts = self._agree(sum(float(batch["loss_mask"].sum()) for batch in of_this_step), stop)
+        factor = (self.plan.layout.data_parallel_size / counts[0].clamp(min=1.0)).float()
         self._scale_router_losses(factor)
         loss = torch.zeros((), dtype=torch.float64, device=self.platform.device)
         for number, batch in enumerate(of_this_step):
@@ -102,22 +102,23 @@ class DeepSpeedEngine:
             self._engine.backward(total * factor, scale_wrt_gas=False)
             if not last:
                 self._engine.step()
-        mean = self._mean(loss, tokens)
         scale = float(self.optimizer.loss_scale) if self.recipe.train.precision == "fp16" else None
         lr = self.learning_rate
-        if scale is None and not math.isfinite(mean):
-            # The update would spread it to every weight and hide where it started.
-            return StepResult(mean, None, lr, scale, False, stopping)
         if self._see is not None:
             self._see(self.weights(), self._gradients())
-        norm = self._norm_without_zero() if zero(self.recipe).stage == 0 else None
-        self._engine.step()
+        if zero(self.recipe).stage == 0:
+            mean, stopping, norm = self._read(loss, counts, self._norm_without_zero())
+            if scale is None and not math.isfinite(mean):
+                # The update would spread it to every weight and hide where it started; with ZeRO, DeepSpeed looks.
+                return StepResult(mean, None, lr, scale, False, stopping)
+            self._engine.step()
+        else:
+            self._engine.step()
+            mean, stopping, norm = self._read(loss, counts, self._engine.get_global_grad_norm())
         if not self._engine.was_step_applied():
             # Without a loss scale this is no overflow that a smaller scale cures: the run has to stop.
             return StepResult(mean, math.nan if scale is None else None, lr, scale, scale is not None, stopping)
         self.scheduler.step(increment=1)
-        if norm is None:
-            norm = float(self._engine.get_global_grad_norm())
         return StepResult(mean, norm, lr, scale, False, stopping)
 
     @torch.no_grad()
@@ -132,8 +133,8 @@ class DeepSpeedEngine:
             for batch in islice(batches, self.plan.num_microbatches):
                 loss += self._loss(self.module, batch).double()
                 tokens += float(batch["loss_mask"].sum())
-            tokens, stopping = self._agree(tokens, stop)
-            losses.append(self._mean(loss, tokens))
+            mean, stopping, _ = self._read(loss, self._agree(tokens, stop))
+            losses.append(mean)
         self._engine.train()
         return None if stopping else math.fsum(losses) / len(losses)
 
@@ -206,34 +207,47 @@ class DeepSpeedEngine:
         total: torch.Tensor = (losses.float() * on_device["loss_mask"]).sum()
         return total
 
-    def _agree(self, tokens: float, stop: StopQuestion | None) -> tuple[float, bool]:
-        """Tokens of the global batch, and whether some rank has to stop."""
-        counts = torch.tensor(
-            [tokens, float(stop is not None and stop())], dtype=torch.float64, device=self.platform.device
-        )
+    def _agree(self, tokens: float, stop: StopQuestion | None) -> torch.Tensor:
+        """[2] on the device: tokens of the global batch, and ranks that have to stop."""
+        counts = torch.tensor([tokens, float(stop is not None and stop())], dtype=torch.float64)
+        counts = counts.to(self.platform.device, non_blocking=True)
         dist.all_reduce(counts)
-        total, stops = counts.tolist()
-        return total / self.plan.layout.tensor_model_parallel_size, stops > 0
+        return counts / self.plan.layout.tensor_model_parallel_size
 
-    def _mean(self, loss: torch.Tensor, tokens: float) -> float:
-        self.local_loss = float(loss)
-        dist.all_reduce(loss)
-        return float(loss) / self.plan.layout.tensor_model_parallel_size / max(tokens, 1.0)
+    def _read(
+        self, loss: torch.Tensor, counts: torch.Tensor, norm: torch.Tensor | float | None = None
+    ) -> tuple[float, bool, float]:
+        """Mean loss, whether to stop, and the norm: the one time in a step that the host waits here for the device.
 
-    def _norm_without_zero(self) -> float:
+        Args:
+            loss: summed over the micro-batches of this rank.
+            counts: from `_agree`.
+            norm: on the device, or already read by DeepSpeed; None: there is none.
+        """
+        total = loss.clone()
+        dist.all_reduce(total)
+        numbers = [total[None], loss[None], counts]
+        if isinstance(norm, torch.Tensor) and norm.device == loss.device:
+            numbers.append(norm.double().reshape(1))
+        whole, self.local_loss, tokens, stops, *norms = torch.cat(numbers).tolist()
+        mean = whole / self.plan.layout.tensor_model_parallel_size / max(tokens, 1.0)
+        return mean, stops > 0, norms[0] if norms else math.nan if norm is None else float(norm)
+
+    def _norm_without_zero(self) -> torch.Tensor:
         """Global gradient norm; DeepSpeed's stage 0 clips without telling it."""
         from deepspeed.runtime.utils import clip_grad_norm_
 
-        return float(clip_grad_norm_(self.module.parameters(), math.inf, mpu=mpu()))
+        found: torch.Tensor = clip_grad_norm_(self.module.parameters(), math.inf, mpu=mpu())
+        return found
 
-    def _scale_router_losses(self, factor: float) -> None:
+    def _scale_router_losses(self, factor: torch.Tensor) -> None:
         """The routers' auxiliary losses, which have their own backward pass, get the factor of the loss."""
         if self.balance is None:
             return
         if self.recipe.train.precision == "fp16":
-            factor *= float(self.optimizer.loss_scale)
+            factor = factor * float(self.optimizer.loss_scale)
         # As megatron-core gives it, which copies into it later.
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([factor], device=self.platform.device))
+        MoEAuxLossAutoScaler.set_loss_scale(factor.reshape(1).clone())
 
     def _gradients(self) -> list[Shard]:
         """Copies of the reduced gradients of this rank's parameters, in model order."""

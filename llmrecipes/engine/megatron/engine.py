@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -30,10 +30,14 @@ from llmrecipes.engine.megatron.model.context import own_chunks, prediction_weig
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.megatron.model.mup import optimizer_overrides
 from llmrecipes.engine.megatron.schedule import scheduler
+from llmrecipes.engine.megatron.update import clip, finalize_model_grads, squared_norm
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
+
+SUMS = 5
+"""Numbers that `MegatronEngine._run` returns."""
 
 
 class MegatronEngine:
@@ -81,16 +85,25 @@ class MegatronEngine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss, stopping = self._run(batches, forward_only=False, stop=stop)
-        scale = float(self.optimizer.get_loss_scale()) if self.recipe.train.precision == "fp16" else None
+        sums = self._run(batches, forward_only=False, stop=stop)
+        scales = [self.optimizer.get_loss_scale()] if self.recipe.train.precision == "fp16" else []
+        overflow = self.optimizer.prepare_grads()  # in fp16 the host waits for the device here too
+        norms = [] if overflow else [squared_norm(self.optimizer, self.platform.device)]
+        # The one time in a step that the host waits for the device.
+        numbers = torch.cat([sums, *scales, *norms]).tolist()
+        loss, stopping = self._mean(numbers)
+        scale = numbers[SUMS] if scales else None
         lr = self.learning_rate
+        if overflow:
+            return StepResult(loss, None, lr, scale, True, stopping)
         if scale is None and not math.isfinite(loss):
             # The update would spread it to every weight and hide where it started.
             return StepResult(loss, None, lr, scale, False, stopping)
-        updated, grad_norm, _ = self.optimizer.step()
-        if updated:
-            self.scheduler.step(increment=1)
-        return StepResult(loss, float(grad_norm) if updated else None, lr, scale, not updated, stopping)
+        norm = math.sqrt(numbers[-1])
+        clip(self.optimizer, self.recipe.optimizer.clip_grad, norm)
+        self.optimizer.step_with_ready_grads()
+        self.scheduler.step(increment=1)
+        return StepResult(loss, norm, lr, scale, False, stopping)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
@@ -100,7 +113,7 @@ class MegatronEngine:
         losses: list[float] = []
         stopping = False
         while len(losses) < global_batches and not stopping:
-            loss, stopping = self._run(batches, forward_only=True, stop=stop)
+            loss, stopping = self._mean(self._run(batches, forward_only=True, stop=stop).tolist())
             losses.append(loss)
         for chunk in self.chunks:
             chunk.train()
@@ -184,9 +197,12 @@ class MegatronEngine:
         """Learning rate of the next step: the recipe's, which a parameter group may scale."""
         return float(self.scheduler.get_lr({}))
 
-    def _run(
-        self, batches: Iterator[Batch], *, forward_only: bool, stop: StopQuestion | None = None
-    ) -> tuple[float, bool]:
+    def _run(self, batches: Iterator[Batch], *, forward_only: bool, stop: StopQuestion | None = None) -> torch.Tensor:
+        """Run all micro-batches.
+
+        Returns:
+            [SUMS] summed loss, tokens, and ranks that have to stop, of all ranks; summed loss and tokens of this one.
+        """
         outputs = self._forward_backward(
             forward_step_func=self._forward_step,
             data_iterator=self._for_chunks(batches),
@@ -197,16 +213,19 @@ class MegatronEngine:
             decoder_seq_length=self.recipe.model.seq_length,
             forward_only=forward_only,
         )
-        # Summed loss, tokens, and whether to stop. Only the last stage has losses; its tensor-parallel ranks have the
-        # same ones, which cancels out.
-        totals = torch.zeros(3, dtype=torch.float64, device=self.platform.device)
+        # Only the last stage has losses; its tensor-parallel ranks have the same ones, which cancels out.
+        own = torch.zeros(2, dtype=torch.float64, device=self.platform.device)
         for output in outputs:
-            totals[:2] += output["loss"]
-        self.local_loss = float(totals[0] / totals[1].clamp(min=1.0))
-        totals[2] = float(stop is not None and stop())
+            own += output["loss"]
+        totals = torch.cat([own, own.new_full((1,), float(stop is not None and stop()))])
         dist.all_reduce(totals)
-        loss_sum, tokens, stops = totals.tolist()
-        return loss_sum / max(tokens, 1.0), stops > 0
+        return torch.cat([totals, own])
+
+    def _mean(self, numbers: Sequence[float]) -> tuple[float, bool]:
+        """Mean loss, and whether to stop, from what `_run` returns; keeps this rank's loss."""
+        loss, tokens, stops, own_loss, own_tokens = numbers[:SUMS]
+        self.local_loss = own_loss / max(own_tokens, 1.0)
+        return loss / max(tokens, 1.0), stops > 0
 
     def _for_chunks(self, batches: Iterator[Batch]) -> Any:
         if len(self.chunks) == 1:
@@ -272,8 +291,7 @@ def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
         adam_beta1=optimizer.adam_beta1,
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
-        # megatron-core computes the norm only if it clips; an infinite bound yields the norm and never clips.
-        clip_grad=optimizer.clip_grad or math.inf,
+        clip_grad=optimizer.clip_grad,
         bf16=train.precision == "bf16",
         fp16=train.precision == "fp16",
         params_dtype=DTYPES[train.precision],

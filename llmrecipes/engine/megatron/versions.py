@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.transformer.moe import moe_utils
 
@@ -18,6 +19,19 @@ PREDICTION_LOSSES_ARE_SCALED = _VERSION >= (0, 19)
 
 MUP_IS_BUILT_IN = _VERSION >= (0, 19)
 """megatron-core has the maximal-update parametrisation, except for our initialisation; before, `model.mup` has it."""
+
+
+SENDS_BEFORE_FREEING = _VERSION >= (0, 19)
+"""With virtual pipeline stages, whose messages overlap with computation, an output is freed after it was sent; before,
+while it was being sent."""
+
+
+def gradients_for_norm(optimizer: Any) -> list[torch.Tensor]:
+    """Gradients of an optimizer's parameters, each on one of the ranks that have the same."""
+    found: list[torch.Tensor] = (
+        optimizer.get_grads_for_grad_norm() if _VERSION >= (0, 19) else optimizer.get_main_grads_for_grad_norm()
+    )
+    return found
 
 
 def auxiliary_losses() -> dict[str, Any]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from llmrecipes.engine.base import Platform, World
+from llmrecipes.engine.megatron.rendezvous import connect
 from llmrecipes.hardware.profile import Group
 from llmrecipes.recipe.schema import Parallelism
 
-TIMEOUT = timedelta(minutes=30)
 RANK_ORDER = "tp-cp-ep-dp-pp"
 """Megatron's: tensor-parallel ranks are neighbours, so they share a node; pipeline stages are farthest apart."""
 
@@ -27,26 +25,29 @@ def join(platform: Platform, seed: int, parallelism: Parallelism) -> Iterator[Wo
         platform: already installed.
         seed: see `model_parallel`.
         parallelism: degrees of the layout.
+
+    Raises:
+        UserError: some ranks have a GPU and others do not.
     """
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(platform.backend, timeout=TIMEOUT)
-    else:
-        # One process needs no port.
-        dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with model_parallel(seed, parallelism) as world:
-            yield world
-    finally:
-        dist.destroy_process_group()
+    connect(platform)
+    # Tearing NCCL down may wait for collectives that the other ranks never join, because they wait for a failed one.
+    # Its process is about to end, which they notice.
+    alone = dist.get_world_size() == 1
+    with (
+        _torn_down(dist.destroy_process_group, after_errors=alone),
+        model_parallel(seed, parallelism, after_errors=alone) as world,
+    ):
+        yield world
 
 
 @contextmanager
-def model_parallel(seed: int, parallelism: Parallelism) -> Iterator[World]:
+def model_parallel(seed: int, parallelism: Parallelism, *, after_errors: bool = True) -> Iterator[World]:
     """Create model-parallel groups over the process group, and destroy them at the end.
 
     Args:
         seed: for dropout: the same on every data-parallel rank, different on tensor-parallel ranks and stages.
         parallelism: degrees of the layout.
+        after_errors: whether to destroy the groups after an error too.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
@@ -57,7 +58,7 @@ def model_parallel(seed: int, parallelism: Parallelism) -> Iterator[World]:
         expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
         order=RANK_ORDER,
     )
-    try:
+    with _torn_down(_take_away_groups, after_errors=after_errors):
         seed_random_states(seed)
         yield World(
             rank=dist.get_rank(),
@@ -67,8 +68,18 @@ def model_parallel(seed: int, parallelism: Parallelism) -> Iterator[World]:
             holds_whole_model=dist.get_world_size() == parallel_state.get_data_parallel_world_size()
             and parallelism.expert_model_parallel_size == 1,
         )
-    finally:
-        _take_away_groups()
+
+
+@contextmanager
+def _torn_down(teardown: Callable[[], None], *, after_errors: bool) -> Iterator[None]:
+    """A block with a teardown at its end, also after an error if so asked."""
+    try:
+        yield
+    except BaseException:
+        if after_errors:
+            teardown()
+        raise
+    teardown()
 
 
 def _take_away_groups() -> None:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from types import FrameType
 import psutil
 
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch.environment import missing
 from llmrecipes.launch.ranks import FIRST_PORT, LAUNCHER, PORTS, STOP_SIGNALS, Node, Rank
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ def run_ranks(
     logs: Path,
     node: Node | None = None,
     grace: Grace | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Run `python -m module arguments…` once per rank of this node and wait for all of them.
 
@@ -76,6 +78,7 @@ def run_ranks(
         logs: existing folder.
         node: which of several this is; None: the only one, with a rendezvous on the loopback interface.
         grace: for ranks that save on a signal; None: they have nothing to save.
+        environment: variables of all ranks, except those that are set here.
 
     Returns:
         0 if every rank here exited with 0, else the code of the first that did not. With `grace`, also 75 if a signal
@@ -90,7 +93,7 @@ def run_ranks(
     else:
         ours = node.ranks(world_size // node.nodes)
         environments = [{**rank.variables(), "OMP_NUM_THREADS": str(threads)} for rank in ours]
-    common = {**os.environ, LAUNCHER: str(os.getpid())}
+    common = {**missing(environment or {}, os.environ), **os.environ, LAUNCHER: str(os.getpid())}
     processes: list[subprocess.Popen[bytes]] = []
     with _forwarded_signals(processes) as signals:
         # A rank starts with it blocked, because Python would raise KeyboardInterrupt until a handler is installed.

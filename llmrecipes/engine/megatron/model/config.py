@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from llmrecipes.engine.megatron.model.mup import own_mup
-from llmrecipes.engine.megatron.versions import ROUTER_LOSSES_COUNT_LAYOUT
+from llmrecipes.engine.megatron.versions import ROUTER_LOSSES_COUNT_LAYOUT, SENDS_BEFORE_FREEING
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 
@@ -33,6 +33,7 @@ TRANSLATED = frozenset(
         "num_query_groups",
         "kv_channels",
         "activation_func",  # the function of that name
+        "recompute_granularity",  # from the plan, which knows the attention kernel
         "init_method",  # `init` fills the parameters
         "moe_aux_loss_coeff",  # both: scaled to have the same weight in every layout
         "moe_z_loss_coeff",
@@ -65,6 +66,7 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
         "kv_channels": plan.shape.kv_channels,
         "ffn_hidden_size": plan.shape.ffn_hidden_size,
         "activation_func": ACTIVATIONS[model.activation_func],
+        "recompute_granularity": plan.recompute_granularity,
         # `init` fills the parameters. They are still "initialised", because megatron-core marks the sharded ones only
         # then, and its gradient norm relies on the mark.
         "init_method": _leave,
@@ -79,10 +81,19 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
         # one pair of ranks would be mixed up.
         "overlap_p2p_comm": recipe.parallelism.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": recipe.parallelism.virtual_pipeline_model_parallel_size is None,
+        # It waits for the device after each message, for a fault of old versions of torch.
+        "batch_p2p_sync": False,
+        # A stage's output is freed once it is sent: the backward pass needs its graph alone.
+        "deallocate_pipeline_outputs": recipe.parallelism.pipeline_model_parallel_size > 1
+        and (recipe.parallelism.virtual_pipeline_model_parallel_size is None or SENDS_BEFORE_FREEING),
         # The loss is a mean over the tokens of the global batch, however it was cut into micro-batches and ranks.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": fuse and not transformer_engine and model.activation_func != "squared_relu",
+        # Of its fused activations only SwiGLU is exact: those of GELU are the tanh approximation, another model.
+        "bias_activation_fusion": fuse
+        and not transformer_engine
+        and model.activation_func == "silu"
+        and model.gated_linear_unit,
         "bias_dropout_fusion": fuse,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": transformer_engine

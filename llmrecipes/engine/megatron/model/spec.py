@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Literal
 
 import torch
@@ -19,6 +18,7 @@ from llmrecipes.engine.megatron.model.attention import SdpaCoreAttention
 from llmrecipes.engine.megatron.model.latent import LatentAttention
 from llmrecipes.engine.megatron.model.norm import TorchNorm
 from llmrecipes.errors import UserError
+from llmrecipes.hardware import transformer_engine
 
 Implementation = Literal["transformer_engine", "local"]
 
@@ -54,9 +54,7 @@ def _transformer_engine_obstacle() -> str | None:
         return "no GPU"
     if torch.cuda.get_device_capability() < MINIMUM_CAPABILITY:
         return f"{torch.cuda.get_device_name()} is older than compute capability 8.0"
-    if importlib.util.find_spec("transformer_engine") is None:
-        return "TransformerEngine is not installed"
-    return None
+    return transformer_engine.obstacle()
 
 
 def block_spec(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from llmrecipes.engine.megatron.platform.adam import install_adam
 from llmrecipes.engine.megatron.platform.jitter import install_jitter
 from llmrecipes.engine.megatron.platform.patching import replace, resolve
+from llmrecipes.hardware import transformer_engine
 
 
 def install_substitutes() -> None:
     """Fix evaluation, and provide what megatron-core imports from TransformerEngine if that is not installed."""
     install_jitter()
     install_adam()
-    if importlib.util.find_spec("transformer_engine") is not None:
+    if transformer_engine.obstacle() is None:
         return
     # 0.16 assumes that TransformerEngine is installed, because the names it imports exist, but are None.
     replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", False)

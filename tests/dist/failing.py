@@ -1,0 +1,85 @@
+"""Ranks of which one fails while the others wait for it, or has another device."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.world import join
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch.ranks import Rank
+from llmrecipes.recipe.schema import Parallelism
+from llmrecipes.train.rank import failure_reported, leave, process_exit_code
+from llmrecipes.train.spec import RankSpec
+from tests.dist.worlds import say
+from tests.helpers import tiny
+from tests.refusals import refused
+
+HUNG = 77
+"""Exit code of a rank that did not leave by itself."""
+
+ERRORS = {"defect": RuntimeError("a defect"), "mistake": UserError("a mistake", code=ExitCode.STOP)}
+
+
+def fail_alone(port: int, turns: Path, what: str) -> None:
+    """Join as a rank that a launcher started, where the teardown of the process group waits for all ranks, as NCCL's.
+
+    Args:
+        port: of the rendezvous.
+        turns: a folder in which the processes find their ranks.
+        what: key of `ERRORS`, raised on rank 1 while rank 0 waits for it in an all-reduce.
+    """
+    rank = next(number for number in range(2) if _taken(turns / str(number)))
+    os.environ.update(Rank(rank, 2, rank, 2, "127.0.0.1", port).variables())
+    watchdog = threading.Timer(30, os._exit, (HUNG,))
+    watchdog.daemon = True
+    watchdog.start()
+    recipe = tiny()
+
+    def run(_spec: RankSpec) -> ExitCode:
+        with join(select(), 1, Parallelism()), failure_reported(recipe):
+            dist.barrier()
+            if rank == 1:
+                raise ERRORS[what]
+            say("waits")
+            dist.all_reduce(torch.ones(1))
+        return ExitCode.DONE
+
+    patch = pytest.MonkeyPatch()  # for good: this process ends
+    patch.setattr(dist, "destroy_process_group", _never_returns)
+    with Path(turns / f"{rank}.err").open("w") as errors:
+        os.dup2(errors.fileno(), 2)
+    leave(process_exit_code(run, RankSpec(recipe=recipe, data_dir=turns)))
+
+
+def join_with_another_device(port: int, turns: Path) -> str:
+    """Join as one of two ranks, of which the second has a GPU; returns what the error is about."""
+    rank = next(number for number in range(2) if _taken(turns / str(number)))
+    gpu: Any = SimpleNamespace(name="cuda", backend="nccl", device=torch.device("cuda", 0))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in Rank(rank, 2, rank, 2, "127.0.0.1", port).variables().items():
+            patch.setenv(name, value)
+        mine = gpu if rank else select()
+        with refused("torch.cuda", rule=("1", "2", "0")) as caught, join(mine, 1, Parallelism()):
+            pass
+    return caught.value.where
+
+
+def _taken(path: Path) -> bool:
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _never_returns(*_: Any) -> None:
+    threading.Event().wait()

@@ -1,0 +1,48 @@
+"""An optimizer step waits for the device once, in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.waiting import waits_of_a_step
+from tests.dist.worlds import GlooWorld
+from tests.helpers import LLAMA, tiny
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "distributed optimizer": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "tensor": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "context": (2, {"context_parallel_size": 2}),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2}),
+    "virtual pipeline": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_waits_for_the_device_once(name: str, worlds: dict[int, GlooWorld]) -> None:
+    ranks, parallelism = LAYOUTS[name]
+    recipe = tiny(
+        model={**LLAMA, "num_layers": 4},
+        parallelism=parallelism,
+        train={"micro_batch_size": 1, "global_batch_size": 4, "label_smoothing": 0.1},
+    )
+    found, freed = worlds[ranks].run(waits_of_a_step, recipe)
+    assert found == ["tolist"], "the loss, with the norm and the stop flag"
+    if name == "pipeline":
+        assert freed and all(before > 1 and after == 1 for before, after in freed)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_around_deepspeeds_own_a_step_waits_once(stage: int, worlds: dict[int, GlooWorld]) -> None:
+    recipe = tiny(
+        zero={"stage": stage},
+        parallelism={"use_distributed_optimizer": stage > 0},
+        train={"micro_batch_size": 1, "global_batch_size": 4},
+    ).model_copy(update={"engine": "deepspeed"})
+    found, _ = worlds[2].run(waits_of_a_step, recipe, "llmrecipes")
+    # Masks of the batch are summed on the host, where they are.
+    assert [name for name in found if name != "__float__"] == ["tolist"]
+    assert found.count("__float__") == 2
