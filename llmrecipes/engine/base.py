@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,6 +43,9 @@ class Platform(Protocol):
 
     def install(self) -> None:
         """Prepare the engine's library for this device; call it once, before anything is built."""
+
+    def connect(self, timeout: timedelta) -> None:
+        """Form the default process group of this process's world."""
 
     def peak_memory(self) -> int:
         """Peak memory of this process in bytes: resident on a CPU, allocated on a GPU."""
@@ -184,6 +188,12 @@ class Engine(Protocol):
     def params_synced(self) -> AbstractContextManager[None]:
         """A block in which every rank has up-to-date parameters; all ranks have to enter it."""
 
+    def model_states(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """What stays in memory between steps: `weights`, `gradients`, and `optimizer` with master weights.
+
+        Tensors of one part do not overlap. They may share a buffer with padding, which is not counted.
+        """
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters of this rank, then their gradients as `<name>.grad`, named as in the full model."""
 
@@ -240,8 +250,21 @@ class Backend(Protocol):
     def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
         """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one."""
 
+    def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
+        """A rank of a world that does not exist, on tensors without data; installed, for the rest of the process.
+
+        Args:
+            rank: of the world.
+            world_size: its ranks.
+            kernels: device whose choice of kernels is followed, `cuda` or `cpu`.
+            skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
+        """
+
     def build(self, plan: Plan, platform: Platform) -> Engine:
         """An engine with initial weights, which depend only on the seed."""
+
+    def construct(self, plan: Plan, platform: Platform) -> Engine:
+        """An engine whose weights have no defined values."""
 
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """The weights of a checkpoint in one process."""

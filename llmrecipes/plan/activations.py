@@ -57,6 +57,19 @@ def in_flight(layout: Layout, num_microbatches: int, stage: int) -> int:
     return min(num_microbatches * chunks, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
 
 
+def recomputed_layers(recipe: Recipe, layers: int) -> int:
+    """Layers of a chunk whose whole forward pass is repeated in the backward pass: its first ones.
+
+    Args:
+        recipe: with its granularity and method.
+        layers: of the chunk.
+    """
+    train = recipe.train
+    if train.recompute_granularity != "full" or not train.recompute_num_layers:
+        return 0
+    return layers if train.recompute_method == "uniform" else min(train.recompute_num_layers, layers)
+
+
 def _tokens(recipe: Recipe, layout: Layout) -> float:
     """Tokens of a micro-batch on one rank."""
     return recipe.train.micro_batch_size * recipe.model.seq_length / layout.context_parallel_size

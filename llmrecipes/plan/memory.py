@@ -62,11 +62,12 @@ def estimate(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, de
     """Estimate the memory of a rank of the pipeline stage that needs the most; `device` is `cuda` or `cpu`."""
     stages = range(layout.pipeline_model_parallel_size)
     return max(
-        (_stage(recipe, s, layout, num_microbatches, stage, device) for stage in stages), key=lambda each: each.total
+        (of_stage(recipe, s, layout, num_microbatches, stage, device) for stage in stages), key=lambda each: each.total
     )
 
 
-def _stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Memory:
+def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Memory:
+    """Estimate the memory of a rank of one pipeline stage; `device` is `cuda` or `cpu`."""
     states, host = _states(recipe, s, layout, stage, device)
     kept = activations(recipe, s, layout, num_microbatches, stage, device)
     of_logits = logits(recipe, s, layout) if stage == layout.pipeline_model_parallel_size - 1 else 0

@@ -26,6 +26,8 @@ class Engine:
     """Extra of pyproject.toml that a run needs; None: the project's dependencies are enough."""
     packages: tuple[str, ...] = ()
     """What a run imports from the extra."""
+    needs_data: str | None = None
+    """Why it cannot run on tensors without data; None: it can (`llmrecipes dryrun`)."""
 
 
 ENGINES = {
@@ -36,6 +38,7 @@ ENGINES = {
         reads=frozenset({MEGATRON}),
         extra="zero",
         packages=("deepspeed",),
+        needs_data="its optimizers read values of gradients on the host, and tell parameters apart by their addresses",
     ),
 }
 """Engines by name in a recipe."""

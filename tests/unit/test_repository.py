@@ -35,7 +35,7 @@ LAYERS = (
     ("data", "checkpoint", "faults"),
     ("engine",),
     ("train",),
-    ("verify", "doctor", "bench"),
+    ("verify", "doctor", "bench", "dryrun"),
     ("workflow",),
     ("api",),
     ("cli",),

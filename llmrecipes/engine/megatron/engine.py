@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -21,7 +21,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Shard, StepResult, StopQuestion
-from llmrecipes.engine.megatron import shards, state
+from llmrecipes.engine.megatron import shards, state, update
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.generate import generate
@@ -29,6 +29,7 @@ from llmrecipes.engine.megatron.model.config import DTYPES
 from llmrecipes.engine.megatron.model.context import own_chunks, prediction_weights
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.megatron.schedule import scheduler
+from llmrecipes.engine.megatron.versions import auxiliary_losses
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
@@ -65,7 +66,7 @@ class MegatronEngine:
         self.local_loss = 0.0
         config = built.config
         config.grad_scale_func = self.optimizer.scale_loss
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = update.finalize
         if recipe.parallelism.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -77,16 +78,22 @@ class MegatronEngine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss, stopping = self._run(batches, forward_only=False, stop=stop)
-        scale = float(self.optimizer.get_loss_scale()) if self.recipe.train.precision == "fp16" else None
+        outputs = self._passes(batches, forward_only=False)
+        half = self.recipe.train.precision == "fp16"
+        scale = self.optimizer.get_loss_scale().double().clone() if half else None
+        overflow = self.optimizer.prepare_grads()
+        square = update.squared_norm(self.optimizer, self.platform.device)
+        loss, stopping, (norm, scale_then) = self._agree(outputs, stop, square.sqrt(), scale)
         lr = self.learning_rate
+        if overflow:
+            return StepResult(loss, None, lr, scale_then, True, stopping)
         if scale is None and not math.isfinite(loss):
             # The update would spread it to every weight and hide where it started.
-            return StepResult(loss, None, lr, scale, False, stopping)
-        updated, grad_norm, _ = self.optimizer.step()
-        if updated:
-            self.scheduler.step(increment=1)
-        return StepResult(loss, float(grad_norm) if updated else None, lr, scale, not updated, stopping)
+            return StepResult(loss, None, lr, None, False, stopping)
+        update.clip(self.optimizer, self.recipe.optimizer.clip_grad or math.inf, norm)
+        self.optimizer.step_with_ready_grads()
+        self.scheduler.step(increment=1)
+        return StepResult(loss, norm, lr, scale_then, False, stopping)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
@@ -96,7 +103,7 @@ class MegatronEngine:
         losses: list[float] = []
         stopping = False
         while len(losses) < global_batches and not stopping:
-            loss, stopping = self._run(batches, forward_only=True, stop=stop)
+            loss, stopping, _ = self._agree(self._passes(batches, forward_only=True), stop)
             losses.append(loss)
         for chunk in self.chunks:
             chunk.train()
@@ -117,6 +124,15 @@ class MegatronEngine:
         finally:
             for chunk in overlapped:
                 chunk.enable_forward_pre_hook()
+
+    def model_states(self) -> dict[str, list[torch.Tensor]]:
+        """See `Engine`."""
+        parameters = [parameter for module in self.modules for parameter in module.parameters()]
+        return {
+            "weights": [parameter.data for parameter in parameters],
+            "gradients": [parameter.main_grad for parameter in parameters],
+            "optimizer": update.states(self.optimizer, parameters),
+        }
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Engine`."""
@@ -174,16 +190,16 @@ class MegatronEngine:
             vars(chunk).clear()
         # Process-wide state whose size depends on this model.
         MTPLossLoggingHelper.tracker.clear()
+        auxiliary_losses().clear()
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
         return float(next(group["lr"] for group in self.optimizer.param_groups if group["params"]))
 
-    def _run(
-        self, batches: Iterator[Batch], *, forward_only: bool, stop: StopQuestion | None = None
-    ) -> tuple[float, bool]:
-        outputs = self._forward_backward(
+    def _passes(self, batches: Iterator[Batch], *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        """All micro-batches of a step through the pipeline; what `_sum_over_tokens` reports, on the last stage."""
+        outputs: list[dict[str, torch.Tensor]] = self._forward_backward(
             forward_step_func=self._forward_step,
             data_iterator=self._for_chunks(batches),
             model=self.chunks,
@@ -193,16 +209,33 @@ class MegatronEngine:
             decoder_seq_length=self.recipe.model.seq_length,
             forward_only=forward_only,
         )
+        return outputs
+
+    def _agree(
+        self,
+        outputs: list[dict[str, torch.Tensor]],
+        stop: StopQuestion | None,
+        norm: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> tuple[float, bool, tuple[float, float | None]]:
+        """Mean loss of the global batch, whether a rank has to stop, and two numbers of this device.
+
+        The host waits for the device here and nowhere else in a step: everything it has to know comes in one transfer.
+        """
         # Summed loss, tokens, and whether to stop. Only the last stage has losses; its tensor-parallel ranks have the
         # same ones, which cancels out.
-        totals = torch.zeros(3, dtype=torch.float64, device=self.platform.device)
+        device = self.platform.device
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
         for output in outputs:
             totals[:2] += output["loss"]
-        self.local_loss = float(totals[0] / totals[1].clamp(min=1.0))
+        own = totals[:2].clone()
         totals[2] = float(stop is not None and stop())
         dist.all_reduce(totals)
-        loss_sum, tokens, stops = totals.tolist()
-        return loss_sum / max(tokens, 1.0), stops > 0
+        nothing = torch.zeros(1, dtype=torch.float64, device=device)
+        more = [nothing if each is None else each.reshape(1) for each in (norm, scale)]
+        own_loss, own_tokens, loss, tokens, stops, the_norm, the_scale = torch.cat([own, totals, *more]).tolist()
+        self.local_loss = own_loss / max(own_tokens, 1.0)
+        return loss / max(tokens, 1.0), stops > 0, (the_norm, None if scale is None else the_scale)
 
     def _for_chunks(self, batches: Iterator[Batch]) -> Any:
         if len(self.chunks) == 1:
@@ -268,8 +301,7 @@ def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
         adam_beta1=optimizer.adam_beta1,
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
-        # megatron-core computes the norm only if it clips; an infinite bound yields the norm and never clips.
-        clip_grad=optimizer.clip_grad or math.inf,
+        clip_grad=optimizer.clip_grad,
         bf16=train.precision == "bf16",
         fp16=train.precision == "fp16",
         params_dtype=DTYPES[train.precision],

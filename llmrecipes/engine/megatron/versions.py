@@ -29,3 +29,9 @@ def auxiliary_losses() -> dict[str, Any]:
 def auxiliary_values(entry: Any) -> Any:
     """Sum over micro-batches for each layer, of one entry of `auxiliary_losses`."""
     return entry.values if _VERSION >= (0, 19) else entry["values"]
+
+
+def gradients_for_norm(part: Any) -> list[Any]:
+    """Gradients of an optimizer that count for the norm on this rank: each parameter on one of its replicas."""
+    found: list[Any] = part.get_grads_for_grad_norm() if _VERSION >= (0, 19) else part.get_main_grads_for_grad_norm()
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,11 +27,7 @@ def join(platform: Platform, seed: int, parallelism: Parallelism) -> Iterator[Wo
         seed: see `model_parallel`.
         parallelism: degrees of the layout.
     """
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(platform.backend, timeout=TIMEOUT)
-    else:
-        # One process needs no port.
-        dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
+    platform.connect(TIMEOUT)
     try:
         with model_parallel(seed, parallelism) as world:
             yield world

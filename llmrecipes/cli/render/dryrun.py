@@ -1,0 +1,64 @@
+"""Output of `dryrun`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmrecipes.cli.render.table import aligned
+from llmrecipes.console import duration
+from llmrecipes.dryrun.spec import PARTS, RankReport
+from llmrecipes.plan.check import gib
+from llmrecipes.plan.derive import Plan
+
+MOST_MODULES = 8
+NOT_SHOWN = {
+    "cuda": (
+        "a GPU differs: layers are megatron-core's own with the kernels that torch chooses on a GPU (flash attention, "
+        "one-byte dropout masks, fused RMSNorm). TransformerEngine's layers keep the same tensors, except that each "
+        "rank has whole down-projections of latent attention. Not shown: fragmentation, workspaces, CUDA's context."
+    ),
+    "cpu": "a process differs: not shown are the interpreter, the allocator's overhead and the data loader.",
+}
+"""What tensors without data cannot show, by device."""
+
+
+def as_text(plan: Plan, reports: Sequence[RankReport], folder: Path) -> str:
+    """Each rank: memory by part and module, traffic, waits, save; then what no dry run shows."""
+    lines = [line for report in reports for line in (*_of_rank(report), "")]
+    return "\n".join([*lines, NOT_SHOWN[plan.device], f"pictures: {folder}"])
+
+
+def _of_rank(report: RankReport) -> list[str]:
+    took = f"{report.operations:,} operations in {duration(report.seconds)}, {duration(report.build_seconds)} to build"
+    lines = [f"{report.recipe}: rank {report.rank} of {report.world_size}, stage {report.stage}; {took}", ""]
+    lines += aligned([("memory at the peak", "dry run", "planned"), *_memory(report)], right=(1, 2))
+    if report.modules:
+        rows = [(share.module or "outside of modules", share.part, gib(share.bytes)) for share in report.modules]
+        lines += ["", *aligned([("module at the peak", "", ""), *rows[:MOST_MODULES]], right=(2,))]
+    if report.traffic:
+        traffic = [
+            (each.group, each.op, f"{each.calls:,}", gib(each.bytes), str(each.ranks), _where(each.node_local))
+            for each in report.traffic
+        ]
+        header = ("group", "collective", "calls", "bytes", "ranks", "")
+        lines += ["", *aligned([header, *traffic], right=(2, 3, 4))]
+    waits = sum(report.waits.values())
+    places = ", ".join(f"{place} ×{number}" for place, number in report.waits.items())
+    lines += ["", f"the host waits for the device {waits} times a step: {places}" if waits else "the host never waits"]
+    save = report.save
+    lines += [f"a save holds {gib(save.held_bytes)} of host memory on this rank, and writes {gib(save.written_bytes)}"]
+    return lines
+
+
+def _memory(report: RankReport) -> list[tuple[str, str, str]]:
+    rows = [(part, gib(report.memory.get(part, 0)), _planned(report, part)) for part in PARTS]
+    return [*rows, ("total", gib(sum(report.memory.values())), gib(sum(report.planned.values())))]
+
+
+def _planned(report: RankReport, part: str) -> str:
+    return gib(report.planned[part]) if part in report.planned else ""
+
+
+def _where(node_local: bool) -> str:
+    return "on the node" if node_local else "between nodes"

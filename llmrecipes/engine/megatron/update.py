@@ -1,0 +1,99 @@
+"""Gradient norm, clipping and the update, without waiting for the device.
+
+megatron-core reads the token count, the norm of each tensor and the global norm on the host, each of which empties the
+GPU's queue. Here they stay on the device until the step's one transfer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from llmrecipes.engine.megatron.versions import gradients_for_norm
+
+
+def finalize(chunks: Sequence[Any], tokens: torch.Tensor | None, **options: Any) -> None:
+    """Reduce gradients over ranks and divide them by the tokens of the global batch.
+
+    Args:
+        chunks: megatron-core's data-parallel wrappers.
+        tokens: of this rank's micro-batches, an integer on the device; only the last stage counts them.
+        options: megatron-core's.
+    """
+    finalize_model_grads(chunks, None, **options)
+    if tokens is None:
+        return
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    scaling = 1.0 / tokens.clamp(min=1)
+    for chunk in chunks:
+        chunk.scale_gradients(scaling)
+
+
+@torch.no_grad()
+def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:
+    """Square of the global gradient norm, on the device in fp64; a collective of all ranks.
+
+    Args:
+        optimizer: after `prepare_grads`.
+        device: of the result.
+    """
+    by_group: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    for part in _parts(optimizer):
+        by_group[part.get_grad_stats_parallel_group()] += gradients_for_norm(part)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for group, gradients in by_group.items():
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        if gradients:
+            square += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        dist.all_reduce(square, group=group)
+        total += square
+    return total
+
+
+@torch.no_grad()
+def clip(optimizer: MegatronOptimizer, bound: float, norm: float) -> None:
+    """Scale the gradients down to a norm, as `torch.nn.utils.clip_grad_norm_`.
+
+    Args:
+        optimizer: after `prepare_grads`.
+        bound: largest norm.
+        norm: their norm.
+    """
+    factor = bound / (norm + 1e-6)
+    if factor >= 1.0:
+        return
+    for part in _parts(optimizer):
+        gradients = [each.grad for each in part.get_parameters() if each.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+
+def states(optimizer: MegatronOptimizer, weights: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Master weights and moments on this rank.
+
+    Args:
+        optimizer: with allocated state.
+        weights: the model's, which an fp32 optimizer updates in place.
+    """
+    own = {parameter.untyped_storage()._cdata for parameter in weights}
+    found: list[torch.Tensor] = []
+    for part in _parts(optimizer):
+        if part.optimizer is None:
+            continue
+        found += [each.data for each in part.get_parameters() if each.untyped_storage()._cdata not in own]
+        found += [each for state in part.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+    return found
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers of dense parameters and of experts; empty on a stage without experts."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
