@@ -49,7 +49,7 @@ class Passes:
         self._stack.append(self._storages.module)
         self._storages.module = self._names.get(id(module), self._storages.module)
         chunk = self._chunks.get(id(module))
-        if chunk is not None and not torch._C._current_graph_task_id() >= 0:
+        if chunk is not None:
             self._begin("forward", chunk)
 
     def _leave(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:

@@ -14,6 +14,7 @@ from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Share,
 from llmrecipes.dryrun.storages import Storages
 from llmrecipes.engine.base import Batch
 from llmrecipes.engine.registry import backend
+from llmrecipes.plan.activations import peak
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.memory import of_stage
 
@@ -46,8 +47,8 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         operations = storages.now - first
         traffic, waits = _traffic(recorder, spec), dict(recorder.waits)
         timeline = storages.timeline(first)
-        peak, memory = max(timeline, key=lambda moment: moment[1].total())
-        save = plan_save(engine, rank)
+        fullest, memory = max(timeline, key=lambda moment: moment[1].total())
+        save = plan_save(engine)
         engine.close()
     return RankReport(
         recipe=spec.recipe.name,
@@ -58,7 +59,7 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         planned=_planned(plan, _stage(plan, rank)),
         modules=tuple(
             Share(module=module, part=part, bytes=size)
-            for (module, part), size in storages.modules_at(peak).most_common()
+            for (module, part), size in storages.modules_at(fullest).most_common()
             if size
         ),
         timeline=tuple(_thinned(timeline)),
@@ -93,13 +94,14 @@ def batches(plan: Plan) -> Iterator[Batch]:
 
 
 def _planned(plan: Plan, stage: int) -> dict[str, int]:
-    memory = of_stage(plan.recipe, plan.shape, plan.layout, plan.num_microbatches, stage, plan.device)
+    of_step = (plan.recipe, plan.shape, plan.layout, plan.num_microbatches, stage, plan.device)
+    memory, moment = of_stage(*of_step), peak(*of_step)
     return {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
-        "activations": memory.activations,
-        "temporary": memory.logits,
+        "activations": moment.activations + moment.kept_logits,
+        "temporary": moment.logits - moment.kept_logits,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,23 @@ _META = torch.device("meta")
 _FACTORIES = {"empty", "empty_strided", "zeros", "ones", "full"}
 
 
-def plan_save(engine: Engine, rank: int) -> Save:
+def plan_save(engine: Engine) -> Save:
     """Take the engine's state and plan its files, as a saver does; nothing is written but small plain values.
 
     Args:
         engine: after a step.
-        rank: of its world.
     """
     memory = _HostWithoutData()
-    with tempfile.TemporaryDirectory() as folder, memory:
-        files = engine.checkpoint_format()
-        with engine.params_synced():
-            taken = files.snapshot(engine.state(Progress()))
-        prepared = files.prepare(taken, Path(folder) / "checkpoint", 0)
-        written = files.planned_bytes(prepared)
+    gc.freeze()  # megatron-core collects garbage for each bucket, and the operations so far have left many objects
+    try:
+        with tempfile.TemporaryDirectory() as folder, memory:
+            files = engine.checkpoint_format()
+            with engine.params_synced():
+                taken = files.snapshot(engine.state(Progress()))
+            prepared = files.prepare(taken, Path(folder) / "checkpoint", 0)
+            written = files.planned_bytes(prepared)
+    finally:
+        gc.unfreeze()
     return Save(held_bytes=memory.host.peak(), written_bytes=written)
 
 

@@ -90,4 +90,5 @@ class Storages:
 
     def _free(self, key: int) -> None:
         life, _ = self._alive.pop(key)
-        life.freed = self.now
+        # Before the next operation: at the end of this one both its inputs and its results were there.
+        life.freed = self.now + 1

@@ -9,6 +9,7 @@ their 34 s b h plus the kernel's log-sum-exp. On a CPU a test compares it with w
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llmrecipes.plan.layout import Layout
@@ -16,33 +17,82 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 
 
-def activations(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
-    """Peak bytes of a rank of one pipeline stage, without those that the loss derives from the logits.
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of a rank at the fullest moment of a step, besides model states.
+
+    `activations` are kept for the backward pass; `logits` is what the loss has derived from the output layer's result,
+    of which `kept_logits` is kept too.
+    """
+
+    activations: int
+    logits: int = 0
+    kept_logits: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits
+
+
+def peak(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Peak:
+    """The fullest moment of a rank of one pipeline stage.
 
     A stage stores several micro-batches at once, the first stage the most (`in_flight`). Tensor parallelism divides
-    what is inside attention and MLP, sequence parallelism the rest, context parallelism everything.
+    what is inside attention and MLP, sequence parallelism the rest, context parallelism everything. On the last stage
+    it is the loss, or the recomputation of a layer after it; on the others the beginning of a backward pass.
     """
     per = _PerToken(recipe, s, layout, device)
-    chunks = layout.layers_per_stage[stage]
-    kept = working = 0.0
-    for number, layers in enumerate(chunks):
+    tokens = _tokens(recipe, layout)
+    chunks = []
+    for number, layers in enumerate(layout.layers_per_stage[stage]):
         first = layout.first_layer(stage, number)
         with_experts = s.moe_layers(first, first + layers)
-        chunk_kept, chunk_working = _chunk(recipe, per, layers - with_experts, with_experts)
-        kept, working = kept + chunk_kept, max(working, chunk_working)
+        chunks.append(_chunk(recipe, per, layers - with_experts, with_experts))
     if stage == 0:
-        kept += per.mask
-    stack = kept * in_flight(layout, num_microbatches, stage) / len(chunks) + working
-    if stage == layout.pipeline_model_parallel_size - 1:
-        # Only one micro-batch is stored: its backward pass follows immediately.
-        stack += per.norm + per.edge + _mtp(recipe, per)
-    return int(_tokens(recipe, layout) * stack)
+        chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
+    last = stage == layout.pipeline_model_parallel_size - 1
+    ends = per.norm + per.edge + _mtp(recipe, per)
+    kept_logits, logits = _logits(recipe, s, layout)
+    found = []
+    for pending, chunk in _pending(layout, num_microbatches, stage):
+        stack = sum(kept * number for (kept, _), number in zip(chunks, pending, strict=True))
+        found.append(Peak(int(tokens * (stack + chunks[chunk][1]))))
+        if last and chunk == len(chunks) - 1:
+            found.append(Peak(int(tokens * (stack + ends)), logits, kept_logits))
+    return max(found, key=lambda moment: moment.total)
 
 
-def logits(recipe: Recipe, s: Shape, layout: Layout) -> int:
-    """Three fp32 values per logit: the log-softmax and, in the backward pass, the gradients on both of its sides."""
+def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
+    """Bytes that the loss keeps for its backward pass, and at its peak.
+
+    Kept is the log-softmax in fp32, of every prediction. In the backward pass torch has the gradients on both of its
+    sides too; megatron-core, on logits that are split over ranks, computes in place and has a gradient in 16 bits.
+    """
     rows = s.vocab_size // layout.tensor_model_parallel_size
-    return int(12 * _tokens(recipe, layout) * rows * (1 + s.mtp_num_layers))
+    logits = _tokens(recipe, layout) * rows
+    kept = 4 * logits * (1 + s.mtp_num_layers)
+    if layout.tensor_model_parallel_size == 1:
+        return int(kept), int(kept + 8 * logits)
+    return int(kept), int(kept + (2 if recipe.train.precision != "fp32" else 0) * logits)
+
+
+def _pending(layout: Layout, num_microbatches: int, stage: int) -> Iterator[tuple[list[int], int]]:
+    """Forward passes of each chunk whose backward pass is pending, and the chunk of the next one, through a step.
+
+    Chunks take turns in groups of as many micro-batches as there are stages (arXiv 2104.04473, figure 4).
+    """
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    # A third group repeats what the second does.
+    passes = min(num_microbatches, 3 * stages) * chunks
+    pending = [0] * chunks
+    for forward in range(passes + in_flight(layout, num_microbatches, stage) - 1):
+        if forward < passes:
+            pending[forward // stages % chunks] += 1
+        backward = forward + 1 - in_flight(layout, num_microbatches, stage)
+        if backward >= 0:
+            chunk = chunks - 1 - backward // stages % chunks
+            yield pending, chunk
+            pending[chunk] -= 1
 
 
 def in_flight(layout: Layout, num_microbatches: int, stage: int) -> int:

@@ -38,7 +38,7 @@ ENGINES = {
         reads=frozenset({MEGATRON}),
         extra="zero",
         packages=("deepspeed",),
-        needs_data="its optimizers read values of gradients on the host, and tell parameters apart by their addresses",
+        needs_data="DeepSpeed puts its buffers on the device of its own accelerator, and has none without data",
     ),
 }
 """Engines by name in a recipe."""

@@ -87,10 +87,27 @@ def _dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplac
 
 
 def _rms_norm(
-    values: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+    values: torch.Tensor, shape: Sequence[int], weight: torch.Tensor, eps: float | None = None
 ) -> torch.Tensor:
-    """One kernel; keeps its input and a number for each row."""
-    return torch.ops.aten._fused_rms_norm(values, list(shape), weight, eps)[0]  # type: ignore[no-any-return]
+    """One kernel; keeps its input and a number for each row. Its version without data would be several operations."""
+    output: torch.Tensor = _RMSNorm.apply(values, weight)
+    return output
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Shapes only."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """As the values."""
+        ctx.save_for_backward(values, weight, values.new_empty(values.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of values and weight."""
+        values, weight, _ = ctx.saved_tensors
+        return torch.empty_like(values), torch.empty_like(weight)
 
 
 def _ring_attention(

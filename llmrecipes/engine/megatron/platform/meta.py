@@ -1,13 +1,14 @@
 """A rank of any world on tensors without data: torch's `meta` device and its `fake` process group.
 
 Shapes, types and the order of operations are those of the real code, and no memory is used: torch's FakeTensorMode
-computes with the same device. Unlike with fake CPU tensors, device and host stay apart, so what waits for a GPU's
-result is seen. Values that the host asks the device for come from the caller (`dryrun.reads`).
+computes with the same device. Unlike with its fake CPU tensors, device and host stay apart, so that each place where
+the host waits for a result of the device is seen. The caller gives the host the values that it asks for.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class MetaPlatform:
         install_substitutes()
         install_kernels(self._kernels)
         install_routing(self._skew)
+        replace("torch.nn.Module", "to", _keeping_marks(torch.nn.Module.to))
         _answer_locally()
         MetaPlatform.library = _register_coalesced()
         torch.cuda._llmrecipes_stand_in = True  # type: ignore[attr-defined]
@@ -111,6 +113,20 @@ class _Stream:
 
     def synchronize(self) -> None:
         _Event().synchronize()
+
+
+def _keeping_marks(plain: Any) -> Any:
+    """`Module.to`, which here makes new parameters: megatron-core marks them, for sequence parallelism for one."""
+
+    @wraps(plain)
+    def to(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+        before = dict(module.named_parameters(remove_duplicate=False))
+        moved: torch.nn.Module = plain(module, *args, **options)
+        for name, parameter in moved.named_parameters(remove_duplicate=False):
+            vars(parameter).update(vars(before[name]))
+        return moved
+
+    return to
 
 
 def _register_coalesced() -> torch.library.Library:

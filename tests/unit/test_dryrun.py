@@ -1,0 +1,324 @@
+"""Ranks of large worlds without data: the plan's memory and traffic against the real code, and host waits."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmrecipes.cli import app as cli
+from llmrecipes.dryrun.spec import DryRunSpec
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.machine import planned
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.traffic import SMALL, calls
+from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.engines import MEGATRON, engine_name
+from llmrecipes.recipe.load import load, names, recipes_dir
+from llmrecipes.units import GIB
+from tests.dist.worlds import GlooWorld
+from tests.refusals import require_message
+
+Report = dict[str, Any]
+
+STATES = ("weights", "gradients", "optimizer")
+
+
+def dry_runs(specs: list[str]) -> list[Report]:
+    """Job of a process of its own: megatron-core stays patched."""
+    from llmrecipes.dryrun.rank import dry_run
+
+    found = []
+    for text in specs:
+        spec = DryRunSpec.model_validate_json(text)
+        found += [dry_run(spec, rank).model_dump() for rank in spec.ranks]
+    return found
+
+
+def waits_with_a_read_added(text: str) -> dict[str, int]:
+    """Host waits of a step in which the engine reads one number more; job as `dry_runs`."""
+    import torch
+
+    from llmrecipes.dryrun.rank import dry_run
+    from llmrecipes.engine.megatron.engine import MegatronEngine
+
+    plain = MegatronEngine._passes
+
+    def reading(engine: MegatronEngine, *args: Any, **options: Any) -> Any:
+        outputs = plain(engine, *args, **options)
+        torch.tensor([output["loss"][0] for output in outputs])
+        return outputs
+
+    MegatronEngine._passes = reading  # type: ignore[method-assign]
+    spec = DryRunSpec.model_validate_json(text)
+    try:
+        return dry_run(spec, spec.ranks[0]).waits
+    finally:
+        MegatronEngine._passes = plain  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def process(worlds: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooWorld]:
+    """One that only runs dry runs."""
+    alone = GlooWorld(1, tmp_path_factory.mktemp("dryrun"))
+    yield alone
+    alone.close()
+
+
+def spec(name: str, *overrides: str, world: int | None = None, ranks: tuple[int, ...] = (0,), skew: float = 1.0) -> str:
+    recipe = load(name, list(overrides)).recipe
+    size = world or smallest_world(recipe.parallelism)
+    found = DryRunSpec(recipe=recipe, cluster=planned("h100-ib", None, size), world_size=size, ranks=ranks, skew=skew)
+    return found.model_dump_json()
+
+
+def plan_of(text: str) -> Plan:
+    asked = DryRunSpec.model_validate_json(text)
+    return derive(asked.recipe, asked.world_size, asked.cluster)
+
+
+def run(process: GlooWorld, *specs: str) -> list[Report]:
+    found: list[Report] = process.start(dry_runs, list(specs), group=False).result()
+    return found
+
+
+def require_planned(report: Report) -> None:
+    """Model states exactly, activations within 3 %."""
+    memory, expected = report["memory"], report["planned"]
+    assert {part: memory[part] for part in STATES} == {part: expected[part] for part in STATES}
+    assert expected["activations"] == pytest.approx(memory["activations"], rel=0.03)
+
+
+def of_step(plan: Plan, stage: int) -> Counter[tuple[str, int]]:
+    """Planned bytes by collective and number of ranks."""
+    found: Counter[tuple[str, int]] = Counter()
+    for call in calls(plan, stage):
+        found[call.kind.replace("message", "send"), call.ranks] += call.payload
+    return found
+
+
+def sent(report: Report) -> Counter[tuple[str, int]]:
+    """Bytes of the same; a message is counted at its sender."""
+    found: Counter[tuple[str, int]] = Counter()
+    for each in report["traffic"]:
+        if each["op"] != "receive":
+            found[each["op"], each["ranks"]] += each["bytes"]
+    return found
+
+
+def require_traffic(report: Report, plan: Plan, *, padding: float = 0.0) -> None:
+    """The plan's bytes of each collective, beside bookkeeping, and what pads buffers to a multiple of their ranks."""
+    expected, real = of_step(plan, report["stage"]), sent(report)
+    for key in expected | real:
+        most = expected[key] * (1 + padding) + SMALL * (1 if not padding else sum_of_calls(report, key))
+        assert expected[key] <= real[key] <= most, (report["stage"], key)
+
+
+def sum_of_calls(report: Report, key: tuple[str, int]) -> int:
+    return sum(each["calls"] for each in report["traffic"] if (each["op"], each["ranks"]) == key)
+
+
+SMALL_WORLDS = {
+    "one process": spec("gpt-tiny"),
+    "bf16, overlapped": spec(
+        "gpt-tiny", "train.precision=bf16", "train.micro_batch_size=2", "parallelism.overlap_grad_reduce=true",
+        "parallelism.overlap_param_gather=true", world=4,
+    ),
+    "tensor, pipeline": spec("gpt-tiny-3d", world=8, ranks=(0, 4)),
+    "context": spec("gpt-tiny", "parallelism.context_parallel_size=2", world=2),
+    "experts": spec("moe-tiny", world=2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(process: GlooWorld) -> dict[str, Report]:
+    found = iter(run(process, *SMALL_WORLDS.values()))
+    return {
+        f"{name}, rank {rank}": next(found)
+        for name, text in SMALL_WORLDS.items()
+        for rank in DryRunSpec.model_validate_json(text).ranks
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"{name}, rank {rank}" for name, text in SMALL_WORLDS.items() for rank in json.loads(text)["ranks"]],
+)
+def test_the_plan_is_what_the_real_code_does(name: str, small: dict[str, Report]) -> None:
+    report, plan = small[name], plan_of(SMALL_WORLDS[name.rpartition(",")[0]])
+    require_planned(report)
+    require_traffic(report, plan)
+
+
+def test_the_host_waits_once_a_step(small: dict[str, Report]) -> None:
+    """For the loss with the stop flag; with experts, also for the tokens of each of them."""
+    for name, report in small.items():
+        ours = {place: number for place, number in report["waits"].items() if place.startswith("megatron/engine")}
+        assert list(ours.values()) == [1], name
+        if not name.startswith("experts"):
+            assert report["waits"] == ours, name
+
+
+def test_a_host_wait_that_is_added_is_seen(process: GlooWorld) -> None:
+    """Scalars of the device in `torch.tensor`, of which no operation tells; one for each micro-batch."""
+    text = SMALL_WORLDS["one process"]
+    waits: dict[str, int] = process.start(waits_with_a_read_added, text, group=False).result()
+    assert sum(waits.values()) == 1 + plan_of(text).num_microbatches
+    assert any("test_dryrun" in place for place in waits)
+
+
+def test_passes_are_those_of_1f1b(small: dict[str, Report]) -> None:
+    """Narayanan et al. 2021 (arXiv 2104.04473), figure 4: two stages, four micro-batches."""
+    orders = [
+        "".join(f"{each['kind'][0]}{each['micro_batch']}" for each in small[f"tensor, pipeline, rank {rank}"]["passes"])
+        for rank in (0, 4)
+    ]
+    assert orders == ["f0f1b0f2b1f3b2b3", "f0b0f1b1f2b2f3b3"]
+
+
+def test_groups_across_nodes_are_told_from_those_on_one(process: GlooWorld) -> None:
+    (report,) = run(process, spec("gpt-tiny-3d", "train.global_batch_size=64", world=16))
+    nodes = {each["group"]: each["node_local"] for each in report["traffic"]}
+    assert nodes["tp"]
+    assert nodes["dp-cp"]
+    assert not nodes["pp"]
+
+
+def test_a_skewed_routing_needs_more_memory(process: GlooWorld) -> None:
+    even, skewed = run(process, spec("moe-tiny", world=2), spec("moe-tiny", world=2, skew=2.0))
+    assert skewed["memory"]["activations"] > even["memory"]["activations"]
+
+
+def test_a_rank_of_gpt_175b_takes_seconds_and_no_memory(process: GlooWorld) -> None:
+    """Eight micro-batches of the first of eight stages, on 1,024 ranks."""
+    text = spec("gpt-175b", "train.global_batch_size=256", world=1024)
+    (report,) = run(process, text)
+    require_planned(report)
+    assert sum(report["memory"].values()) > 30 * GIB
+    assert sum(report["waits"].values()) == 1
+    require_traffic(report, plan_of(text), padding=1e-4)
+    assert report["save"]["written_bytes"] > 0
+
+
+def whole_recipes() -> list[str]:
+    found = names(recipes_dir())
+    return [name for name in found if engine_name(load(name, []).recipe) == MEGATRON]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", whole_recipes())
+def test_every_stage_of_a_recipe_is_planned(name: str, process: GlooWorld) -> None:
+    """With two micro-batches for each stage, after which a pipeline repeats itself."""
+    recipe = load(name, []).recipe
+    world, stages = smallest_world(recipe.parallelism), recipe.parallelism.pipeline_model_parallel_size
+    replicas = plan_of(spec(name, world=world)).layout.data_parallel_size
+    batch = recipe.train.micro_batch_size * replicas * 2 * stages
+    text = spec(name, f"train.global_batch_size={batch}", world=world, ranks=tuple(range(0, world, world // stages)))
+    plan = plan_of(text)
+    for report in run(process, text):
+        require_planned(report)
+        if name != "deepseek-v3":  # no formulas for latent attention
+            require_traffic(report, plan, padding=1e-3)
+
+
+def drawn(number: int) -> str:
+    """One of the layouts that the rules allow, of a small model; the same for each number."""
+    draw = random.Random(number)
+    while True:
+        tensor, stages = draw.choice([1, 2, 4]), draw.choice([1, 1, 2, 4])
+        chunks, context = draw.choice([1, 1, 2]) if stages > 1 else 1, draw.choice([1, 1, 2])
+        experts = draw.choice([0, 0, 8])
+        half = draw.random() < 0.7
+        keys = {
+            "model.num_layers": stages * chunks * draw.choice([1, 2, 3]),
+            "model.hidden_size": draw.choice([256, 384, 512]),
+            "model.num_attention_heads": 8,
+            "model.num_query_groups": draw.choice([4, 8]),
+            "model.seq_length": draw.choice([128, 256]),
+            "model.normalization": draw.choice(["LayerNorm", "RMSNorm"]),
+            "model.gated_linear_unit": draw.choice(["true", "false"]),
+            "model.hidden_dropout": draw.choice([0.0, 0.0, 0.1]),
+            "model.qk_layernorm": draw.choice(["true", "false"]),
+            "model.share_embeddings_and_output_weights": draw.choice(["true", "false"]),
+            "model.add_bias_linear": "false" if experts else draw.choice(["true", "false"]),
+            "parallelism.tensor_model_parallel_size": tensor,
+            "parallelism.sequence_parallel": "true" if tensor > 1 and (experts or draw.random() < 0.7) else "false",
+            "parallelism.pipeline_model_parallel_size": stages,
+            "parallelism.context_parallel_size": context,
+            "train.precision": "bf16" if half else "fp32",
+            "train.micro_batch_size": draw.choice([1, 2, 4]),
+            "train.global_batch_size": 64 * stages,
+        }
+        if chunks > 1:
+            keys["parallelism.virtual_pipeline_model_parallel_size"] = chunks
+        if experts:
+            keys |= {
+                "model.num_moe_experts": experts,
+                "model.moe_router_topk": 2,
+                "model.moe_ffn_hidden_size": 256,
+                "parallelism.expert_model_parallel_size": draw.choice([1, 2, 4]),
+                "parallelism.expert_tensor_parallel_size": 1,
+            }
+        recompute = draw.choice(["", "", "selective", "full"])
+        if recompute:
+            keys["train.recompute_granularity"] = recompute
+        if recompute == "full":
+            keys |= {"train.recompute_method": draw.choice(["uniform", "block"]), "train.recompute_num_layers": 1}
+        try:
+            text = spec("gpt-tiny", *(f"{key}={value}" for key, value in keys.items()))
+            world = plan_of(text).layout.world_size
+        except UserError:  # not one that the rules allow
+            continue
+        step = world // stages
+        return spec("gpt-tiny", *(f"{key}={value}" for key, value in keys.items()), ranks=tuple(range(0, world, step)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_drawn_layouts_are_planned(first: int, process: GlooWorld) -> None:
+    wrong = []
+    for number in range(first, first + 10):
+        for report in run(process, drawn(number)):
+            try:
+                require_planned(report)
+            except AssertionError as error:
+                wrong.append(f"layout {number}, stage {report['stage']}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    runs = ("--runs-dir", str(tmp_path))
+    for arguments, key, rule in (
+        (("gpt-tiny-3d", "--rank", "8", "--cluster", "h100-ib", "--nodes", "1"), "--rank", "7"),
+        (("gpt-tiny", "--rank", "0", "--stages"), "--rank", "--stages"),
+        (("gpt-1b-zero3",), "engine", "gpt-1b-zero3"),
+        (("gpt-tiny", "train.torch_compile=true"), "train.torch_compile", "false"),
+        (("gpt-tiny", "--skew", "2"), "--skew", "experts"),
+        (("moe-tiny", "--skew", "0.5"), "--skew", "1"),
+    ):
+        assert cli.run(["dryrun", *arguments, *runs]) == 2
+        require_message(capsys.readouterr().err, key, rule=rule)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_prints_a_contract_and_draws_pictures(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.run(["dryrun", "gpt-tiny-3d", "--stages", "--json", "--runs-dir", str(tmp_path)]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert [report["stage"] for report in found] == [0, 1]
+    assert set(found[0]) == {
+        "recipe", "world_size", "rank", "stage", "memory_gib", "planned_gib", "collectives", "syncs_per_step", "save",
+        "seconds",
+    }  # fmt: skip
+    parts = {"weights", "gradients", "optimizer", "activations", "temporary", "total"}
+    assert set(found[0]["memory_gib"]) == set(found[0]["planned_gib"]) == parts
+    assert set(found[0]["collectives"][0]) == {"group", "op", "calls", "bytes"}
+    assert set(found[0]["save"]) == {"held_gib", "written_gib"}
+    (folder,) = (tmp_path / "gpt-tiny-3d-dryrun").iterdir()
+    drawn_there = {path.name for path in folder.glob("*.svg")}
+    assert drawn_there == {"memory-0.svg", "memory-2.svg", "passes.svg"}
+    assert all("</svg>" in path.read_text("utf-8") for path in folder.glob("*.svg"))
