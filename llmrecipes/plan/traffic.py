@@ -37,7 +37,8 @@ class Call(NamedTuple):
 def calls(plan: Plan, stage: int) -> Iterator[Call]:
     """Calls of a step of a rank of one pipeline stage, without bookkeeping.
 
-    Holds for models without latent attention, multi-token prediction, shared experts, capacity and label smoothing.
+    Holds without multi-token prediction, capacity and label smoothing, and for latent attention as TransformerEngine
+    splits it, which is on GPUs.
     Sources: tensor parallelism arXiv 1909.08053, section 3; sequence parallelism arXiv 2205.05198, section 4.2.2 (with
     the gather that its backward pass repeats instead of keeping the result); pipeline arXiv 2104.04473, section 2.2;
     sharded optimizer arXiv 1910.02054, section 7.2; experts arXiv 2006.16668, section 3.2; context arXiv 2407.21783,
@@ -63,9 +64,9 @@ def _of_stage(plan: Plan, stage: int) -> Iterator[Call]:
                 # A full recomputation begins with the first layers of a chunk.
                 twice = number < again
                 yield from _context(plan, again=twice or core_again)
-                # Attention and MLP each have a matrix cut by columns and one cut by rows; experts have none.
-                for _ in range(2 - experts):
-                    yield from _tensor(plan, again=twice)
+                yield from _attention(plan, again=twice)
+                if not experts or plan.shape.moe_shared_ffn_hidden_size:
+                    yield from _split(plan, s.hidden_size, again=twice)
                 if experts:
                     yield from _experts(plan, again=twice)
         if stage == 0:
@@ -86,18 +87,43 @@ def _tokens(plan: Plan) -> int:
     return recipe.train.micro_batch_size * recipe.model.seq_length // plan.layout.context_parallel_size
 
 
-def _activations(plan: Plan) -> int:
-    """Bytes of the residual stream of a micro-batch on one context-parallel rank."""
-    return _element(plan) * _tokens(plan) * plan.shape.hidden_size
+def _activations(plan: Plan, width: int | None = None) -> int:
+    """Bytes of a micro-batch on one context-parallel rank: of the residual stream, or of another width."""
+    return _element(plan) * _tokens(plan) * (width or plan.shape.hidden_size)
 
 
-def _tensor(plan: Plan, *, again: bool) -> Iterator[Call]:
+def _attention(plan: Plan, *, again: bool) -> Iterator[Call]:
+    s, model, layout = plan.shape, plan.recipe.model, plan.layout
+    if not model.multi_latent_attention:
+        yield from _split(plan, s.hidden_size, again=again)
+        return
+    # The down-projections are whole on each rank, and so is the shared key; its positions are gathered.
+    yield from _split(plan, model.q_lora_rank or s.hidden_size, again=again)
+    yield from _columns(plan, model.kv_lora_rank, again=again)
+    if layout.sequence_parallel:
+        size = _activations(plan, model.qk_pos_emb_head_dim)
+        yield from [Call("all-gather", layout.tensor_model_parallel_size, size)] * (1 + again)
+        yield Call("reduce-scatter", layout.tensor_model_parallel_size, size)
+
+
+def _split(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
+    """A matrix cut by columns, of inputs of some width, and one cut by rows, back to the residual stream."""
+    yield from _columns(plan, width, again=again)
     ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan)
     if plan.layout.sequence_parallel:
-        yield from [Call("all-gather", ranks, size)] * (3 + again)
-        yield from [Call("reduce-scatter", ranks, size)] * (2 + again)
+        yield from [Call("reduce-scatter", ranks, size)] * (1 + again)
+        yield Call("all-gather", ranks, size)
     else:
-        yield from [Call("all-reduce", ranks, size)] * (2 + again)
+        yield from [Call("all-reduce", ranks, size)] * (1 + again)
+
+
+def _columns(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
+    ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan, width)
+    if plan.layout.sequence_parallel:
+        yield from [Call("all-gather", ranks, size)] * (2 + again)
+        yield Call("reduce-scatter", ranks, size)
+    else:
+        yield Call("all-reduce", ranks, size)
 
 
 def _embedding(plan: Plan) -> Iterator[Call]:
@@ -186,8 +212,35 @@ def _gradients(plan: Plan, stage: int) -> Iterator[Call]:
     if stages > 1 and model.share_embeddings_and_output_weights and stage in (0, stages - 1):
         yield Call("all-reduce", 2, reduced * s.vocab_size * s.hidden_size // tensor)
     if layout.sequence_parallel:
-        # Norms and the router saw only this rank's tokens, and so did the biases of matrices cut by rows.
+        # What saw only this rank's tokens: norms and the router, and the biases of matrices cut by rows.
         layers = sum(layout.layers_per_stage[stage])
-        norm = s.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
-        each = 2 * norm + (2 * s.hidden_size if model.add_bias_linear else 0) + s.num_moe_experts * s.hidden_size
-        yield Call("all-reduce", tensor, reduced * (layers * each + (norm if stage == stages - 1 else 0)))
+        final = _norm(plan, s.hidden_size) if stage == stages - 1 else 0
+        yield Call("all-reduce", tensor, reduced * (layers * _whole(plan) + _routers(plan, stage) + final))
+    elif model.qk_layernorm and not model.multi_latent_attention:
+        heads = 2 * _norm(plan, s.query_channels)
+        yield Call("all-reduce", tensor, reduced * sum(layout.layers_per_stage[stage]) * heads)
+
+
+def _norm(plan: Plan, width: int) -> int:
+    return width * (2 if plan.recipe.model.normalization == "LayerNorm" else 1)
+
+
+def _whole(plan: Plan) -> int:
+    """Parameters of a layer that each tensor-parallel rank has all of, without the router."""
+    s, model = plan.shape, plan.recipe.model
+    size = 2 * _norm(plan, s.hidden_size) + (2 * s.hidden_size if model.add_bias_linear else 0)
+    if not model.multi_latent_attention:
+        return size + (2 * _norm(plan, s.query_channels) if model.qk_layernorm else 0)
+    ranks = [rank for rank in (model.q_lora_rank, model.kv_lora_rank) if rank]
+    down = s.hidden_size * (sum(ranks) + model.qk_pos_emb_head_dim)
+    return size + down + (sum(_norm(plan, rank) for rank in ranks) if model.qk_layernorm else 0)
+
+
+def _routers(plan: Plan, stage: int) -> int:
+    """Parameters of a stage's routers."""
+    layout, s = plan.layout, plan.shape
+    with_experts = 0
+    for chunk, layers in enumerate(layout.layers_per_stage[stage]):
+        first = layout.first_layer(stage, chunk)
+        with_experts += s.moe_layers(first, first + layers)
+    return with_experts * s.num_moe_experts * s.hidden_size

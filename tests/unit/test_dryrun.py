@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.dryrun.spec import DryRunSpec
+from llmrecipes.dryrun.drawing import memory_svg, passes_svg
+from llmrecipes.dryrun.spec import PARTS, DryRunSpec, RankReport
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import planned
 from llmrecipes.plan.derive import Plan, derive
@@ -306,19 +308,39 @@ def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_prints_a_contract_and_draws_pictures(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.run(["dryrun", "gpt-tiny-3d", "--stages", "--json", "--runs-dir", str(tmp_path)]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert [report["stage"] for report in found] == [0, 1]
-    assert set(found[0]) == {
-        "recipe", "world_size", "rank", "stage", "memory_gib", "planned_gib", "collectives", "syncs_per_step", "save",
-        "seconds",
-    }  # fmt: skip
-    parts = {"weights", "gradients", "optimizer", "activations", "temporary", "total"}
-    assert set(found[0]["memory_gib"]) == set(found[0]["planned_gib"]) == parts
-    assert set(found[0]["collectives"][0]) == {"group", "op", "calls", "bytes"}
-    assert set(found[0]["save"]) == {"held_gib", "written_gib"}
+def test_the_contract_of_json(small: dict[str, Report]) -> None:
+    for report in small.values():
+        found = RankReport.model_validate(report).contract()
+        assert list(found) == [
+            "recipe", "world_size", "rank", "stage", "memory_gib", "planned_gib", "collectives", "syncs_per_step",
+            "save", "seconds",
+        ]  # fmt: skip
+        parts = ["weights", "gradients", "optimizer", "activations", "temporary", "total"]
+        for memory in (found["memory_gib"], found["planned_gib"]):
+            assert list(memory) == parts
+            assert memory["total"] == pytest.approx(sum(memory[part] for part in parts[:-1]))
+        assert all(set(each) == {"group", "op", "calls", "bytes"} for each in found["collectives"])
+        assert set(found["save"]) == {"held_gib", "written_gib"}
+
+
+def test_pictures_have_every_moment_and_pass(small: dict[str, Report]) -> None:
+    first, last = (RankReport.model_validate(small[f"tensor, pipeline, rank {rank}"]) for rank in (0, 4))
+    memory = ElementTree.fromstring(memory_svg(first, "rank < 1"))  # noqa: S314 - our own text
+    areas = memory.findall("{*}polygon")
+    assert len(areas) == len(PARTS)
+    assert all(len(area.attrib["points"].split()) == 2 * len(first.timeline) for area in areas)
+    passes = ElementTree.fromstring(passes_svg([first, last], "passes"))  # noqa: S314 - our own text
+    assert len(passes.findall("{*}rect/{*}title")) == len(first.passes) + len(last.passes)
+
+
+@pytest.mark.slow
+def test_the_command_runs_the_stages_of_a_world(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ["dryrun", "gpt-tiny-3d", "--stages", "--runs-dir", str(tmp_path)]
+    assert cli.run([*asked, "--json"]) == 0
+    assert [report["stage"] for report in json.loads(capfd.readouterr().out)] == [0, 1]
     (folder,) = (tmp_path / "gpt-tiny-3d-dryrun").iterdir()
-    drawn_there = {path.name for path in folder.glob("*.svg")}
-    assert drawn_there == {"memory-0.svg", "memory-2.svg", "passes.svg"}
-    assert all("</svg>" in path.read_text("utf-8") for path in folder.glob("*.svg"))
+    assert {path.name for path in folder.iterdir()} == {
+        "memory-0.svg", "memory-2.svg", "passes.svg", "rank-0.json", "rank-2.json",
+    }  # fmt: skip
+    assert cli.run(asked) == 0
+    assert "stage 1" in capfd.readouterr().out
