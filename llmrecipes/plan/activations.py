@@ -249,8 +249,6 @@ class _PerToken:
         inner = element * (s.query_size + s.key_size + s.value_size + s.context_size)
         if model.multi_latent_attention:
             outside += self._latent
-            # Values are a view of their projection, shared with the keys' unrotated channels; unfused they are a copy.
-            inner += element * s.num_attention_heads * model.qk_head_dim if self._fused else 0
             tables = 4 * element * model.qk_pos_emb_head_dim
         else:
             rope = model.position_embedding_type == "rope"

@@ -37,7 +37,7 @@ class Call(NamedTuple):
 def calls(plan: Plan, stage: int) -> Iterator[Call]:
     """Calls of a step of a rank of one pipeline stage, without bookkeeping.
 
-    Holds without multi-token prediction, capacity and label smoothing, and for latent attention as TransformerEngine
+    Holds without the layers of multi-token prediction, capacity and label smoothing, and for latent attention as TransformerEngine
     splits it, which is on GPUs.
     Sources: tensor parallelism arXiv 1909.08053, section 3; sequence parallelism arXiv 2205.05198, section 4.2.2 (with
     the gather that its backward pass repeats instead of keeping the result); pipeline arXiv 2104.04473, section 2.2;
@@ -209,7 +209,8 @@ def _gradients(plan: Plan, stage: int) -> Iterator[Call]:
         elif number:
             yield Call("all-reduce", ranks, reduced * number)
     stages, tensor = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
-    if stages > 1 and model.share_embeddings_and_output_weights and stage in (0, stages - 1):
+    shared = model.share_embeddings_and_output_weights or s.mtp_num_layers
+    if stages > 1 and shared and stage in (0, stages - 1):
         yield Call("all-reduce", 2, reduced * s.vocab_size * s.hidden_size // tensor)
     if layout.sequence_parallel:
         # What saw only this rank's tokens: norms and the router, and the biases of matrices cut by rows.

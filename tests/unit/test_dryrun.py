@@ -224,7 +224,7 @@ def test_every_stage_of_a_recipe_is_planned(name: str, process: GlooWorld) -> No
     plan = plan_of(text)
     for report in run(process, text):
         require_planned(report)
-        if name != "deepseek-v3":  # no formulas for latent attention
+        if not recipe.model.mtp_num_layers or report["stage"] < stages - 1:  # no formulas for the layers there
             require_traffic(report, plan, padding=1e-3)
 
 

@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Iterator
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,8 @@ class ShardedFormat:
         """See `CheckpointFormat`."""
         planner = _planner()
         planner.set_up_planner(prepared, None, dist.get_rank() == 0)
-        items = planner.create_local_plan().items
-        return sum(item.tensor_storage_size() or 0 for item in items if item.tensor_data is not None)
+        parts = [item.tensor_data for item in planner.create_local_plan().items if item.tensor_data is not None]
+        return sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
 
     def write(self, prepared: dict[str, Any], directory: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
         """See `CheckpointFormat`."""
