@@ -38,10 +38,12 @@ def calls(plan: Plan, stage: int) -> Iterator[Call]:
     """Calls of a step of a rank of one pipeline stage, without bookkeeping.
 
     Holds without the layers of multi-token prediction, capacity and label smoothing, and for latent attention on GPUs,
-    as TransformerEngine splits it. Sources: tensor parallelism arXiv 1909.08053, section 3; sequence parallelism arXiv 2205.05198, section 4.2.2 (with
+    as TransformerEngine splits it. Recomputed layers repeat the calls of their forward pass.
+
+    Sources: tensor parallelism arXiv 1909.08053, section 3; sequence parallelism arXiv 2205.05198, section 4.2.2 (with
     the gather that its backward pass repeats instead of keeping the result); pipeline arXiv 2104.04473, section 2.2;
     sharded optimizer arXiv 1910.02054, section 7.2; experts arXiv 2006.16668, section 3.2; context arXiv 2407.21783,
-    section 3.3.2. Recomputed layers repeat the calls of their forward pass.
+    section 3.3.2.
 
     Args:
         plan: of the recipe.
