@@ -47,9 +47,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     """The fuller of a recipe's first and last stage, as JSON values."""
     cluster, nodes = NODES[name]
     recipe = load(name, []).recipe
-    reports = []
     first = dry_run(recipe, folder, _say, cluster=cluster, nodes=nodes, rank=0)
-    reports += first.reports
+    reports = list(first.reports)
     if recipe.parallelism.pipeline_model_parallel_size > 1:
         last = first.plan.layout.world_size - 1
         reports += dry_run(recipe, folder, _say, cluster=cluster, nodes=nodes, rank=last).reports

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -160,10 +161,10 @@ def _plausible(name: str, args: Any, options: Any) -> Any:
 
 def _place() -> str:
     """The innermost running line outside of torch."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "torch" not in path.parts and path.parent not in _OURS:
             return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "torch"

@@ -56,7 +56,7 @@ def waits_with_a_read_added(text: str) -> dict[str, int]:
         torch.tensor([output["loss"][0] for output in outputs])
         return outputs
 
-    MegatronEngine._passes = reading  # type: ignore[method-assign]
+    MegatronEngine._passes = reading  # type: ignore[method-assign, assignment]
     spec = DryRunSpec.model_validate_json(text)
     try:
         return dry_run(spec, spec.ranks[0]).waits
@@ -299,8 +299,8 @@ def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path
         (("gpt-tiny-3d", "--rank", "8", "--cluster", "h100-ib", "--nodes", "1"), "--rank", "7"),
         (("gpt-tiny", "--rank", "0", "--stages"), "--rank", "--stages"),
         (("gpt-1b-zero3",), "engine", "gpt-1b-zero3"),
-        (("gpt-tiny", "train.torch_compile=true"), "train.torch_compile", "false"),
-        (("gpt-tiny", "--skew", "2"), "--skew", "experts"),
+        (("gpt-tiny", "train.torch_compile=true"), "train.torch_compile", "train.torch_compile=false"),
+        (("gpt-tiny", "--skew", "2"), "--skew", "2"),
         (("moe-tiny", "--skew", "0.5"), "--skew", "1"),
     ):
         assert cli.run(["dryrun", *arguments, *runs]) == 2

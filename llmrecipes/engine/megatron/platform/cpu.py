@@ -106,7 +106,10 @@ class _Stream:
 
 
 def patch_cuda(device: torch.device) -> None:
-    """Replace what megatron-core asks of a GPU, so that it uses another device; for the rest of the process."""
+    """Replace what megatron-core asks of a GPU, so that it uses another device, for the rest of the process.
+
+    A later call replaces the device.
+    """
     _patch_torch_cuda(device)
     _patch_tensor(device)
     _patch_random_state()

@@ -15,29 +15,38 @@ import torch.distributed as dist
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from llmrecipes.engine.megatron.model import spec
 from llmrecipes.engine.megatron.model.latent import LatentAttention
-from llmrecipes.engine.megatron.platform.patching import replace
+from llmrecipes.engine.megatron.platform.patching import replace, resolve
 
-_ATTENTION = "llmrecipes.engine.megatron.model.attention.SdpaCoreAttention"
+_FUNCTIONAL, _ATTENTION = "torch.nn.functional", "llmrecipes.engine.megatron.model.attention"
+_LATENT = "megatron.core.transformer.multi_latent_attention"
+_REPLACED = (
+    (_FUNCTIONAL, "scaled_dot_product_attention"),
+    (_FUNCTIONAL, "dropout"),
+    (_FUNCTIONAL, "rms_norm"),
+    (f"{_ATTENTION}.SdpaCoreAttention", "_attend_over_context"),
+    (_LATENT, "TELinear"),
+    ("llmrecipes.engine.megatron.model.spec", "_use_ours"),
+)
+_PLAIN = {name: getattr(resolve(owner), name) for owner, name in _REPLACED}
 _ALIGNED = torch.empty(0)
 """A causal mask aligned to the lower right. torch's is a tensor of a class that no dispatch mode can make."""
-_PLAIN = torch.nn.functional.scaled_dot_product_attention
-_USE_OURS = spec._use_ours
 
 
 def install_kernels(device: str) -> None:
-    """Choose as torch does on `cuda` or `cpu`."""
-    replace("llmrecipes.engine.megatron.model.attention", "causal_lower_right", lambda *_sizes: _ALIGNED)
-    if device == "cuda":
-        replace("torch.nn.functional", "scaled_dot_product_attention", _flash_attention)
-        replace("torch.nn.functional", "dropout", _dropout)
-        replace("torch.nn.functional", "rms_norm", _rms_norm)
-        replace(_ATTENTION, "_attend_over_context", _ring_attention)
-        replace("megatron.core.transformer.multi_latent_attention", "TELinear", DuplicatedLinear)
-        replace("llmrecipes.engine.megatron.model.spec", "_use_ours", _use_duplicated)
-    else:
-        replace("torch.nn.functional", "scaled_dot_product_attention", _cpu_attention)
+    """Choose as on `cuda` or `cpu`; a later call replaces the choice."""
+    on_gpu = {
+        "scaled_dot_product_attention": _flash_attention,
+        "dropout": _dropout,
+        "rms_norm": _rms_norm,
+        "_attend_over_context": _ring_attention,
+        "TELinear": DuplicatedLinear,
+        "_use_ours": _use_duplicated,
+    }
+    chosen = on_gpu if device == "cuda" else {"scaled_dot_product_attention": _cpu_attention}
+    for owner, name in _REPLACED:
+        replace(owner, name, chosen.get(name, _PLAIN[name]))
+    replace(_ATTENTION, "causal_lower_right", lambda *_sizes: _ALIGNED)
 
 
 def _flash_attention(
@@ -170,7 +179,7 @@ class DuplicatedLinear(torch.nn.Module):
 
 def _use_duplicated(layer: Any) -> None:
     """Latent attention as TransformerEngine's specification builds it: whole down-projections."""
-    _USE_OURS(layer)
+    _PLAIN["_use_ours"](layer)
     if layer.submodules.self_attention.module is LatentAttention:
         layer.submodules.self_attention.module = MLASelfAttention
         parts = layer.submodules.self_attention.submodules
@@ -190,7 +199,8 @@ def _cpu_attention(
     """torch's choice on a CPU: flash attention, but the whole matrix with dropout or values of another width."""
     if dropout_p == 0.0 and query.size(-1) == value.size(-1):
         return _flash_attention(query, key, value, attn_mask, is_causal=is_causal)
-    # The mask's values do not matter, and its class has none without data.
-    return _PLAIN(
-        query, key, value, None, dropout_p, is_causal or attn_mask is not None, scale=scale, enable_gqa=enable_gqa
+    causal = is_causal or attn_mask is not None  # the mask's values do not matter, and it has none
+    output: torch.Tensor = _PLAIN["scaled_dot_product_attention"](
+        query, key, value, None, dropout_p, causal, scale=scale, enable_gqa=enable_gqa
     )
+    return output

@@ -51,7 +51,7 @@ class MetaPlatform:
     """
 
     library: torch.library.Library | None = None
-    """Its registrations end with it."""
+    """Operators of the first instance that was installed; they end with it."""
     name = "meta"
     backend = "cpu:fake,meta:fake"
     device = META
@@ -60,16 +60,15 @@ class MetaPlatform:
         self._rank, self._world_size, self._kernels, self._skew = rank, world_size, kernels, skew
 
     def install(self) -> None:
-        if getattr(torch.cuda, "_llmrecipes_stand_in", False):
+        install_kernels(self._kernels)
+        install_routing(self._skew)
+        if MetaPlatform.library is not None:
             return
         patch_cuda(META)
         install_substitutes()
-        install_kernels(self._kernels)
-        install_routing(self._skew)
         replace("torch.nn.Module", "to", _keeping_marks(torch.nn.Module.to))
         _answer_locally()
         MetaPlatform.library = _register_coalesced()
-        torch.cuda._llmrecipes_stand_in = True  # type: ignore[attr-defined]
 
     def connect(self, timeout: timedelta) -> None:
         dist.init_process_group(

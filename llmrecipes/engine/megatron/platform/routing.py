@@ -11,20 +11,20 @@ from llmrecipes.engine.megatron.platform.patching import replace, resolve
 
 _MODULE = "megatron.core.transformer.moe.token_dispatcher"
 _DISPATCHER = f"{_MODULE}.MoEAlltoAllTokenDispatcher"
+_PLAIN = resolve(f"{_DISPATCHER}._maybe_dtoh_and_synchronize")
 
 
 def install_routing(skew: float) -> None:
-    """Answer the all-to-all dispatcher's questions.
+    """Answer the all-to-all dispatcher's questions; a later call replaces the answers.
 
     Args:
         skew: times its even share that the first expert of this rank gets, on every rank; the others share the rest.
     """
-    plain = resolve(f"{_DISPATCHER}._maybe_dtoh_and_synchronize")
 
-    @wraps(plain)
+    @wraps(_PLAIN)
     def read(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
         read_now = not dispatcher.drop_and_pad and point == dispatcher.cuda_dtoh_point
-        tokens_per_expert = plain(dispatcher, point, tokens_per_expert)
+        tokens_per_expert = _PLAIN(dispatcher, point, tokens_per_expert)
         return _fill(dispatcher, skew) if read_now else tokens_per_expert
 
     replace(_DISPATCHER, "_maybe_dtoh_and_synchronize", read)
