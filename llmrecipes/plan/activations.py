@@ -249,16 +249,29 @@ class _PerToken:
         inner = element * (s.query_size + s.key_size + s.value_size + s.context_size)
         if model.multi_latent_attention:
             outside += self._latent
-            tables = 4 * element * model.qk_pos_emb_head_dim
+            tables = 4.0 * element * model.qk_pos_emb_head_dim
         else:
             rope = model.position_embedding_type == "rope"
-            # Rotation and norm allocate new queries and keys, while the values keep the full projection alive.
-            inner += element * (s.query_size + s.key_size) * (rope + model.qk_layernorm)
-            tables = 4 * element * s.kv_channels if rope else 0  # cosines and sines, for queries and for keys
+            # Rotation or norm allocate new queries and keys, while the values keep the full projection alive.
+            inner += element * (s.query_size + s.key_size) * (rope or model.qk_layernorm)
+            inner += self._heads(rotated=rope)
+            tables = 4 * element * s.kv_channels if rope else 0.0  # cosines and sines, for queries and for keys
+        tables /= self.recipe.train.micro_batch_size  # all sequences have the same
         if self.layout.context_parallel_size > 1 and self.device == "cpu":
             # Our attention gathers keys and values of the full sequence; TransformerEngine's uses a ring.
             inner += element * (s.key_size + s.value_size) * self.layout.context_parallel_size
         return outside + inner / tensor + tables + self.core
+
+    def _heads(self, *, rotated: bool) -> float:
+        """Queries and keys that are kept besides those that attention reads and the projection they come from."""
+        s, model, size = self.shape, self.recipe.model, 0
+        groups = s.num_query_groups // self.layout.tensor_model_parallel_size
+        # Queries of several heads for each of several groups are not contiguous in the projection, and are copied.
+        if 1 < groups < s.num_attention_heads // self.layout.tensor_model_parallel_size:
+            size += s.query_size if model.qk_layernorm or not rotated else 0
+        if model.qk_layernorm and rotated and self.device == "cpu" and model.normalization == "RMSNorm":
+            size += s.query_size + s.key_size  # the norm's result, which the multiplication by its weight saves
+        return float(self.element * size)
 
     @property
     def _latent(self) -> float:

@@ -28,8 +28,6 @@ from tests.refusals import require_message
 
 Report = dict[str, Any]
 
-STATES = ("weights", "gradients", "optimizer")
-
 
 def dry_runs(specs: list[str]) -> list[Report]:
     """Job of a process of its own: megatron-core stays patched."""
@@ -90,9 +88,11 @@ def run(process: GlooWorld, *specs: str) -> list[Report]:
 
 
 def require_planned(report: Report) -> None:
-    """Model states exactly, activations within 3 %."""
+    """Model states exactly, but for what pads an optimizer's share of a buffer; activations within 3 %."""
     memory, expected = report["memory"], report["planned"]
-    assert {part: memory[part] for part in STATES} == {part: expected[part] for part in STATES}
+    assert memory["weights"] == expected["weights"]
+    assert memory["gradients"] == expected["gradients"]
+    assert memory["optimizer"] == pytest.approx(expected["optimizer"], rel=1e-4)
     assert expected["activations"] == pytest.approx(memory["activations"], rel=0.03)
 
 
@@ -242,6 +242,7 @@ def drawn(number: int) -> str:
             "model.num_attention_heads": 8,
             "model.num_query_groups": draw.choice([4, 8]),
             "model.seq_length": draw.choice([128, 256]),
+            "model.position_embedding_type": draw.choice(["rope", "learned_absolute"]),
             "model.normalization": draw.choice(["LayerNorm", "RMSNorm"]),
             "model.gated_linear_unit": draw.choice(["true", "false"]),
             "model.hidden_dropout": draw.choice([0.0, 0.0, 0.1]),

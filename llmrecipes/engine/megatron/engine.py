@@ -91,7 +91,7 @@ class MegatronEngine:
             # The update would spread it to every weight and hide where it started.
             return StepResult(loss, None, lr, None, False, stopping)
         update.clip(self.optimizer, self.recipe.optimizer.clip_grad or math.inf, norm)
-        self.optimizer.step_with_ready_grads()
+        update.step(self.optimizer, self.chunks)
         self.scheduler.step(increment=1)
         return StepResult(loss, norm, lr, scale_then, False, stopping)
 

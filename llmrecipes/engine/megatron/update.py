@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from llmrecipes.engine.megatron.versions import gradients_for_norm
@@ -75,6 +76,26 @@ def clip(optimizer: MegatronOptimizer, bound: float, norm: float) -> None:
         gradients = [each.grad for each in part.get_parameters() if each.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
+
+
+def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:
+    """Update the weights, and gather them unless the next forward pass does.
+
+    With experts there are two optimizers, each of which makes megatron-core 0.16 gather the parameters of both.
+
+    Args:
+        optimizer: with clipped gradients.
+        chunks: megatron-core's data-parallel wrappers.
+    """
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            super(DistributedOptimizer, part).step_with_ready_grads()
+        else:
+            part.step_with_ready_grads()
+    config = chunks[0].ddp_config
+    if config.use_distributed_optimizer and not config.overlap_param_gather:
+        for chunk in chunks:
+            chunk.start_param_sync()
 
 
 def states(optimizer: MegatronOptimizer, weights: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
