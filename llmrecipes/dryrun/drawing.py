@@ -18,8 +18,9 @@ COLOURS = {
     "temporary": "#d62728",
 }
 PASS_COLOURS = {"forward": "#9ecae1", "backward": "#fdae6b"}
-BOX, ROW = 22, 26
-MOST_BOXES = 2000
+ROW, WIDEST_BOX, NARROWEST_BOX, WIDEST_ROW = 26, 22, 3, 3000
+LEAST_FOR_TEXT = 16
+"""Width of a box that its label fits into."""
 
 
 def memory_svg(report: RankReport, title: str) -> str:
@@ -57,13 +58,14 @@ def memory_svg(report: RankReport, title: str) -> str:
 
 
 def passes_svg(reports: Sequence[RankReport], title: str) -> str:
-    """A row for each rank with a box for each pass: its micro-batch, and below it the chunk if there are several."""
-    rows, widest = [], 0
+    """A row for each rank with a box for each pass: its micro-batch, and the chunk if there are several."""
+    most = max(len(report.passes) for report in reports)
+    box = max(min(WIDEST_ROW // most, WIDEST_BOX), NARROWEST_BOX)
+    rows = []
     for row, report in enumerate(reports):
         y = TOP + row * (ROW + 14)
         rows.append(_text(LEFT - 8, y + 15, f"stage {report.stage}", "end"))
-        rows += _boxes(report.passes[:MOST_BOXES], y)
-        widest = max(widest, len(report.passes[:MOST_BOXES]))
+        rows += _boxes(report.passes, y, box)
     height = TOP + len(reports) * (ROW + 14)
     marks = [
         *(
@@ -72,19 +74,20 @@ def passes_svg(reports: Sequence[RankReport], title: str) -> str:
             for number, (kind, colour) in enumerate(PASS_COLOURS.items())
         )
     ]
-    return _document(LEFT + max(widest * BOX, 400) + 20, height + 26, title, [*rows, *marks])
+    return _document(LEFT + max(most * box, 400) + 20, height + 26, title, [*rows, *marks])
 
 
-def _boxes(passes: Sequence[Pass], y: float) -> Iterator[str]:
+def _boxes(passes: Sequence[Pass], y: float, width: int) -> Iterator[str]:
     chunks = len({each.chunk for each in passes}) > 1
     for number, each in enumerate(passes):
-        x = LEFT + number * BOX
-        label = f"{each.micro_batch}" + (f".{each.chunk}" if chunks else "")
+        x = LEFT + number * width
         yield (
-            f'<rect x="{x}" y="{y}" width="{BOX - 1}" height="{ROW}" fill="{PASS_COLOURS[each.kind]}">'
+            f'<rect x="{x}" y="{y}" width="{width - 1}" height="{ROW}" fill="{PASS_COLOURS[each.kind]}">'
             f"<title>{each.kind} of micro-batch {each.micro_batch}, chunk {each.chunk}</title></rect>"
-            f'<text x="{x + BOX / 2}" y="{y + 16}" font-size="8" text-anchor="middle">{label}</text>'
         )
+        if width >= LEAST_FOR_TEXT:
+            label = f"{each.micro_batch}" + (f".{each.chunk}" if chunks else "")
+            yield f'<text x="{x + width / 2}" y="{y + 16}" font-size="8" text-anchor="middle">{label}</text>'
 
 
 def _legend(y: float) -> Iterator[str]:

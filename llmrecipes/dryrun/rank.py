@@ -28,9 +28,9 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         spec: the world.
         rank: of it.
     """
-    started = time.monotonic()
     plan = derive(spec.recipe, spec.world_size, spec.cluster)
     engines = backend(spec.recipe)
+    started = time.monotonic()
     platform = engines.meta_platform(rank, spec.world_size, plan.device, spec.skew)
     storages = Storages()
     recorder = Recorder(storages, _chosen(plan))
@@ -110,7 +110,7 @@ def _stage(plan: Plan, rank: int) -> int:
 
 
 def _traffic(recorder: Recorder, spec: DryRunSpec) -> tuple[Traffic, ...]:
-    here = max(len(spec.cluster.gpus) // spec.cluster.nodes, 1)
+    here = len(spec.cluster.gpus) // spec.cluster.nodes or -(-spec.world_size // spec.cluster.nodes)
     return tuple(
         Traffic(
             group="world" if name == "default_pg" else name,

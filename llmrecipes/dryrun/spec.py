@@ -103,7 +103,7 @@ class RankReport(_Frozen):
     save: Save
     build_seconds: float
     seconds: float
-    """Of everything, building included."""
+    """Of everything, building included, but not imports."""
 
     def contract(self) -> dict[str, Any]:
         """The output of `--json`."""

@@ -10,6 +10,7 @@ from llmrecipes.console import duration
 from llmrecipes.dryrun.spec import PARTS, RankReport
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
+from llmrecipes.units import KIB, MIB
 
 MOST_MODULES = 8
 NOT_SHOWN = {
@@ -34,30 +35,38 @@ def _of_rank(report: RankReport) -> list[str]:
     lines = [f"{report.recipe}: rank {report.rank} of {report.world_size}, stage {report.stage}; {took}", ""]
     lines += aligned([("memory at the peak", "dry run", "planned"), *_memory(report)], right=(1, 2))
     if report.modules:
-        rows = [(share.module or "outside of modules", share.part, gib(share.bytes)) for share in report.modules]
+        rows = [(share.module or "outside of modules", share.part, _size(share.bytes)) for share in report.modules]
         lines += ["", *aligned([("module at the peak", "", ""), *rows[:MOST_MODULES]], right=(2,))]
     if report.traffic:
         traffic = [
-            (each.group, each.op, f"{each.calls:,}", gib(each.bytes), str(each.ranks), _where(each.node_local))
+            (each.group, each.op, f"{each.calls:,}", _size(each.bytes), str(each.ranks), _where(each.node_local))
             for each in report.traffic
         ]
         header = ("group", "collective", "calls", "bytes", "ranks", "")
         lines += ["", *aligned([header, *traffic], right=(2, 3, 4))]
-    waits = sum(report.waits.values())
-    places = ", ".join(f"{place} ×{number}" for place, number in report.waits.items())
-    lines += ["", f"the host waits for the device {waits} times a step: {places}" if waits else "the host never waits"]
+    places = ", ".join(f"{place} × {number:,}" for place, number in report.waits.items())
+    lines += ["", f"host waits for the device in a step: {places or 'none'}"]
     save = report.save
-    lines += [f"a save holds {gib(save.held_bytes)} of host memory on this rank, and writes {gib(save.written_bytes)}"]
+    lines += [
+        f"a save holds {_size(save.held_bytes)} of host memory on this rank, and writes {_size(save.written_bytes)}"
+    ]
     return lines
 
 
 def _memory(report: RankReport) -> list[tuple[str, str, str]]:
-    rows = [(part, gib(report.memory.get(part, 0)), _planned(report, part)) for part in PARTS]
+    rows = [(part, _size(report.memory.get(part, 0)), _planned(report, part)) for part in PARTS]
     return [*rows, ("total", gib(sum(report.memory.values())), gib(sum(report.planned.values())))]
 
 
 def _planned(report: RankReport, part: str) -> str:
-    return gib(report.planned[part]) if part in report.planned else ""
+    return _size(report.planned[part]) if part in report.planned else ""
+
+
+def _size(size: int) -> str:
+    """Bytes with a unit that shows them."""
+    if size >= MIB:
+        return gib(size)
+    return f"{size / KIB:.0f} KiB" if size >= KIB else f"{size} B"
 
 
 def _where(node_local: bool) -> str:
