@@ -18,7 +18,7 @@ from llmrecipes.plan.activations import peak
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.memory import of_stage
 
-MOST_MOMENTS = 600
+MOST_MOMENTS = 300
 
 
 def dry_run(spec: DryRunSpec, rank: int) -> RankReport:

@@ -246,7 +246,8 @@ def test_recomputation_and_smaller_batches_need_less() -> None:
     block = activations(*full, "train.recompute_method=block")
     assert uniform < nothing / 10 < selective < nothing
     assert uniform < block <= nothing
-    assert activations("train.micro_batch_size=4") == nothing / 2
+    # The tables of rotary positions are the same for all sequences.
+    assert activations("train.micro_batch_size=4") == pytest.approx(nothing / 2, rel=0.002)
 
 
 def test_what_fits_passes_and_what_does_not_is_refused_with_a_way_out() -> None:

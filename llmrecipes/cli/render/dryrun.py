@@ -15,11 +15,10 @@ from llmrecipes.units import KIB, MIB
 MOST_MODULES = 8
 NOT_SHOWN = {
     "cuda": (
-        "a GPU differs: layers are megatron-core's own with the kernels that torch chooses on a GPU (flash attention, "
-        "one-byte dropout masks, fused RMSNorm). TransformerEngine's layers keep the same tensors, except that each "
-        "rank has whole down-projections of latent attention. Not shown: fragmentation, workspaces, CUDA's context."
+        "as on a GPU: flash attention, a ring under context parallelism, whole down-projections of latent attention, "
+        "one-byte dropout masks, fused RMSNorm. Not shown: fragmentation, workspaces, NCCL's buffers, CUDA's context."
     ),
-    "cpu": "a process differs: not shown are the interpreter, the allocator's overhead and the data loader.",
+    "cpu": "not shown: the interpreter, the allocator's overhead and the data loader.",
 }
 """What tensors without data cannot show, by device."""
 
