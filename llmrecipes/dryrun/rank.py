@@ -101,6 +101,7 @@ def _planned(plan: Plan, stage: int) -> dict[str, int]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": moment.activations + moment.kept_logits,
+        "communication": moment.outputs,
         "temporary": moment.logits - moment.kept_logits,
     }
 

@@ -22,16 +22,17 @@ class Peak:
     """Bytes of a rank at the fullest moment of a step, besides model states.
 
     `activations` are kept for the backward pass; `logits` is what the loss has derived from the output layer's result,
-    of which `kept_logits` is kept too.
+    of which `kept_logits` is kept too; `outputs` are those of chunks that were sent to the next stage.
     """
 
     activations: int
     logits: int = 0
     kept_logits: int = 0
+    outputs: int = 0
 
     @property
     def total(self) -> int:
-        return self.activations + self.logits
+        return self.activations + self.logits + self.outputs
 
 
 def peak(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Peak:
@@ -56,9 +57,12 @@ def peak(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage:
     found = []
     for pending, chunk in _pending(layout, num_microbatches, stage):
         stack = sum(kept * number for (kept, _), number in zip(chunks, pending, strict=True))
-        found.append(Peak(int(tokens * (stack + chunks[chunk][1]))))
+        # One chunk's are freed once they are sent; the very last chunk sends nothing.
+        sent = sum(pending[:-1] if last else pending) if len(chunks) > 1 else 0
+        outputs = int(tokens * sent * per.edge)
+        found.append(Peak(int(tokens * (stack + chunks[chunk][1])), outputs=outputs))
         if last and chunk == len(chunks) - 1:
-            found.append(Peak(int(tokens * (stack + ends)), logits, kept_logits))
+            found.append(Peak(int(tokens * (stack + ends)), logits, kept_logits, outputs))
     return max(found, key=lambda moment: moment.total)
 
 

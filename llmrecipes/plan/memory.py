@@ -81,7 +81,7 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
         weights=states.weights,
         gradients=states.gradients,
         optimizer=states.optimizer,
-        activations=moment.activations,
+        activations=moment.activations + moment.outputs,
         logits=moment.logits,
         checkpoint_copy=copy,
         workspace=process + int(rest * moment.total),

@@ -79,8 +79,9 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
         "batch_p2p_comm": recipe.parallelism.virtual_pipeline_model_parallel_size is None,
         # Else the host waits for the device after every message; torch orders messages and kernels itself.
         "batch_p2p_sync": False,
-        # A stage's output is kept until its backward pass only for its graph; the next stage has the values.
-        "deallocate_pipeline_outputs": True,
+        # A stage's output is kept until its backward pass only for its graph; the next stage has the values. With
+        # several chunks it is still being sent when megatron-core would free it.
+        "deallocate_pipeline_outputs": recipe.parallelism.virtual_pipeline_model_parallel_size is None,
         # The loss is a mean over the tokens of the global batch, however it was cut into micro-batches and ranks.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
