@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
@@ -12,7 +14,7 @@ from llmrecipes.dryrun.recorder import Recorder, recording
 from llmrecipes.dryrun.saving import plan_save
 from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Share, Traffic
 from llmrecipes.dryrun.storages import Storages
-from llmrecipes.engine.base import Batch
+from llmrecipes.engine.base import Batch, MetaBackend
 from llmrecipes.engine.registry import backend
 from llmrecipes.plan.activations import peak
 from llmrecipes.plan.derive import Plan, derive
@@ -29,7 +31,7 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         rank: of it.
     """
     plan = derive(spec.recipe, spec.world_size, spec.cluster)
-    engines = backend(spec.recipe)
+    engines = cast(MetaBackend, backend(spec.recipe))
     started = time.monotonic()
     platform = engines.meta_platform(rank, spec.world_size, plan.device, spec.skew)
     storages = Storages()
@@ -125,7 +127,7 @@ def _traffic(recorder: Recorder, spec: DryRunSpec) -> tuple[Traffic, ...]:
     )
 
 
-def _thinned(timeline: list) -> Iterator[Moment]:
+def _thinned(timeline: Sequence[tuple[int, Counter[str]]]) -> Iterator[Moment]:
     """At most `MOST_MOMENTS`, each the highest of its neighbours."""
     every = -(-len(timeline) // MOST_MOMENTS)
     for start in range(0, len(timeline), every):

@@ -188,12 +188,6 @@ class Engine(Protocol):
     def params_synced(self) -> AbstractContextManager[None]:
         """A block in which every rank has up-to-date parameters; all ranks have to enter it."""
 
-    def model_states(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        """What stays in memory between steps: `weights`, `gradients`, and `optimizer` with master weights.
-
-        Tensors of one part do not overlap. They may share a buffer with padding, which is not counted.
-        """
-
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters of this rank, then their gradients as `<name>.grad`, named as in the full model."""
 
@@ -250,21 +244,8 @@ class Backend(Protocol):
     def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
         """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one."""
 
-    def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
-        """A rank of a world that does not exist, on tensors without data; installed, for the rest of the process.
-
-        Args:
-            rank: of the world.
-            world_size: its ranks.
-            kernels: device whose choice of kernels is followed, `cuda` or `cpu`.
-            skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
-        """
-
     def build(self, plan: Plan, platform: Platform) -> Engine:
         """An engine with initial weights, which depend only on the seed."""
-
-    def construct(self, plan: Plan, platform: Platform) -> Engine:
-        """An engine whose weights have no defined values."""
 
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """The weights of a checkpoint in one process."""
@@ -277,3 +258,30 @@ class Backend(Protocol):
 
     def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
         """Process groups of the layout with more than one rank, one of each kind."""
+
+
+class MetaEngine(Engine, Protocol):
+    """An engine that also runs on tensors without data."""
+
+    def model_states(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """What stays in memory between steps: `weights`, `gradients`, and `optimizer` with master weights.
+
+        Tensors of one part do not overlap. They may share a buffer with padding, which is not counted.
+        """
+
+
+class MetaBackend(Backend, Protocol):
+    """Factory of engines that also run on tensors without data (`recipe.engines.Engine.needs_data` is None)."""
+
+    def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
+        """A rank of a world that does not exist; installed, for the rest of the process.
+
+        Args:
+            rank: of the world.
+            world_size: its ranks.
+            kernels: device whose choice of kernels is followed, `cuda` or `cpu`.
+            skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
+        """
+
+    def construct(self, plan: Plan, platform: Platform) -> MetaEngine:
+        """An engine whose weights have no defined values."""

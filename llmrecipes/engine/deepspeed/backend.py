@@ -36,14 +36,6 @@ class DeepSpeedBackend:
             partitioned = zero(recipe).stage == 3 and world.data_parallel_size > 1
             yield replace(world, holds_whole_model=world.holds_whole_model and not partitioned)
 
-    def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
-        """See `Backend`."""
-        return self._megatron.meta_platform(rank, world_size, kernels, skew)
-
-    def construct(self, plan: Plan, platform: Platform) -> DeepSpeedEngine:
-        """See `Backend`; weights are initial ones."""
-        return self.build(plan, platform)
-
     def build(self, plan: Plan, platform: Platform) -> DeepSpeedEngine:
         """See `Backend`."""
         with ExitStack() as stack:

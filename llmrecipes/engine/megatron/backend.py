@@ -23,7 +23,7 @@ from llmrecipes.recipe.schema import Recipe
 
 
 class MegatronBackend:
-    """See `engine.base.Backend`."""
+    """See `engine.base.MetaBackend`."""
 
     def platform(self, local_rank: int = 0) -> Platform:
         """See `Backend`."""
@@ -36,7 +36,7 @@ class MegatronBackend:
         return world.join(platform, recipe.train.seed, recipe.parallelism)
 
     def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
-        """See `Backend`."""
+        """See `MetaBackend`."""
         from llmrecipes.engine.megatron.platform.meta import MetaPlatform  # imports torch's test helpers
 
         platform = MetaPlatform(rank, world_size, kernels, skew)
@@ -48,7 +48,7 @@ class MegatronBackend:
         return MegatronEngine(plan, build(plan, platform), platform)
 
     def construct(self, plan: Plan, platform: Platform) -> MegatronEngine:
-        """See `Backend`."""
+        """See `MetaBackend`."""
         return MegatronEngine(plan, construct(plan, platform), platform)
 
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:

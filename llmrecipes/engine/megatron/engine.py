@@ -37,7 +37,7 @@ from llmrecipes.recipe.schema import Recipe
 
 
 class MegatronEngine:
-    """See `engine.base.Engine`.
+    """See `engine.base.MetaEngine`.
 
     Args:
         plan: of the recipe, on this world.
@@ -126,7 +126,7 @@ class MegatronEngine:
                 chunk.enable_forward_pre_hook()
 
     def model_states(self) -> dict[str, list[torch.Tensor]]:
-        """See `Engine`."""
+        """See `MetaEngine`."""
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         return {
             "weights": [parameter.data for parameter in parameters],
