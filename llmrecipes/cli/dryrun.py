@@ -32,9 +32,10 @@ def dryrun(
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
 ) -> None:
-    """Run a rank of the full world for a step on tensors without data: memory, traffic, host waits.
+    """Measure one rank of a run of any size, without GPUs.
 
-    The real model, schedule, optimizer and save, for a world of any size, in the memory of a laptop.
+    A step of the real model, schedule, optimizer and save runs on tensors without data: memory by part and module,
+    traffic, host waits and the order of passes.
     """
     from llmrecipes.cli.render import dryrun as render
     from llmrecipes.recipe.load import load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 from llmrecipes.console import setup_logging
@@ -15,6 +16,8 @@ def main() -> None:
     Each report is written beside the spec as `rank-<n>.json` when it is ready.
     """
     setup_logging()
+    # Every call of a library passes through the recorder, which is blamed for their warnings.
+    warnings.filterwarnings("ignore", module=r"llmrecipes\.dryrun\.recorder")
     path = Path(sys.argv[1])
     spec = DryRunSpec.model_validate_json(path.read_text("utf-8"))
     from llmrecipes.dryrun.rank import dry_run
