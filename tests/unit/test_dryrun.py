@@ -235,7 +235,7 @@ def drawn(number: int) -> str:
         tensor, stages = draw.choice([1, 2, 4]), draw.choice([1, 1, 2, 4])
         chunks, context = draw.choice([1, 1, 2]) if stages > 1 else 1, draw.choice([1, 1, 2])
         experts = draw.choice([0, 0, 8])
-        half = draw.random() < 0.7
+        half, micro = draw.random() < 0.7, draw.choice([1, 2, 4])
         keys = {
             "model.num_layers": stages * chunks * draw.choice([1, 2, 3]),
             "model.hidden_size": draw.choice([256, 384, 512]),
@@ -254,8 +254,8 @@ def drawn(number: int) -> str:
             "parallelism.pipeline_model_parallel_size": stages,
             "parallelism.context_parallel_size": context,
             "train.precision": "bf16" if half else "fp32",
-            "train.micro_batch_size": draw.choice([1, 2, 4]),
-            "train.global_batch_size": 64 * stages,
+            "train.micro_batch_size": micro,
+            "train.global_batch_size": micro * 4 * stages,
         }
         if chunks > 1:
             keys["parallelism.virtual_pipeline_model_parallel_size"] = chunks
