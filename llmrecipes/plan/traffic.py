@@ -178,6 +178,8 @@ def _experts(plan: Plan, *, again: bool) -> Iterator[Call]:
         yield Call("all-gather", ranks, ranks * size)
         yield from [Call("all-gather", ranks, probabilities)] * (1 + again)  # which experts, one byte each
         return
+    # How many tokens each rank has for each expert, as 64-bit integers.
+    yield from [Call("all-gather", ranks, 8 * ranks * (model.num_moe_experts or 0))] * (1 + again)
     visits = model.moe_router_topk
     # Tokens there and results back, forward and backward; each token's probability there, and its gradient back.
     yield from [Call("all-to-all", ranks, size * visits)] * (4 + 2 * again)
