@@ -100,7 +100,8 @@ def of_step(plan: Plan, stage: int) -> Counter[tuple[str, int]]:
     """Planned bytes by collective and number of ranks."""
     found: Counter[tuple[str, int]] = Counter()
     for call in calls(plan, stage):
-        found[call.kind.replace("message", "send"), call.ranks] += call.payload
+        found["send", 0] += call.payload if call.kind == "message" else 0
+        found[call.kind, call.ranks] += call.payload if call.kind != "message" else 0
     return found
 
 
@@ -109,7 +110,8 @@ def sent(report: Report) -> Counter[tuple[str, int]]:
     found: Counter[tuple[str, int]] = Counter()
     for each in report["traffic"]:
         if each["op"] != "receive":
-            found[each["op"], each["ranks"]] += each["bytes"]
+            # Between two stages megatron-core sends one way in the pipeline's group, and the other way in the world's.
+            found[each["op"], 0 if each["op"] == "send" else each["ranks"]] += each["bytes"]
     return found
 
 
@@ -232,7 +234,7 @@ def test_the_stages_of_a_recipe_are_planned(name: str, process: GlooWorld) -> No
 
 
 def drawn(number: int) -> str:
-    """One of the layouts that the rules allow, of a small model; the same for each number."""
+    """One of the layouts that the rules allow, of a model of usual proportions; the same for each number."""
     draw = random.Random(number)
     while True:
         tensor, stages = draw.choice([1, 2, 4]), draw.choice([1, 1, 2, 4])
@@ -241,10 +243,13 @@ def drawn(number: int) -> str:
         half, micro = draw.random() < 0.7, draw.choice([1, 2, 4])
         keys = {
             "model.num_layers": stages * chunks * draw.choice([1, 2, 3]),
-            "model.hidden_size": draw.choice([256, 384, 512]),
-            "model.num_attention_heads": 8,
-            "model.num_query_groups": draw.choice([4, 8]),
-            "model.seq_length": draw.choice([128, 256]),
+            "model.hidden_size": draw.choice([1024, 2048, 4096]),
+            "model.num_attention_heads": 16,
+            "model.num_query_groups": draw.choice([4, 16]),
+            "model.kv_channels": "null",
+            "model.ffn_hidden_size": "null",
+            "model.vocab_size": 32000,
+            "model.seq_length": draw.choice([4096, 8192]),
             "model.position_embedding_type": draw.choice(["rope", "learned_absolute"]),
             "model.normalization": draw.choice(["LayerNorm", "RMSNorm"]),
             "model.gated_linear_unit": draw.choice(["true", "false"]),
@@ -266,7 +271,7 @@ def drawn(number: int) -> str:
             keys |= {
                 "model.num_moe_experts": experts,
                 "model.moe_router_topk": 2,
-                "model.moe_ffn_hidden_size": 256,
+                "model.moe_ffn_hidden_size": 1024,
                 "parallelism.expert_model_parallel_size": draw.choice([1, 2, 4]),
                 "parallelism.expert_tensor_parallel_size": 1,
             }
