@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from llmrecipes.cli import app as cli
 from llmrecipes.dryrun.drawing import memory_svg, passes_svg
 from llmrecipes.dryrun.spec import PARTS, DryRunSpec, RankReport
-from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import planned
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.traffic import SMALL, calls
@@ -231,75 +229,6 @@ def test_the_stages_of_a_recipe_are_planned(name: str, process: GlooWorld) -> No
         require_planned(report)
         if not recipe.model.mtp_num_layers or stage < stages - 1:  # no formulas for the layers there
             require_traffic(report, plan_of(text), padding=1e-3)
-
-
-def drawn(number: int) -> str:
-    """One of the layouts that the rules allow, of a model of usual proportions; the same for each number."""
-    draw = random.Random(number)
-    while True:
-        tensor, stages = draw.choice([1, 2, 4]), draw.choice([1, 1, 2, 4])
-        chunks, context = draw.choice([1, 1, 2]) if stages > 1 else 1, draw.choice([1, 1, 2])
-        experts = draw.choice([0, 0, 8])
-        half, micro = draw.random() < 0.7, draw.choice([1, 2, 4])
-        keys = {
-            "model.num_layers": stages * chunks * draw.choice([1, 2, 3]),
-            "model.hidden_size": draw.choice([1024, 2048, 4096]),
-            "model.num_attention_heads": 16,
-            "model.num_query_groups": draw.choice([4, 16]),
-            "model.kv_channels": "null",
-            "model.ffn_hidden_size": "null",
-            "model.vocab_size": 32000,
-            "model.seq_length": draw.choice([4096, 8192]),
-            "model.position_embedding_type": draw.choice(["rope", "learned_absolute"]),
-            "model.normalization": draw.choice(["LayerNorm", "RMSNorm"]),
-            "model.gated_linear_unit": draw.choice(["true", "false"]),
-            "model.hidden_dropout": draw.choice([0.0, 0.0, 0.1]),
-            "model.qk_layernorm": draw.choice(["true", "false"]),
-            "model.share_embeddings_and_output_weights": draw.choice(["true", "false"]),
-            "model.add_bias_linear": "false" if experts else draw.choice(["true", "false"]),
-            "parallelism.tensor_model_parallel_size": tensor,
-            "parallelism.sequence_parallel": "true" if tensor > 1 and (experts or draw.random() < 0.7) else "false",
-            "parallelism.pipeline_model_parallel_size": stages,
-            "parallelism.context_parallel_size": context,
-            "train.precision": "bf16" if half else "fp32",
-            "train.micro_batch_size": micro,
-            "train.global_batch_size": micro * 4 * stages,
-        }
-        if chunks > 1:
-            keys["parallelism.virtual_pipeline_model_parallel_size"] = chunks
-        if experts:
-            keys |= {
-                "model.num_moe_experts": experts,
-                "model.moe_router_topk": 2,
-                "model.moe_ffn_hidden_size": 1024,
-                "parallelism.expert_model_parallel_size": draw.choice([1, 2, 4]),
-                "parallelism.expert_tensor_parallel_size": 1,
-            }
-        recompute = draw.choice(["", "", "selective", "full"])
-        if recompute:
-            keys["train.recompute_granularity"] = recompute
-        if recompute == "full":
-            keys |= {"train.recompute_method": draw.choice(["uniform", "block"]), "train.recompute_num_layers": 1}
-        try:
-            text = spec("gpt-tiny", *(f"{key}={value}" for key, value in keys.items()))
-            world = plan_of(text).layout.world_size
-        except UserError:  # not one that the rules allow
-            continue
-        step = world // stages
-        return spec("gpt-tiny", *(f"{key}={value}" for key, value in keys.items()), ranks=tuple(range(0, world, step)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 100, 10))
-def test_drawn_layouts_are_planned(first: int, process: GlooWorld) -> None:
-    wrong = []
-    for number in range(first, first + 10):
-        for report in run(process, drawn(number)):
-            try:
-                require_planned(report)
-            except AssertionError as error:
-                wrong.append(f"layout {number}, stage {report['stage']}: {error}")
-    assert not wrong, "\n".join(wrong)
 
 
 def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
