@@ -76,7 +76,7 @@ def measure(layout: Layout, warmup: int, steps: int) -> dict[str, Any]:
     reports = run(recipe, layout.ranks, warmup=warmup, steps=steps, count=True)
     counted = Counter(Call(*call) for report in reports for call in report["calls"])
     large = Counter({call: number for call, number in counted.items() if call.payload > SMALL})
-    formula = Counter({call: number for call, number in expected(recipe, plan).items() if call.payload > SMALL})
+    formula = Counter({call: number for call, number in expected(plan).items() if call.payload > SMALL})
     total = volume(counted)
     return {
         "ranks": layout.ranks,
@@ -88,7 +88,7 @@ def measure(layout: Layout, warmup: int, steps: int) -> dict[str, Any]:
         "expected_calls": formula.total() / layout.ranks,
         "small_calls": (counted - large).total() / layout.ranks,
         "bytes": total / layout.ranks,
-        "expected_bytes": volume(expected(recipe, plan)) / layout.ranks,
+        "expected_bytes": volume(expected(plan)) / layout.ranks,
         "bytes_by_kind": {
             kind: sum(call.volume * number for call, number in counted.items() if call.kind == kind) / layout.ranks
             for kind in sorted({call.kind for call in counted})

@@ -14,7 +14,7 @@ StateDict = dict[str, Any]
 
 
 class CheckpointFormat(Protocol):
-    """Writes one engine's state to files. A saver calls the four steps of a save in this order, on every rank."""
+    """Writes one engine's state to files. A saver calls `snapshot`, `prepare`, `write` and `finish` in this order."""
 
     def snapshot(self, state: StateDict) -> StateDict:
         """A copy in host memory, valid until the next call. Called in the loop's thread, so it only copies.
@@ -25,6 +25,9 @@ class CheckpointFormat(Protocol):
 
     def prepare(self, taken: StateDict, directory: Path, rank: int) -> Any:
         """What this rank will write, without communication; rank 0 creates the directory."""
+
+    def planned_bytes(self, prepared: Any) -> int:
+        """Bytes of the tensors that this rank will write, without communication."""
 
     def write(self, prepared: Any, directory: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
         """Write this rank's files (a collective of all ranks); returns their records by name.

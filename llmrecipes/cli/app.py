@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from llmrecipes import __version__
-from llmrecipes.cli import bench, completion, doctor, recipes, runs, search, submit, training
+from llmrecipes.cli import bench, completion, doctor, dryrun, recipes, runs, search, submit, training
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
@@ -37,6 +37,7 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "list": recipes.list_recipes,
         "show": recipes.show,
         "layout": recipes.layout,
+        "dryrun": dryrun.dryrun,
         "schema": recipes.schema,
     },
     "Training": {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,6 +43,9 @@ class Platform(Protocol):
 
     def install(self) -> None:
         """Prepare the engine's library for this device; call it once, before anything is built."""
+
+    def connect(self, timeout: timedelta) -> None:
+        """Form the default process group of this process's world."""
 
     def peak_memory(self) -> int:
         """Peak memory of this process in bytes: resident on a CPU, allocated on a GPU."""
@@ -254,3 +258,30 @@ class Backend(Protocol):
 
     def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
         """Process groups of the layout with more than one rank, one of each kind."""
+
+
+class MetaEngine(Engine, Protocol):
+    """An engine that also runs on tensors without data."""
+
+    def model_states(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """What stays in memory between steps: `weights`, `gradients`, and `optimizer` with master weights.
+
+        Tensors of one part do not overlap. They may share a buffer with padding, which is not counted.
+        """
+
+
+class MetaBackend(Backend, Protocol):
+    """Factory of engines that also run on tensors without data (`recipe.engines.Engine.needs_data` is None)."""
+
+    def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
+        """A rank of a world that does not exist; installed, for the rest of the process.
+
+        Args:
+            rank: of the world.
+            world_size: its ranks.
+            kernels: device whose choice of kernels is followed, `cuda` or `cpu`.
+            skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
+        """
+
+    def construct(self, plan: Plan, platform: Platform) -> MetaEngine:
+        """An engine whose weights have no defined values."""

@@ -9,6 +9,7 @@ their 34 s b h plus the kernel's log-sum-exp. On a CPU a test compares it with w
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llmrecipes.plan.attention import has_fused_kernel, recompute_granularity
@@ -17,33 +18,86 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 
 
-def activations(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
-    """Peak bytes of a rank of one pipeline stage, without those that the loss derives from the logits.
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of a rank at the fullest moment of a step, besides model states.
+
+    `activations` are kept for the backward pass; `logits` is what the loss has derived from the output layer's result,
+    of which `kept_logits` is kept too; `outputs` are those of chunks that were sent to the next stage.
+    """
+
+    activations: int
+    logits: int = 0
+    kept_logits: int = 0
+    outputs: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits + self.outputs
+
+
+def peak(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Peak:
+    """The fullest moment of a rank of one pipeline stage.
 
     A stage stores several micro-batches at once, the first stage the most (`in_flight`). Tensor parallelism divides
-    what is inside attention and MLP, sequence parallelism the rest, context parallelism everything.
+    what is inside attention and MLP, sequence parallelism the rest, context parallelism everything. On the last stage
+    it is the loss, or the recomputation of a layer after it; on the others the beginning of a backward pass.
     """
     per = _PerToken(recipe, s, layout, device)
-    chunks = layout.layers_per_stage[stage]
-    kept = working = 0.0
-    for number, layers in enumerate(chunks):
+    tokens = _tokens(recipe, layout)
+    chunks = []
+    for number, layers in enumerate(layout.layers_per_stage[stage]):
         first = layout.first_layer(stage, number)
         with_experts = s.moe_layers(first, first + layers)
-        chunk_kept, chunk_working = _chunk(recipe, per, layers - with_experts, with_experts)
-        kept, working = kept + chunk_kept, max(working, chunk_working)
+        chunks.append(_chunk(recipe, per, layers - with_experts, with_experts))
     if stage == 0:
-        kept += per.mask
-    stack = kept * in_flight(layout, num_microbatches, stage) / len(chunks) + working
-    if stage == layout.pipeline_model_parallel_size - 1:
-        # Only one micro-batch is stored: its backward pass follows immediately.
-        stack += per.norm + per.edge + _mtp(recipe, per)
-    return int(_tokens(recipe, layout) * stack)
+        chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
+    last = stage == layout.pipeline_model_parallel_size - 1
+    ends = per.norm + per.edge + _mtp(recipe, per)
+    kept_logits, logits = _logits(recipe, s, layout)
+    found = []
+    for pending, chunk in _pending(layout, num_microbatches, stage):
+        stack = sum(kept * number for (kept, _), number in zip(chunks, pending, strict=True))
+        # One chunk's are freed once they are sent; the very last chunk sends nothing.
+        sent = sum(pending[:-1] if last else pending) if len(chunks) > 1 else 0
+        outputs = int(tokens * sent * per.edge)
+        found.append(Peak(int(tokens * (stack + chunks[chunk][1])), outputs=outputs))
+        if last and chunk == len(chunks) - 1:
+            found.append(Peak(int(tokens * (stack + ends)), logits, kept_logits, outputs))
+    return max(found, key=lambda moment: moment.total)
 
 
-def logits(recipe: Recipe, s: Shape, layout: Layout) -> int:
-    """Three fp32 values per logit: the log-softmax and, in the backward pass, the gradients on both of its sides."""
+def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
+    """Bytes that the loss keeps for its backward pass, and at its peak.
+
+    Kept is the log-softmax in fp32, of every prediction. In the backward pass torch has the gradients on both of its
+    sides too; megatron-core, on logits that are split over ranks, computes in place and has a gradient in 16 bits.
+    """
     rows = s.vocab_size // layout.tensor_model_parallel_size
-    return int(12 * _tokens(recipe, layout) * rows * (1 + s.mtp_num_layers))
+    logits = _tokens(recipe, layout) * rows
+    kept = 4 * logits * (1 + s.mtp_num_layers)
+    if layout.tensor_model_parallel_size == 1:
+        return int(kept), int(kept + 8 * logits)
+    return int(kept), int(kept + (2 if recipe.train.precision != "fp32" else 0) * logits)
+
+
+def _pending(layout: Layout, num_microbatches: int, stage: int) -> Iterator[tuple[list[int], int]]:
+    """Forward passes of each chunk whose backward pass is pending, and the chunk of the next one, through a step.
+
+    Chunks take turns in groups of as many micro-batches as there are stages (arXiv 2104.04473, figure 4).
+    """
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    # A third group repeats what the second does.
+    passes = min(num_microbatches, 3 * stages) * chunks
+    pending = [0] * chunks
+    for forward in range(passes + in_flight(layout, num_microbatches, stage) - 1):
+        if forward < passes:
+            pending[forward // stages % chunks] += 1
+        backward = forward + 1 - in_flight(layout, num_microbatches, stage)
+        if backward >= 0:
+            chunk = chunks - 1 - backward // stages % chunks
+            yield pending, chunk
+            pending[chunk] -= 1
 
 
 def in_flight(layout: Layout, num_microbatches: int, stage: int) -> int:
@@ -56,6 +110,19 @@ def in_flight(layout: Layout, num_microbatches: int, stage: int) -> int:
     if chunks == 1:
         return min(num_microbatches, stages - stage)
     return min(num_microbatches * chunks, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
+
+
+def recomputed_layers(recipe: Recipe, layers: int) -> int:
+    """Layers of a chunk whose whole forward pass is repeated in the backward pass: its first ones.
+
+    Args:
+        recipe: with its granularity and method.
+        layers: of the chunk.
+    """
+    train = recipe.train
+    if train.recompute_granularity != "full" or not train.recompute_num_layers:
+        return 0
+    return layers if train.recompute_method == "uniform" else min(train.recompute_num_layers, layers)
 
 
 def _tokens(recipe: Recipe, layout: Layout) -> float:
@@ -186,18 +253,29 @@ class _PerToken:
         inner = element * (s.query_size + s.key_size + s.value_size + s.context_size)
         if model.multi_latent_attention:
             outside += self._latent
-            # Values are a view of their projection, shared with the keys' unrotated channels; unfused they are a copy.
-            inner += element * s.num_attention_heads * model.qk_head_dim if self._fused else 0
-            tables = 4 * element * model.qk_pos_emb_head_dim
+            tables = 4.0 * element * model.qk_pos_emb_head_dim
         else:
             rope = model.position_embedding_type == "rope"
-            # Rotation and norm allocate new queries and keys, while the values keep the full projection alive.
-            inner += element * (s.query_size + s.key_size) * (rope + model.qk_layernorm)
-            tables = 4 * element * s.kv_channels if rope else 0  # cosines and sines, for queries and for keys
+            # Rotation or norm allocate new queries and keys, while the values keep the full projection alive.
+            inner += element * (s.query_size + s.key_size) * (rope or model.qk_layernorm)
+            inner += self._heads(rotated=rope)
+            tables = 4 * element * s.kv_channels if rope else 0.0  # cosines and sines, for queries and for keys
+        tables /= self.recipe.train.micro_batch_size  # all sequences have the same
         if self.layout.context_parallel_size > 1 and self.device == "cpu":
             # Our attention gathers keys and values of the full sequence; TransformerEngine's uses a ring.
             inner += element * (s.key_size + s.value_size) * self.layout.context_parallel_size
         return outside + inner / tensor + tables + self.core
+
+    def _heads(self, *, rotated: bool) -> float:
+        """Queries and keys that are kept besides those that attention reads and the projection they come from."""
+        s, model, size = self.shape, self.recipe.model, 0
+        groups = s.num_query_groups // self.layout.tensor_model_parallel_size
+        # Queries of several heads for each of several groups are not contiguous in the projection, and are copied.
+        if 1 < groups < s.num_attention_heads // self.layout.tensor_model_parallel_size:
+            size += s.query_size if model.qk_layernorm or not rotated else 0
+        if model.qk_layernorm and rotated and self.device == "cpu" and model.normalization == "RMSNorm":
+            size += s.query_size + s.key_size  # the norm's result, which the multiplication by its weight saves
+        return float(self.element * size)
 
     @property
     def _latent(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from math import ceil
 
-from llmrecipes.plan.activations import activations, logits
+from llmrecipes.plan.activations import peak
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.parameters import count_on_rank, largest_gathered
 from llmrecipes.plan.sharding import States, sharded
@@ -31,9 +31,9 @@ _CPU_REST = {"fp32": 0.9, "bf16": 1.4, "fp16": 1.4}
 class Memory:
     """Bytes of one rank at the peak of a step.
 
-    `logits` are the tensors that the loss derives from the output layer's result; `checkpoint_copy` is the snapshot of
-    an asynchronous save (in a CPU run it uses the ranks' memory); `workspace` is the process without a model;
-    `buffers` are those in which ZeRO reduces gradients.
+    `logits` are what the loss derives from the output layer's result, where that is the peak; `checkpoint_copy` is the
+    snapshot of an asynchronous save (in a CPU run it uses the ranks' memory); `workspace` is the process without a
+    model; `buffers` are those in which ZeRO reduces gradients.
     """
 
     weights: int
@@ -63,14 +63,14 @@ def estimate(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, de
     """Estimate the memory of a rank of the pipeline stage that needs the most; `device` is `cuda` or `cpu`."""
     stages = range(layout.pipeline_model_parallel_size)
     return max(
-        (_stage(recipe, s, layout, num_microbatches, stage, device) for stage in stages), key=lambda each: each.total
+        (of_stage(recipe, s, layout, num_microbatches, stage, device) for stage in stages), key=lambda each: each.total
     )
 
 
-def _stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Memory:
+def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Memory:
+    """Estimate the memory of a rank of one pipeline stage; `device` is `cuda` or `cpu`."""
     states, host = _states(recipe, s, layout, stage, device)
-    kept = activations(recipe, s, layout, num_microbatches, stage, device)
-    of_logits = logits(recipe, s, layout) if stage == layout.pipeline_model_parallel_size - 1 else 0
+    moment = peak(recipe, s, layout, num_microbatches, stage, device)
     if device == "cuda":
         copy, process, rest = 0, _CUDA_PROCESS, _CUDA_REST
     else:
@@ -82,10 +82,10 @@ def _stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stag
         weights=states.weights,
         gradients=states.gradients,
         optimizer=states.optimizer,
-        activations=kept,
-        logits=of_logits,
+        activations=moment.activations + moment.outputs,
+        logits=moment.logits,
         checkpoint_copy=copy,
-        workspace=process + int(rest * (kept + of_logits)),
+        workspace=process + int(rest * moment.total),
         buffers=states.buffers,
         host=host.total,
     )

@@ -30,6 +30,8 @@ class Engine:
     """Function that raises a `UserError` if a recipe needs what this machine lacks besides packages; without torch."""
     all_of_zero: bool = False
     """Whether it has every stage and key of the section `zero`; otherwise stages 0 and 1 without further keys."""
+    needs_data: str | None = None
+    """Why it cannot run on tensors without data; None: it can (`llmrecipes dryrun`)."""
 
 
 ENGINES = {
@@ -42,6 +44,7 @@ ENGINES = {
         packages=("deepspeed",),
         requirements="llmrecipes.engine.deepspeed.requirements:require_offload",
         all_of_zero=True,
+        needs_data="DeepSpeed puts its buffers on the device of its own accelerator, and has none without data",
     ),
 }
 """Engines by name in a recipe."""

@@ -84,16 +84,16 @@ def _micro_batch_dropped(patch: Patch) -> None:
 
 
 def _replicas_averaged(patch: Patch) -> None:
-    from llmrecipes.engine.megatron import engine
+    from llmrecipes.engine.megatron import update
 
-    finalize = engine.finalize_model_grads
+    finalize = update.finalize
 
     def divided(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
         finalize(chunks, *args, **kwargs)
         for chunk in chunks:
             chunk.scale_gradients(1 / parallel_state.get_data_parallel_world_size())
 
-    patch.setattr(engine, "finalize_model_grads", divided)
+    patch.setattr(update, "finalize", divided)
 
 
 def _chunks_in_order(patch: Patch) -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +38,9 @@ class Cpu:
 
     def install(self) -> None: ...
 
+    def connect(self, timeout: timedelta) -> None:
+        dist.init_process_group(self.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
     def peak_memory(self) -> int:
         return 0
 
@@ -52,6 +56,9 @@ class OneFile:
     def prepare(self, taken: StateDict, directory: Path, rank: int) -> StateDict:
         directory.mkdir(parents=True)
         return taken
+
+    def planned_bytes(self, prepared: StateDict) -> int:
+        return sum(tensor.nbytes for tensor in prepared["model"].values())
 
     def write(self, prepared: StateDict, directory: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
         torch.save(prepared, directory / STATE)

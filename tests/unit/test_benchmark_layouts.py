@@ -58,7 +58,7 @@ def bytes_of(name: str) -> Counter[str]:
     layout = LAYOUTS[name]
     recipe = small(layout.recipe, *SAME, *(f"parallelism.{key}" for key in layout.parallelism.split()), *layout.others)
     found: Counter[str] = Counter()
-    for call, number in expected(recipe, derive(recipe, layout.ranks, ROOMY)).items():
+    for call, number in expected(derive(recipe, layout.ranks, ROOMY)).items():
         found[call.kind] += int(call.volume * number)
     return found
 

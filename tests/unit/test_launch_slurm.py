@@ -178,10 +178,10 @@ def test_a_dry_run_ends_with_what_the_job_gets_and_needs(
     assert shlex.split(told.out.replace("\\\n", " "))[0] == "sbatch"  # the command alone can be piped
     for what in (
         "64 × NVIDIA H100",
-        "77.5 GiB of 79.1 GiB",
+        "77.9 GiB of 79.1 GiB",
         "8:00:00",
         "meta-llama/Meta-Llama-3-70B",
-        "headroom is 2.0%",
+        "headroom is 1.5%",
     ):
         assert what in told.err
     assert cli.run([*asked, "--sbatch=--partition=big", "--json"]) == 0

@@ -249,7 +249,8 @@ def test_recomputation_and_smaller_batches_need_less() -> None:
     assert uniform < nothing / 10
     assert selective < activations(scores, device="cpu")
     assert uniform < block <= nothing
-    assert activations("train.micro_batch_size=4") == nothing / 2
+    # The tables of rotary positions are the same for all sequences.
+    assert activations("train.micro_batch_size=4") == pytest.approx(nothing / 2, rel=0.002)
 
 
 def test_what_fits_passes_and_what_does_not_is_refused_with_a_way_out() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.hardware.cluster import Cluster, Gpu
-from llmrecipes.plan.activations import activations, in_flight
+from llmrecipes.plan.activations import in_flight, peak
 from llmrecipes.plan.check import recommend
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.plan.flops import flops_per_token
@@ -232,7 +232,7 @@ def test_forward_passes_in_flight(stages: int, chunks: int, micro_batches: int, 
 
 
 def kept(changed: Recipe, ranks: int, stage: int = 0) -> int:
-    return activations(changed, shape(changed.model), laid_out(changed, ranks), 64, stage, "cuda")
+    return peak(changed, shape(changed.model), laid_out(changed, ranks), 64, stage, "cuda").activations
 
 
 def test_activations_of_layouts_agree_with_the_published_factors() -> None:

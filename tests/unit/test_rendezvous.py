@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmrecipes.engine.megatron.rendezvous import connect
+from llmrecipes.engine.megatron.platform.rendezvous import TIMEOUT, connect
 
 
 def test_nccl_gets_the_device_and_later_groups_are_not_split_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def test_nccl_gets_the_device_and_later_groups_are_not_split_off(monkeypatch: py
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     gpu: Any = SimpleNamespace(name="cuda", backend="nccl", device=torch.device("cuda", 3))
-    connect(gpu)
+    connect(gpu, TIMEOUT)
     try:
         assert told == {"backend": "nccl", "device_id": torch.device("cuda", 3)}
         # Bound to a GPU, torch would look for the communicator to split this group off.
@@ -32,6 +32,6 @@ def test_nccl_gets_the_device_and_later_groups_are_not_split_off(monkeypatch: py
     finally:
         dist.destroy_process_group()
     cpu: Any = SimpleNamespace(name="cpu", backend="gloo", device=torch.device("cpu"))
-    connect(cpu)
+    connect(cpu, TIMEOUT)
     dist.destroy_process_group()
     assert told == {"backend": "gloo", "device_id": None}

@@ -35,7 +35,7 @@ LAYERS = (
     ("data", "checkpoint", "faults"),
     ("engine",),
     ("train",),
-    ("verify", "doctor", "bench", "scaling"),
+    ("verify", "doctor", "bench", "dryrun", "scaling"),
     ("workflow",),
     ("search",),
     ("api",),

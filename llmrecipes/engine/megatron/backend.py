@@ -12,7 +12,7 @@ from llmrecipes.engine.base import Platform, World
 from llmrecipes.engine.megatron import generate, schedule, world
 from llmrecipes.engine.megatron.checkpoint.loader import load
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.model.gpt import BuiltModel, build
+from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
 from llmrecipes.engine.megatron.model.upcycle import copy_into_experts
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.state import load_model, model_state
@@ -23,7 +23,7 @@ from llmrecipes.recipe.schema import Recipe
 
 
 class MegatronBackend:
-    """See `engine.base.Backend`."""
+    """See `engine.base.MetaBackend`."""
 
     def platform(self, local_rank: int = 0) -> Platform:
         """See `Backend`."""
@@ -35,9 +35,21 @@ class MegatronBackend:
         """See `Backend`."""
         return world.join(platform, recipe.train.seed, recipe.parallelism)
 
+    def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
+        """See `MetaBackend`."""
+        from llmrecipes.engine.megatron.platform.meta import MetaPlatform  # imports torch's test helpers
+
+        platform = MetaPlatform(rank, world_size, kernels, skew)
+        platform.install()
+        return platform
+
     def build(self, plan: Plan, platform: Platform) -> MegatronEngine:
         """See `Backend`."""
         return MegatronEngine(plan, build(plan, platform), platform)
+
+    def construct(self, plan: Plan, platform: Platform) -> MegatronEngine:
+        """See `MetaBackend`."""
+        return MegatronEngine(plan, construct(plan, platform), platform)
 
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:
         """See `Backend`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -21,7 +21,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Shard, StepResult, StopQuestion
-from llmrecipes.engine.megatron import shards, state
+from llmrecipes.engine.megatron import shards, state, update
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.generate import generate
@@ -30,18 +30,15 @@ from llmrecipes.engine.megatron.model.context import own_chunks, prediction_weig
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.megatron.model.mup import optimizer_overrides
 from llmrecipes.engine.megatron.schedule import scheduler
-from llmrecipes.engine.megatron.update import clip, finalize_model_grads, squared_norm
+from llmrecipes.engine.megatron.versions import auxiliary_losses
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 
-SUMS = 5
-"""Numbers that `MegatronEngine._run` returns."""
-
 
 class MegatronEngine:
-    """See `engine.base.Engine`.
+    """See `engine.base.MetaEngine`.
 
     Args:
         plan: of the recipe, on this world.
@@ -73,7 +70,7 @@ class MegatronEngine:
         self.local_loss = 0.0
         config = built.config
         config.grad_scale_func = self.optimizer.scale_loss
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = update.finalize
         if recipe.parallelism.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -85,25 +82,22 @@ class MegatronEngine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._run(batches, forward_only=False, stop=stop)
-        scales = [self.optimizer.get_loss_scale()] if self.recipe.train.precision == "fp16" else []
-        overflow = self.optimizer.prepare_grads()  # in fp16 the host waits for the device here too
-        norms = [] if overflow else [squared_norm(self.optimizer, self.platform.device)]
-        # The one time in a step that the host waits for the device.
-        numbers = torch.cat([sums, *scales, *norms]).tolist()
-        loss, stopping = self._mean(numbers)
-        scale = numbers[SUMS] if scales else None
+        outputs = self._passes(batches, forward_only=False)
+        half = self.recipe.train.precision == "fp16"
+        scale = self.optimizer.get_loss_scale().double().clone() if half else None
+        overflow = self.optimizer.prepare_grads()
+        square = update.squared_norm(self.optimizer, self.platform.device)
+        loss, stopping, (norm, scale_then) = self._agree(outputs, stop, square.sqrt(), scale)
         lr = self.learning_rate
         if overflow:
-            return StepResult(loss, None, lr, scale, True, stopping)
+            return StepResult(loss, None, lr, scale_then, True, stopping)
         if scale is None and not math.isfinite(loss):
             # The update would spread it to every weight and hide where it started.
-            return StepResult(loss, None, lr, scale, False, stopping)
-        norm = math.sqrt(numbers[-1])
-        clip(self.optimizer, self.recipe.optimizer.clip_grad, norm)
-        self.optimizer.step_with_ready_grads()
+            return StepResult(loss, None, lr, None, False, stopping)
+        update.clip(self.optimizer, self.recipe.optimizer.clip_grad or math.inf, norm)
+        update.step(self.optimizer, self.chunks)
         self.scheduler.step(increment=1)
-        return StepResult(loss, norm, lr, scale, False, stopping)
+        return StepResult(loss, norm, lr, scale_then, False, stopping)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
@@ -113,7 +107,7 @@ class MegatronEngine:
         losses: list[float] = []
         stopping = False
         while len(losses) < global_batches and not stopping:
-            loss, stopping = self._mean(self._run(batches, forward_only=True, stop=stop).tolist())
+            loss, stopping, _ = self._agree(self._passes(batches, forward_only=True), stop)
             losses.append(loss)
         for chunk in self.chunks:
             chunk.train()
@@ -134,6 +128,15 @@ class MegatronEngine:
         finally:
             for chunk in overlapped:
                 chunk.enable_forward_pre_hook()
+
+    def model_states(self) -> dict[str, list[torch.Tensor]]:
+        """See `MetaEngine`."""
+        parameters = [parameter for module in self.modules for parameter in module.parameters()]
+        return {
+            "weights": [parameter.data for parameter in parameters],
+            "gradients": [parameter.main_grad for parameter in parameters],
+            "optimizer": update.states(self.optimizer, parameters),
+        }
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Engine`."""
@@ -191,19 +194,16 @@ class MegatronEngine:
             vars(chunk).clear()
         # Process-wide state whose size depends on this model.
         MTPLossLoggingHelper.tracker.clear()
+        auxiliary_losses().clear()
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step: the recipe's, which a parameter group may scale."""
         return float(self.scheduler.get_lr({}))
 
-    def _run(self, batches: Iterator[Batch], *, forward_only: bool, stop: StopQuestion | None = None) -> torch.Tensor:
-        """Run all micro-batches.
-
-        Returns:
-            [SUMS] summed loss, tokens, and ranks that have to stop, of all ranks; summed loss and tokens of this one.
-        """
-        outputs = self._forward_backward(
+    def _passes(self, batches: Iterator[Batch], *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        """All micro-batches of a step through the pipeline; what `_sum_over_tokens` reports, on the last stage."""
+        outputs: list[dict[str, torch.Tensor]] = self._forward_backward(
             forward_step_func=self._forward_step,
             data_iterator=self._for_chunks(batches),
             model=self.chunks,
@@ -213,19 +213,33 @@ class MegatronEngine:
             decoder_seq_length=self.recipe.model.seq_length,
             forward_only=forward_only,
         )
-        # Only the last stage has losses; its tensor-parallel ranks have the same ones, which cancels out.
-        own = torch.zeros(2, dtype=torch.float64, device=self.platform.device)
-        for output in outputs:
-            own += output["loss"]
-        totals = torch.cat([own, own.new_full((1,), float(stop is not None and stop()))])
-        dist.all_reduce(totals)
-        return torch.cat([totals, own])
+        return outputs
 
-    def _mean(self, numbers: Sequence[float]) -> tuple[float, bool]:
-        """Mean loss, and whether to stop, from what `_run` returns; keeps this rank's loss."""
-        loss, tokens, stops, own_loss, own_tokens = numbers[:SUMS]
+    def _agree(
+        self,
+        outputs: list[dict[str, torch.Tensor]],
+        stop: StopQuestion | None,
+        norm: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> tuple[float, bool, tuple[float, float | None]]:
+        """Mean loss of the global batch, whether a rank has to stop, and two numbers of this device.
+
+        The host waits for the device here and nowhere else in a step: everything it has to know comes in one transfer.
+        """
+        # Summed loss, tokens, and whether to stop. Only the last stage has losses; its tensor-parallel ranks have the
+        # same ones, which cancels out.
+        device = self.platform.device
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        for output in outputs:
+            totals[:2] += output["loss"]
+        own = totals[:2].clone()
+        totals[2] = float(stop is not None and stop())
+        dist.all_reduce(totals)
+        nothing = torch.zeros(1, dtype=torch.float64, device=device)
+        more = [nothing if each is None else each.reshape(1) for each in (norm, scale)]
+        own_loss, own_tokens, loss, tokens, stops, the_norm, the_scale = torch.cat([own, totals, *more]).tolist()
         self.local_loss = own_loss / max(own_tokens, 1.0)
-        return loss / max(tokens, 1.0), stops > 0
+        return loss / max(tokens, 1.0), stops > 0, (the_norm, None if scale is None else the_scale)
 
     def _for_chunks(self, batches: Iterator[Batch]) -> Any:
         if len(self.chunks) == 1:

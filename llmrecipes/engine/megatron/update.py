@@ -1,78 +1,120 @@
-"""Parts of megatron-core's optimizer step that would wait for the device, without the waiting."""
+"""Gradient norm, clipping and the update, without waiting for the device.
+
+megatron-core reads the token count, the norm of each tensor and the global norm on the host, each of which empties the
+GPU's queue. Here they stay on the device until the step's one transfer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads as reduce_model_grads
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from llmrecipes.engine.megatron.versions import gradients_for_norm
 
 
-def finalize_model_grads(chunks: list[Any], num_tokens: torch.Tensor, **options: Any) -> None:
-    """Reduce all gradients, and divide them by the tokens of the global batch; see megatron-core's function.
-
-    Its own division (0.16) reads the number of tokens on the host, once for each chunk.
+def finalize(chunks: Sequence[Any], tokens: torch.Tensor | None, **options: Any) -> None:
+    """Reduce gradients over ranks and divide them by the tokens of the global batch.
 
     Args:
-        chunks: of this rank.
-        num_tokens: of this rank's micro-batches, on the last stage.
-        options: passed on.
+        chunks: megatron-core's data-parallel wrappers.
+        tokens: of this rank's micro-batches, an integer on the device; only the last stage counts them.
+        options: megatron-core's.
     """
-    reduce_model_grads(chunks, None, **options)
-    stages = parallel_state.get_pipeline_model_parallel_group()
-    dist.broadcast(num_tokens, src=dist.get_process_group_ranks(stages)[-1], group=stages)
-    dist.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    factor = 1.0 / num_tokens.clamp(min=1)
+    finalize_model_grads(chunks, None, **options)
+    if tokens is None:
+        return
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    scaling = 1.0 / tokens.clamp(min=1)
     for chunk in chunks:
-        chunk.scale_gradients(factor)
+        chunk.scale_gradients(scaling)
 
 
+@torch.no_grad()
 def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:
-    """Squared norm of the gradients of all ranks; a collective, without waiting for the device.
+    """Square of the global gradient norm, on the device in fp64; a collective of all ranks.
 
-    Without TransformerEngine or Apex, megatron-core reads the norm of each tensor on the host.
-
-    Returns:
-        [1] in fp32.
+    Args:
+        optimizer: after `prepare_grads`.
+        device: of the result.
     """
-    by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    by_group: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for part in _parts(optimizer):
-        gradients = gradients_for_norm(part)
-        by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(gradients)
-    total = torch.zeros(1, device=device)
+        by_group[part.get_grad_stats_parallel_group()] += gradients_for_norm(part)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for group, gradients in by_group.items():
-        squared = torch.zeros(1, device=device)
+        square = torch.zeros((), dtype=torch.float64, device=device)
         if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients))
-            squared += torch.linalg.vector_norm(norms).square()
-        dist.all_reduce(squared, group=group)
-        total += squared
+            square += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        dist.all_reduce(square, group=group)
+        total += square
     return total
 
 
 @torch.no_grad()
-def clip(optimizer: MegatronOptimizer, max_norm: float, norm: float) -> None:
-    """Scale all gradients so that their norm is at most `max_norm`; a norm that is not finite changes nothing.
+def clip(optimizer: MegatronOptimizer, bound: float, norm: float) -> None:
+    """Scale the gradients down to a norm, as `torch.nn.utils.clip_grad_norm_`.
 
     Args:
-        optimizer: with complete gradients.
-        max_norm: 0 for no bound.
-        norm: of the gradients of all ranks.
+        optimizer: after `prepare_grads`.
+        bound: largest norm.
+        norm: their norm.
     """
-    factor = max_norm / (norm + 1.0e-6)
-    if not 0 < factor < 1:
+    factor = bound / (norm + 1e-6)
+    if not factor < 1.0:
         return
     for part in _parts(optimizer):
-        gradients = [parameter.grad for parameter in part.get_parameters() if parameter.grad is not None]
+        gradients = [each.grad for each in part.get_parameters() if each.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
 
-def _parts(optimizer: Any) -> Iterator[Any]:
-    yield from getattr(optimizer, "chained_optimizers", [optimizer])
+def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:
+    """Update the weights, and gather them unless the next forward pass does.
+
+    With experts there are two optimizers, each of which makes megatron-core 0.16 gather the parameters of both.
+
+    Args:
+        optimizer: with clipped gradients.
+        chunks: megatron-core's data-parallel wrappers.
+    """
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            super(DistributedOptimizer, part).step_with_ready_grads()
+        else:
+            part.step_with_ready_grads()
+    config = chunks[0].ddp_config
+    if config.use_distributed_optimizer and not config.overlap_param_gather:
+        for chunk in chunks:
+            chunk.start_param_sync()
+
+
+def states(optimizer: MegatronOptimizer, weights: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Master weights and moments on this rank.
+
+    Args:
+        optimizer: with allocated state.
+        weights: the model's, which an fp32 optimizer updates in place.
+    """
+    own = {parameter.untyped_storage()._cdata for parameter in weights}
+    found: list[torch.Tensor] = []
+    for part in _parts(optimizer):
+        if part.optimizer is None:
+            continue
+        found += [each.data for each in part.get_parameters() if each.untyped_storage()._cdata not in own]
+        found += [each for state in part.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+    return found
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers of dense parameters and of experts; empty on a stage without experts."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))

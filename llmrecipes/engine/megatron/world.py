@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from llmrecipes.engine.base import Platform, World
-from llmrecipes.engine.megatron.rendezvous import connect
+from llmrecipes.engine.megatron.platform.rendezvous import TIMEOUT
 from llmrecipes.hardware.profile import Group
 from llmrecipes.recipe.schema import Parallelism
 
@@ -29,7 +29,7 @@ def join(platform: Platform, seed: int, parallelism: Parallelism) -> Iterator[Wo
     Raises:
         UserError: some ranks have a GPU and others do not.
     """
-    connect(platform)
+    platform.connect(TIMEOUT)
     # Tearing NCCL down may wait for collectives that the other ranks never join, because they wait for a failed one.
     # Its process is about to end, which they notice.
     alone = dist.get_world_size() == 1

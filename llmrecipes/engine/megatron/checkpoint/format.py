@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Iterator
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,17 @@ class ShardedFormat:
             save_config(CheckpointingConfig(BACKEND, 1), str(directory))
         return strategy.translated
 
+    def planned_bytes(self, prepared: dict[str, Any]) -> int:
+        """See `CheckpointFormat`."""
+        planner = _planner()
+        planner.set_up_planner(prepared, None, dist.get_rank() == 0)
+        parts = [item.tensor_data for item in planner.create_local_plan().items if item.tensor_data is not None]
+        return sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
+
     def write(self, prepared: dict[str, Any], directory: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
         """See `CheckpointFormat`."""
         writer = _Writer(directory)
-        planner = MCoreSavePlanner(
-            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_replicated_tensors=False
-        )
+        planner = _planner()
         try:
             dcp.save(prepared, storage_writer=writer, planner=planner, process_group=group)
         except dcp.CheckpointException as problem:
@@ -94,6 +100,10 @@ class ShardedFormat:
     def versions(self) -> dict[str, str]:
         """See `CheckpointFormat`."""
         return {"megatron-core": version("megatron-core"), "torch": version("torch")}
+
+
+def _planner() -> MCoreSavePlanner:
+    return MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_replicated_tensors=False)
 
 
 class _Translation(TorchDistSaveShardedStrategy):

@@ -154,7 +154,7 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
     recipe = plan.recipe
     implementation, reason = choose(recipe.model.transformer_impl)
     config = transformer_config(
-        plan, on_gpu=platform.name == "cuda", transformer_engine=implementation == "transformer_engine"
+        plan, on_gpu=platform.device.type != "cpu", transformer_engine=implementation == "transformer_engine"
     )
     chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
     stages = range(chunks) if chunks else (None,)

@@ -19,12 +19,14 @@ import functools
 import logging
 import os
 import resource
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from llmrecipes.engine.megatron.platform.patching import replace, resolve
+from llmrecipes.engine.megatron.platform.rendezvous import connect
 from llmrecipes.engine.megatron.platform.substitutes import install_substitutes
 
 CPU = torch.device("cpu")
@@ -59,14 +61,13 @@ class CpuPlatform:
         if torch.cuda.is_available():
             raise RuntimeError("the CPU platform must not be installed where torch sees a GPU")
         _keep_freed_memory()
-        _patch_torch_cuda()
-        _patch_tensor()
-        _patch_random_state()
+        patch_cuda(CPU)
         _patch_experts()
-        for module in MODULES_THAT_NAME_CUDA:
-            replace(module, "torch", CpuTorch(resolve(module).torch))
         install_substitutes()
         torch.cuda._llmrecipes_stand_in = True  # type: ignore[attr-defined]
+
+    def connect(self, timeout: timedelta) -> None:
+        connect(self, timeout)
 
     def peak_memory(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -76,13 +77,13 @@ class CpuPlatform:
 
 
 class CpuTorch(ModuleType):
-    """The module torch, with factories that map `device="cuda"` (or an index) to the CPU."""
+    """The module torch, with factories that map `device="cuda"` (or an index) to another device."""
 
-    def __init__(self, real: ModuleType) -> None:
+    def __init__(self, real: ModuleType, device: torch.device = CPU) -> None:
         super().__init__(real.__name__, real.__doc__)
         self._real = real
         for name in FACTORIES:
-            setattr(self, name, _on_cpu(getattr(real, name)))
+            setattr(self, name, _on(device, getattr(real, name)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -104,6 +105,18 @@ class _Stream:
         return True
 
 
+def patch_cuda(device: torch.device) -> None:
+    """Replace what megatron-core asks of a GPU, so that it uses another device, for the rest of the process.
+
+    A later call replaces the device.
+    """
+    _patch_torch_cuda(device)
+    _patch_tensor(device)
+    _patch_random_state()
+    for module in MODULES_THAT_NAME_CUDA:
+        replace(module, "torch", CpuTorch(resolve(module).torch, device))
+
+
 def _keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors instead of returning it to the kernel.
 
@@ -119,11 +132,11 @@ def _keep_freed_memory() -> None:
         mallopt(m_top_pad, 256 * 2**20)
 
 
-def _on_cpu(factory: Any) -> Any:
+def _on(device: torch.device, factory: Any) -> Any:
     @functools.wraps(factory)
     def call(*args: Any, **kwargs: Any) -> Any:
         if names_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
+            kwargs["device"] = device
         kwargs.pop("pin_memory", None)  # pinned memory is for copies to a GPU
         return factory(*args, **kwargs)
 
@@ -137,9 +150,9 @@ def names_cuda(device: Any) -> bool:
     return isinstance(device, int) or torch.device(device).type == "cuda"
 
 
-def _patch_torch_cuda() -> None:
+def _patch_torch_cuda(device: torch.device) -> None:
     stand_ins: dict[str, Any] = {
-        "current_device": lambda: CPU,
+        "current_device": lambda: device,
         "synchronize": lambda *_a, **_k: None,
         "get_rng_state": lambda *_a, **_k: torch.get_rng_state(),
         "set_rng_state": lambda state, *_a, **_k: torch.set_rng_state(state),
@@ -154,15 +167,15 @@ def _patch_torch_cuda() -> None:
         replace("torch.cuda", name, value)
 
 
-def _patch_tensor() -> None:
+def _patch_tensor(device: torch.device) -> None:
     real_type = torch.Tensor.type
 
     def type_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = real_type(tensor, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if not args and not kwargs else answer
+        return f"torch.cuda.{answer.rpartition('.')[2]}" if not args and not kwargs else answer
 
     replace("torch.Tensor", "type", type_)
-    replace("torch.Tensor", "cuda", lambda tensor, *_a, **_k: tensor)
+    replace("torch.Tensor", "cuda", lambda tensor, *_a, **_k: tensor.to(device))
     replace("torch.Tensor", "record_stream", lambda *_a: None)
 
 

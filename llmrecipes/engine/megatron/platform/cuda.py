@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 
+from llmrecipes.engine.megatron.platform.rendezvous import connect
 from llmrecipes.engine.megatron.platform.substitutes import install_substitutes
 
 
@@ -23,6 +26,9 @@ class CudaPlatform:
     def install(self) -> None:
         torch.cuda.set_device(self._device)
         install_substitutes()
+
+    def connect(self, timeout: timedelta) -> None:
+        connect(self, timeout)
 
     def peak_memory(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)

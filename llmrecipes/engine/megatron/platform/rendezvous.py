@@ -17,21 +17,22 @@ MOST_NAMED = 8
 """Ranks without a GPU that an error names."""
 
 
-def connect(platform: Platform) -> None:
+def connect(platform: Platform, timeout: timedelta) -> None:
     """Join the ranks that a launcher started, or form a world of one.
 
     Args:
         platform: device of this rank, and backend.
+        timeout: of the rendezvous and of collectives.
 
     Raises:
         UserError: some ranks have a GPU and others do not.
     """
-    store, rank, size = _rendezvous()
+    store, rank, size = _rendezvous(timeout)
     require_same_device(store, rank, size, platform.name)
     on_gpu = platform.name == "cuda"
     dist.init_process_group(
         platform.backend,
-        timeout=TIMEOUT,
+        timeout=timeout,
         store=store,
         rank=rank,
         world_size=size,
@@ -42,9 +43,9 @@ def connect(platform: Platform) -> None:
         _unbind_from_device()
 
 
-def _rendezvous() -> tuple[dist.Store, int, int]:
+def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     if "WORLD_SIZE" in os.environ:
-        found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timeout))
         return found
     return dist.HashStore(), 0, 1  # one process needs no port
 

@@ -1,0 +1,135 @@
+"""One rank of a dry run: builds it, runs a step and plans a save."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+
+from llmrecipes.dryrun.passes import Passes
+from llmrecipes.dryrun.recorder import Recorder, recording
+from llmrecipes.dryrun.saving import plan_save
+from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Share, Traffic
+from llmrecipes.dryrun.storages import Storages
+from llmrecipes.engine.base import Batch, MetaBackend
+from llmrecipes.engine.registry import backend
+from llmrecipes.plan.activations import peak
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.memory import of_stage
+
+MOST_MOMENTS = 300
+
+
+def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
+    """Run one rank of the world.
+
+    Args:
+        spec: the world.
+        rank: of it.
+    """
+    plan = derive(spec.recipe, spec.world_size, spec.cluster)
+    engines = cast(MetaBackend, backend(spec.recipe))
+    started = time.monotonic()
+    platform = engines.meta_platform(rank, spec.world_size, plan.device, spec.skew)
+    storages = Storages()
+    recorder = Recorder(storages, _chosen(plan))
+    with engines.join(spec.recipe, platform):
+        with recording(recorder):
+            engine = engines.construct(plan, platform)
+        storages.hold(engine.model_states())
+        built = time.monotonic()
+        recorder.clear()
+        passes = Passes(engine.modules, storages)
+        first = storages.now
+        with recording(recorder), passes.watched():
+            engine.train_step(batches(plan))
+        operations = storages.now - first
+        traffic, waits = _traffic(recorder, spec), dict(recorder.waits)
+        timeline = storages.timeline(first)
+        fullest, memory = max(timeline, key=lambda moment: moment[1].total())
+        save = plan_save(engine)
+        engine.close()
+    return RankReport(
+        recipe=spec.recipe.name,
+        world_size=spec.world_size,
+        rank=rank,
+        stage=_stage(plan, rank),
+        memory={name: memory[name] for name in PARTS},
+        planned=_planned(plan, _stage(plan, rank)),
+        modules=tuple(
+            Share(module=module, part=part, bytes=size)
+            for (module, part), size in storages.modules_at(fullest).most_common()
+            if size
+        ),
+        timeline=tuple(_thinned(timeline)),
+        traffic=traffic,
+        waits=waits,
+        passes=tuple(passes.order),
+        operations=operations,
+        save=save,
+        build_seconds=built - started,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _chosen(plan: Plan) -> float:
+    """Share of a layer's experts that a token chooses."""
+    model = plan.recipe.model
+    return model.moe_router_topk / model.num_moe_experts if model.num_moe_experts else 1.0
+
+
+def batches(plan: Plan) -> Iterator[Batch]:
+    """Micro-batches in host memory; their tokens do not matter."""
+    size, length = plan.recipe.train.micro_batch_size, plan.recipe.model.seq_length
+    tokens = torch.zeros(size, length, dtype=torch.long)
+    positions = torch.arange(length).expand(size, -1).contiguous()
+    while True:
+        yield {
+            "tokens": tokens,
+            "labels": tokens,
+            "loss_mask": torch.ones(size, length),
+            "position_ids": positions,
+        }
+
+
+def _planned(plan: Plan, stage: int) -> dict[str, int]:
+    of_step = (plan.recipe, plan.shape, plan.layout, plan.num_microbatches, stage, plan.device)
+    memory, moment = of_stage(*of_step), peak(*of_step)
+    return {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": moment.activations + moment.kept_logits,
+        "communication": moment.outputs,
+        "temporary": moment.logits - moment.kept_logits,
+    }
+
+
+def _stage(plan: Plan, rank: int) -> int:
+    return rank // (plan.layout.world_size // plan.layout.pipeline_model_parallel_size)
+
+
+def _traffic(recorder: Recorder, spec: DryRunSpec) -> tuple[Traffic, ...]:
+    here = len(spec.cluster.gpus) // spec.cluster.nodes or -(-spec.world_size // spec.cluster.nodes)
+    return tuple(
+        Traffic(
+            group="world" if name == "default_pg" else name,
+            op=op,
+            calls=calls,
+            bytes=recorder.sent[ranks, name, op],
+            ranks=len(ranks),
+            node_local=len({each // here for each in ranks}) == 1,
+        )
+        for (ranks, name, op), calls in sorted(recorder.collectives.items(), key=lambda item: item[0][1:])
+    )
+
+
+def _thinned(timeline: Sequence[tuple[int, Counter[str]]]) -> Iterator[Moment]:
+    """At most `MOST_MOMENTS`, each the highest of its neighbours."""
+    every = -(-len(timeline) // MOST_MOMENTS)
+    for start in range(0, len(timeline), every):
+        when, parts = max(timeline[start : start + every], key=lambda moment: moment[1].total())
+        yield Moment(when=when, parts={name: parts[name] for name in PARTS})

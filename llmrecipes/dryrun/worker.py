@@ -1,0 +1,30 @@
+"""The process of a dry run: patches of megatron-core for tensors without data hold for a whole process."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+from llmrecipes.console import setup_logging
+from llmrecipes.dryrun.spec import DryRunSpec, report_name
+
+
+def main() -> None:
+    """Run the ranks of a spec one after another: `python -m llmrecipes.dryrun.worker <spec.json>`.
+
+    Each report is written beside the spec as `rank-<n>.json` when it is ready.
+    """
+    setup_logging()
+    # Every call of a library passes through the recorder, which is blamed for their warnings.
+    warnings.filterwarnings("ignore", module=r"llmrecipes\.dryrun\.recorder")
+    path = Path(sys.argv[1])
+    spec = DryRunSpec.model_validate_json(path.read_text("utf-8"))
+    from llmrecipes.dryrun.rank import dry_run
+
+    for rank in spec.ranks:
+        (path.parent / report_name(rank)).write_text(dry_run(spec, rank).model_dump_json() + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Collectives of a step that the layout needs, on one rank.
+
+Payload is what a call is given on one rank: the tensor of an all-reduce, broadcast or message, the input of a
+reduce-scatter or all-to-all, the output of an all-gather. Volume is what a rank then has to send, by the ring
+algorithms (Thakur, Rabenseifner and Gropp, 2005): 2(N−1)/N of the payload for an all-reduce, (N−1)/N for the other
+collectives among N ranks, all of it for a message. Messages are counted at their sender; groups of one rank are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from llmrecipes.plan.activations import recomputed_layers
+from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.parameters import count_on_rank
+
+SMALL = 4096
+"""Payload in bytes up to which a call is bookkeeping: token counts, norms, losses, tokens of each expert."""
+_FP32 = 4
+
+
+class Call(NamedTuple):
+    """A collective, or a message, of one rank."""
+
+    kind: str
+    ranks: int
+    payload: int
+
+    @property
+    def volume(self) -> float:
+        """Bytes that the rank sends."""
+        share = (self.ranks - 1) / self.ranks
+        return self.payload * {"message": 1.0, "all-reduce": 2 * share}.get(self.kind, share)
+
+
+def calls(plan: Plan, stage: int) -> Iterator[Call]:
+    """Calls of a step of a rank of one pipeline stage, without bookkeeping.
+
+    Holds without the layers of multi-token prediction, capacity and label smoothing, and for latent attention on GPUs,
+    as TransformerEngine splits it. Recomputed layers repeat the calls of their forward pass.
+
+    Sources: tensor parallelism arXiv 1909.08053, section 3; sequence parallelism arXiv 2205.05198, section 4.2.2 (with
+    the gather that its backward pass repeats instead of keeping the result); pipeline arXiv 2104.04473, section 2.2;
+    sharded optimizer arXiv 1910.02054, section 7.2; experts arXiv 2006.16668, section 3.2; context arXiv 2407.21783,
+    section 3.3.2.
+
+    Args:
+        plan: of the recipe.
+        stage: from 0.
+    """
+    yield from (call for call in _of_stage(plan, stage) if call.ranks > 1)
+
+
+def _of_stage(plan: Plan, stage: int) -> Iterator[Call]:
+    layout, s = plan.layout, plan.shape
+    last = stage == layout.pipeline_model_parallel_size - 1
+    core_again = plan.recipe.train.recompute_granularity == "selective"
+    for _ in range(plan.num_microbatches):
+        for chunk, layers in enumerate(layout.layers_per_stage[stage]):
+            first = layout.first_layer(stage, chunk)
+            again = recomputed_layers(plan.recipe, layers)
+            for number in range(layers):
+                experts = s.moe_layers(first + number, first + number + 1) > 0
+                # A full recomputation begins with the first layers of a chunk.
+                twice = number < again
+                yield from _context(plan, again=twice or core_again)
+                yield from _attention(plan, again=twice)
+                if not experts or plan.shape.moe_shared_ffn_hidden_size:
+                    yield from _split(plan, s.hidden_size, again=twice)
+                if experts:
+                    yield from _experts(plan, again=twice)
+        if stage == 0:
+            yield from _embedding(plan)
+        if last:
+            yield from _output(plan)
+        yield from _messages(plan, stage)
+    yield from _gradients(plan, stage)
+
+
+def _element(plan: Plan) -> int:
+    return 4 if plan.recipe.train.precision == "fp32" else 2
+
+
+def _tokens(plan: Plan) -> int:
+    """Of a micro-batch on one context-parallel rank."""
+    recipe = plan.recipe
+    return recipe.train.micro_batch_size * recipe.model.seq_length // plan.layout.context_parallel_size
+
+
+def _activations(plan: Plan, width: int | None = None) -> int:
+    """Bytes of a micro-batch on one context-parallel rank: of the residual stream, or of another width."""
+    return _element(plan) * _tokens(plan) * (width or plan.shape.hidden_size)
+
+
+def _attention(plan: Plan, *, again: bool) -> Iterator[Call]:
+    s, model, layout = plan.shape, plan.recipe.model, plan.layout
+    if not model.multi_latent_attention:
+        yield from _split(plan, s.hidden_size, again=again)
+        return
+    # The down-projections are whole on each rank, and so is the shared key; its positions are gathered.
+    yield from _split(plan, model.q_lora_rank or s.hidden_size, again=again)
+    yield from _columns(plan, model.kv_lora_rank, again=again)
+    if layout.sequence_parallel:
+        size = _activations(plan, model.qk_pos_emb_head_dim)
+        yield from [Call("all-gather", layout.tensor_model_parallel_size, size)] * (1 + again)
+        yield Call("reduce-scatter", layout.tensor_model_parallel_size, size)
+
+
+def _split(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
+    """A matrix cut by columns, of inputs of some width, and one cut by rows, back to the residual stream."""
+    yield from _columns(plan, width, again=again)
+    ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan)
+    if plan.layout.sequence_parallel:
+        yield from [Call("reduce-scatter", ranks, size)] * (1 + again)
+        yield Call("all-gather", ranks, size)
+    else:
+        yield from [Call("all-reduce", ranks, size)] * (1 + again)
+
+
+def _columns(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
+    ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan, width)
+    if plan.layout.sequence_parallel:
+        yield from [Call("all-gather", ranks, size)] * (2 + again)
+        yield Call("reduce-scatter", ranks, size)
+    else:
+        yield Call("all-reduce", ranks, size)
+
+
+def _embedding(plan: Plan) -> Iterator[Call]:
+    ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan)
+    if not plan.layout.sequence_parallel:
+        yield Call("all-reduce", ranks, size)
+    elif plan.recipe.model.position_embedding_type == "learned_absolute":
+        # Positions are added to whole sequences, which are cut afterwards.
+        yield from (Call("all-reduce", ranks, size), Call("all-gather", ranks, size))
+    else:
+        yield from (Call("reduce-scatter", ranks, size), Call("all-gather", ranks, size))
+
+
+def _output(plan: Plan) -> Iterator[Call]:
+    ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan)
+    if plan.layout.sequence_parallel:
+        yield from [Call("all-gather", ranks, size)] * 2 + [Call("reduce-scatter", ranks, size)]
+    else:
+        yield Call("all-reduce", ranks, size)
+    # Largest logit, logit of the label, and sum of the exponentials, for each token.
+    yield from [Call("all-reduce", ranks, _FP32 * _tokens(plan))] * 3
+
+
+def _context(plan: Plan, *, again: bool) -> Iterator[Call]:
+    s, ranks = plan.shape, plan.layout.context_parallel_size
+    if plan.device == "cuda":
+        # TransformerEngine's ring: keys and values go round, and in the backward pass their gradients too.
+        width = (s.key_size + s.value_size) // plan.layout.tensor_model_parallel_size
+        size = _element(plan) * _tokens(plan) * width
+        yield from [Call("message", ranks, size)] * ((3 + again) * (ranks - 1))
+        return
+    tokens = plan.recipe.train.micro_batch_size * s.seq_length
+    for width in (s.key_size, s.value_size):
+        size = _element(plan) * tokens * width // plan.layout.tensor_model_parallel_size
+        yield from [Call("all-gather", ranks, size)] * (1 + again)
+        yield Call("reduce-scatter", ranks, size)
+
+
+def _experts(plan: Plan, *, again: bool) -> Iterator[Call]:
+    layout, model = plan.layout, plan.recipe.model
+    ranks = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size
+    share = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+    size, tokens = _activations(plan) // share, _tokens(plan) // share
+    if model.moe_token_dispatcher_type == "allgather":  # noqa: S105 - no password
+        # Tokens and their probabilities for all experts there, results back; the backward pass the other way round.
+        probabilities = ranks * tokens * (model.num_moe_experts or 0)
+        for part in (ranks * size, _FP32 * probabilities):
+            yield from [Call("all-gather", ranks, part)] * (1 + again)
+            yield Call("reduce-scatter", ranks, part)
+        yield from [Call("reduce-scatter", ranks, ranks * size)] * (1 + again)
+        yield Call("all-gather", ranks, ranks * size)
+        yield from [Call("all-gather", ranks, probabilities)] * (1 + again)  # which experts, one byte each
+        return
+    # How many tokens each rank has for each expert, as 64-bit integers.
+    yield from [Call("all-gather", ranks, 8 * ranks * (model.num_moe_experts or 0))] * (1 + again)
+    visits = model.moe_router_topk
+    # Tokens there and results back, forward and backward; each token's probability there, and its gradient back.
+    yield from [Call("all-to-all", ranks, size * visits)] * (4 + 2 * again)
+    yield from [Call("all-to-all", ranks, _FP32 * tokens * visits)] * (2 + again)
+
+
+def _messages(plan: Plan, stage: int) -> Iterator[Call]:
+    layout, stages = plan.layout, plan.layout.pipeline_model_parallel_size
+    size = _activations(plan) // (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+    chunks = layout.virtual_pipeline_model_parallel_size
+    # Every chunk sends its output on, but for the very last, and a gradient back, but for the very first.
+    forward, backward = chunks - (stage == stages - 1), chunks - (stage == 0)
+    yield from [Call("message", stages, size)] * (forward + backward)
+
+
+def _gradients(plan: Plan, stage: int) -> Iterator[Call]:
+    layout, s, model = plan.layout, plan.shape, plan.recipe.model
+    parallel = plan.recipe.parallelism
+    parameters = count_on_rank(model, s, layout, stage, plan.device)
+    reduced = 4 if parallel.grad_reduce_in_fp32 else _element(plan)
+    for number, ranks in (
+        (parameters.dense, layout.data_parallel_size * layout.context_parallel_size),
+        (parameters.experts, layout.expert_data_parallel_size),
+    ):
+        if number and parallel.use_distributed_optimizer:
+            yield from (
+                Call("reduce-scatter", ranks, reduced * number),
+                Call("all-gather", ranks, _element(plan) * number),
+            )
+        elif number:
+            yield Call("all-reduce", ranks, reduced * number)
+    stages, tensor = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
+    shared = model.share_embeddings_and_output_weights or s.mtp_num_layers
+    if stages > 1 and shared and stage in (0, stages - 1):
+        yield Call("all-reduce", 2, reduced * s.vocab_size * s.hidden_size // tensor)
+    if layout.sequence_parallel:
+        # What saw only this rank's tokens: norms and the router, and the biases of matrices cut by rows.
+        layers = sum(layout.layers_per_stage[stage])
+        final = _norm(plan, s.hidden_size) if stage == stages - 1 else 0
+        yield Call("all-reduce", tensor, reduced * (layers * _whole(plan) + _routers(plan, stage) + final))
+    elif model.qk_layernorm and not model.multi_latent_attention:
+        heads = 2 * _norm(plan, s.query_channels)
+        yield Call("all-reduce", tensor, reduced * sum(layout.layers_per_stage[stage]) * heads)
+
+
+def _norm(plan: Plan, width: int) -> int:
+    return width * (2 if plan.recipe.model.normalization == "LayerNorm" else 1)
+
+
+def _whole(plan: Plan) -> int:
+    """Parameters of a layer that each tensor-parallel rank has all of, without the router."""
+    s, model = plan.shape, plan.recipe.model
+    size = 2 * _norm(plan, s.hidden_size) + (2 * s.hidden_size if model.add_bias_linear else 0)
+    if not model.multi_latent_attention:
+        return size + (2 * _norm(plan, s.query_channels) if model.qk_layernorm else 0)
+    ranks = [rank for rank in (model.q_lora_rank, model.kv_lora_rank) if rank]
+    down = s.hidden_size * (sum(ranks) + model.qk_pos_emb_head_dim)
+    return size + down + (sum(_norm(plan, rank) for rank in ranks) if model.qk_layernorm else 0)
+
+
+def _routers(plan: Plan, stage: int) -> int:
+    """Parameters of a stage's routers."""
+    layout, s = plan.layout, plan.shape
+    with_experts = 0
+    for chunk, layers in enumerate(layout.layers_per_stage[stage]):
+        first = layout.first_layer(stage, chunk)
+        with_experts += s.moe_layers(first, first + layers)
+    return with_experts * s.num_moe_experts * s.hidden_size

@@ -1,0 +1,124 @@
+"""`llmrecipes dryrun`: starts a process that runs ranks on tensors without data, and collects their reports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmrecipes.dryrun.drawing import memory_svg, passes_svg
+from llmrecipes.dryrun.spec import DryRunSpec, RankReport, report_name
+from llmrecipes.errors import UserError
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.workflow.plan import plan_on
+from llmrecipes.workflow.run import new_run_id
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Reports of the ranks, in order, and where their pictures are."""
+
+    plan: Plan
+    reports: tuple[RankReport, ...]
+    folder: Path
+
+
+def dry_run(
+    recipe: Recipe,
+    runs_dir: Path,
+    log: Log,
+    *,
+    cluster: str | None = None,
+    nodes: int | None = None,
+    rank: int | None = None,
+    stages: bool = False,
+    skew: float = 1.0,
+) -> DryRun:
+    """Run ranks of a recipe's world for a step, without memory, GPUs or the other ranks.
+
+    Args:
+        recipe: the resolved recipe.
+        runs_dir: `<runs_dir>/<recipe>-dryrun/<id>/` receives reports and pictures.
+        log: receives a line before each slow step.
+        cluster: name or path of a cluster profile; None: this machine.
+        nodes: nodes of the cluster; None: the fewest that fit the layout.
+        rank: of the world; None: the first.
+        stages: the first rank of each pipeline stage instead.
+        skew: times its even share of tokens that one expert of each layer on the rank gets.
+
+    Raises:
+        UserError: the layout does not divide the ranks, there is no such rank, or the engine needs data.
+    """
+    plan, machine = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
+    ranks = _ranks(plan, rank, stages=stages)
+    _check(recipe, skew)
+    folder = runs_dir / f"{recipe.name}-dryrun" / new_run_id()
+    folder.mkdir(parents=True)
+    world = plan.layout.world_size
+    spec = DryRunSpec(recipe=recipe, cluster=machine, world_size=world, ranks=ranks, skew=skew)
+    path = folder / "spec.json"
+    path.write_text(spec.model_dump_json(), "utf-8")
+    log(f"dryrun {recipe.name}: {_listed(ranks)} of {world}, {plan.num_microbatches} micro-batches each")
+    command = [sys.executable, "-m", "llmrecipes.dryrun.worker", str(path)]
+    ended = subprocess.run(command, env={**os.environ, **_environment()}, check=False)
+    path.unlink()
+    if ended.returncode:
+        raise UserError(
+            f"the dry run ended with {ended.returncode}", where=f"recipe {recipe.name}", fix="see the messages above"
+        )
+    reports = tuple(RankReport.model_validate_json((folder / report_name(each)).read_text("utf-8")) for each in ranks)
+    for report in reports:
+        title = f"{recipe.name}, rank {report.rank} of {world} (stage {report.stage})"
+        (folder / f"memory-{report.rank}.svg").write_text(memory_svg(report, title), "utf-8")
+    title = f"{recipe.name}, {_listed(ranks)} of {world}: passes in the order in which they start"
+    (folder / "passes.svg").write_text(passes_svg(reports, title), "utf-8")
+    return DryRun(plan, reports, folder)
+
+
+def _ranks(plan: Plan, rank: int | None, *, stages: bool) -> tuple[int, ...]:
+    world, number = plan.layout.world_size, plan.layout.pipeline_model_parallel_size
+    if stages:
+        if rank is not None:
+            raise UserError(f"{rank} with --stages", where="--rank", rule="--stages runs the first rank of each stage")
+        return tuple(range(0, world, world // number))
+    if rank is not None and not 0 <= rank < world:
+        raise UserError(f"{rank} of {world} ranks", where="--rank", rule="ranks are counted from 0", fix=f"{world - 1}")
+    return (rank or 0,)
+
+
+def _check(recipe: Recipe, skew: float) -> None:
+    engine = ENGINES[engine_name(recipe)]
+    if engine.needs_data is not None:
+        raise UserError(
+            f"{engine_name(recipe)} cannot run on tensors without data",
+            where="engine",
+            rule=engine.needs_data,
+            fix=f"llmrecipes show {recipe.name} has the plan of its memory",
+        )
+    if recipe.train.torch_compile:
+        raise UserError(
+            "true",
+            where="train.torch_compile",
+            rule="torch.compile makes kernels for a device, and there is none",
+            fix="train.torch_compile=false",
+        )
+    if skew != 1.0 and not recipe.model.num_moe_experts:
+        raise UserError(f"{skew:g}", where="--skew", rule="only a mixture of experts has a routing")
+    if skew < 1.0:
+        raise UserError(f"{skew:g}", where="--skew", rule="times its even share that one expert gets", fix="1 or more")
+
+
+def _environment() -> dict[str, str]:
+    """No GPU, one thread, and none of torch's warnings about groups of a fake backend."""
+    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

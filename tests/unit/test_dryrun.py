@@ -1,0 +1,284 @@
+"""Ranks of large worlds without data: the plan's memory and traffic against the real code, and host waits."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from llmrecipes.cli import app as cli
+from llmrecipes.dryrun.drawing import memory_svg, passes_svg
+from llmrecipes.dryrun.spec import PARTS, DryRunSpec, RankReport
+from llmrecipes.hardware.machine import planned
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.traffic import SMALL, calls
+from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.engines import MEGATRON, engine_name
+from llmrecipes.recipe.load import load, names, recipes_dir
+from llmrecipes.units import GIB
+from tests.dist.worlds import GlooWorld
+from tests.refusals import require_message
+
+Report = dict[str, Any]
+
+
+def dry_runs(specs: list[str]) -> list[Report]:
+    """Job of a process of its own: megatron-core stays patched."""
+    from llmrecipes.dryrun.rank import dry_run
+
+    found = []
+    for text in specs:
+        spec = DryRunSpec.model_validate_json(text)
+        found += [dry_run(spec, rank).model_dump() for rank in spec.ranks]
+    return found
+
+
+def waits_with_a_read_added(text: str) -> dict[str, int]:
+    """Host waits of a step in which the engine reads one number more; job as `dry_runs`."""
+    import torch
+
+    from llmrecipes.dryrun.rank import dry_run
+    from llmrecipes.engine.megatron.engine import MegatronEngine
+
+    plain = MegatronEngine._passes
+
+    def reading(engine: MegatronEngine, *args: Any, **options: Any) -> Any:
+        outputs = plain(engine, *args, **options)
+        torch.tensor([output["loss"][0] for output in outputs])
+        return outputs
+
+    MegatronEngine._passes = reading  # type: ignore[method-assign, assignment]
+    spec = DryRunSpec.model_validate_json(text)
+    try:
+        return dry_run(spec, spec.ranks[0]).waits
+    finally:
+        MegatronEngine._passes = plain  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def process(worlds: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooWorld]:
+    """One that only runs dry runs."""
+    alone = GlooWorld(1, tmp_path_factory.mktemp("dryrun"))
+    yield alone
+    alone.close()
+
+
+def spec(name: str, *overrides: str, world: int | None = None, ranks: tuple[int, ...] = (0,), skew: float = 1.0) -> str:
+    recipe = load(name, list(overrides)).recipe
+    size = world or smallest_world(recipe.parallelism)
+    found = DryRunSpec(recipe=recipe, cluster=planned("h100-ib", None, size), world_size=size, ranks=ranks, skew=skew)
+    return found.model_dump_json()
+
+
+def plan_of(text: str) -> Plan:
+    asked = DryRunSpec.model_validate_json(text)
+    return derive(asked.recipe, asked.world_size, asked.cluster)
+
+
+def run(process: GlooWorld, *specs: str) -> list[Report]:
+    found: list[Report] = process.start(dry_runs, list(specs), group=False).result()
+    return found
+
+
+def require_planned(report: Report) -> None:
+    """Model states exactly, but for what pads an optimizer's share of a buffer; activations within 3 %."""
+    memory, expected = report["memory"], report["planned"]
+    assert memory["weights"] == expected["weights"]
+    assert memory["gradients"] == expected["gradients"]
+    assert memory["optimizer"] == pytest.approx(expected["optimizer"], rel=1e-4)
+    assert expected["activations"] == pytest.approx(memory["activations"], rel=0.03)
+
+
+def of_step(plan: Plan, stage: int) -> Counter[tuple[str, int]]:
+    """Planned bytes by collective and number of ranks."""
+    found: Counter[tuple[str, int]] = Counter()
+    for call in calls(plan, stage):
+        found["send", 0] += call.payload if call.kind == "message" else 0
+        found[call.kind, call.ranks] += call.payload if call.kind != "message" else 0
+    return found
+
+
+def sent(report: Report) -> Counter[tuple[str, int]]:
+    """Bytes of the same; a message is counted at its sender."""
+    found: Counter[tuple[str, int]] = Counter()
+    for each in report["traffic"]:
+        if each["op"] != "receive":
+            # Between two stages megatron-core sends one way in the pipeline's group, and the other way in the world's.
+            found[each["op"], 0 if each["op"] == "send" else each["ranks"]] += each["bytes"]
+    return found
+
+
+def require_traffic(report: Report, plan: Plan, *, padding: float = 0.0) -> None:
+    """The plan's bytes of each collective, beside bookkeeping, and what pads buffers to a multiple of their ranks."""
+    expected, real = of_step(plan, report["stage"]), sent(report)
+    for key in expected | real:
+        most = expected[key] * (1 + padding) + SMALL * (1 if not padding else sum_of_calls(report, key))
+        assert expected[key] <= real[key] <= most, (report["stage"], key)
+
+
+def sum_of_calls(report: Report, key: tuple[str, int]) -> int:
+    return sum(each["calls"] for each in report["traffic"] if (each["op"], each["ranks"]) == key)
+
+
+SMALL_WORLDS = {
+    "one process": spec("gpt-tiny"),
+    "bf16, overlapped": spec(
+        "gpt-tiny", "train.precision=bf16", "train.micro_batch_size=2", "parallelism.overlap_grad_reduce=true",
+        "parallelism.overlap_param_gather=true", world=4,
+    ),
+    "tensor, pipeline": spec("gpt-tiny-3d", world=8, ranks=(0, 4)),
+    "context": spec("gpt-tiny", "parallelism.context_parallel_size=2", world=2),
+    "experts": spec("moe-tiny", world=2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(process: GlooWorld) -> dict[str, Report]:
+    found = iter(run(process, *SMALL_WORLDS.values()))
+    return {
+        f"{name}, rank {rank}": next(found)
+        for name, text in SMALL_WORLDS.items()
+        for rank in DryRunSpec.model_validate_json(text).ranks
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"{name}, rank {rank}" for name, text in SMALL_WORLDS.items() for rank in json.loads(text)["ranks"]],
+)
+def test_the_plan_is_what_the_real_code_does(name: str, small: dict[str, Report]) -> None:
+    report, plan = small[name], plan_of(SMALL_WORLDS[name.rpartition(",")[0]])
+    require_planned(report)
+    require_traffic(report, plan)
+
+
+def test_the_host_waits_once_a_step(small: dict[str, Report]) -> None:
+    """For the loss with the stop flag; with experts, also for the tokens of each of them."""
+    for name, report in small.items():
+        ours = {place: number for place, number in report["waits"].items() if place.startswith("megatron/engine")}
+        assert list(ours.values()) == [1], name
+        if not name.startswith("experts"):
+            assert report["waits"] == ours, name
+
+
+def test_a_host_wait_that_is_added_is_seen(process: GlooWorld) -> None:
+    """Scalars of the device in `torch.tensor`, of which no operation tells; one for each micro-batch."""
+    text = SMALL_WORLDS["one process"]
+    waits: dict[str, int] = process.start(waits_with_a_read_added, text, group=False).result()
+    assert sum(waits.values()) == 1 + plan_of(text).num_microbatches
+    assert any("test_dryrun" in place for place in waits)
+
+
+def test_passes_are_those_of_1f1b(small: dict[str, Report]) -> None:
+    """Narayanan et al. 2021 (arXiv 2104.04473), figure 4: two stages, four micro-batches."""
+    orders = [
+        "".join(f"{each['kind'][0]}{each['micro_batch']}" for each in small[f"tensor, pipeline, rank {rank}"]["passes"])
+        for rank in (0, 4)
+    ]
+    assert orders == ["f0f1b0f2b1f3b2b3", "f0b0f1b1f2b2f3b3"]
+
+
+def test_groups_across_nodes_are_told_from_those_on_one(process: GlooWorld) -> None:
+    (report,) = run(process, spec("gpt-tiny-3d", "train.global_batch_size=64", world=16))
+    nodes = {each["group"]: each["node_local"] for each in report["traffic"]}
+    assert nodes["tp"]
+    assert nodes["dp-cp"]
+    assert not nodes["pp"]
+
+
+def test_a_skewed_routing_needs_more_memory(process: GlooWorld) -> None:
+    even, skewed = run(process, spec("moe-tiny", world=2), spec("moe-tiny", world=2, skew=2.0))
+    assert skewed["memory"]["activations"] > even["memory"]["activations"]
+
+
+def test_a_rank_of_gpt_175b_takes_seconds_and_no_memory(process: GlooWorld) -> None:
+    """Eight micro-batches of the first of eight stages, on 1,024 ranks."""
+    text = spec("gpt-175b", "train.global_batch_size=256", world=1024)
+    (report,) = run(process, text)
+    require_planned(report)
+    assert sum(report["memory"].values()) > 30 * GIB
+    assert sum(report["waits"].values()) == 1
+    require_traffic(report, plan_of(text), padding=1e-4)
+    assert report["save"]["written_bytes"] > 0
+
+
+def whole_recipes() -> list[str]:
+    found = names(recipes_dir())
+    return [name for name in found if engine_name(load(name, []).recipe) == MEGATRON]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", whole_recipes())
+def test_the_stages_of_a_recipe_are_planned(name: str, process: GlooWorld) -> None:
+    """The first and last two and the middle one: stages between them differ in what is in flight only.
+
+    With two micro-batches for each stage, after which a pipeline repeats itself.
+    """
+    recipe = load(name, []).recipe
+    world, stages = smallest_world(recipe.parallelism), recipe.parallelism.pipeline_model_parallel_size
+    replicas = plan_of(spec(name, world=world)).layout.data_parallel_size
+    batch = f"train.global_batch_size={recipe.train.micro_batch_size * replicas * 2 * stages}"
+    for stage in sorted({0, min(1, stages - 1), stages // 2, max(stages - 2, 0), stages - 1}):
+        text = spec(name, batch, world=world, ranks=(stage * world // stages,))
+        (report,) = run(process, text)
+        require_planned(report)
+        if not recipe.model.mtp_num_layers or stage < stages - 1:  # no formulas for the layers there
+            require_traffic(report, plan_of(text), padding=1e-3)
+
+
+def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    runs = ("--runs-dir", str(tmp_path))
+    for arguments, key, rule in (
+        (("gpt-tiny-3d", "--rank", "8", "--cluster", "h100-ib", "--nodes", "1"), "--rank", "7"),
+        (("gpt-tiny", "--rank", "0", "--stages"), "--rank", "--stages"),
+        (("gpt-1b-zero3",), "engine", "gpt-1b-zero3"),
+        (("gpt-tiny", "train.torch_compile=true"), "train.torch_compile", "train.torch_compile=false"),
+        (("gpt-tiny", "--skew", "2"), "--skew", "2"),
+        (("moe-tiny", "--skew", "0.5"), "--skew", "1"),
+    ):
+        assert cli.run(["dryrun", *arguments, *runs]) == 2
+        require_message(capsys.readouterr().err, key, rule=rule)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_contract_of_json(small: dict[str, Report]) -> None:
+    for report in small.values():
+        found = RankReport.model_validate(report).contract()
+        assert list(found) == [
+            "recipe", "world_size", "rank", "stage", "memory_gib", "planned_gib", "collectives", "syncs_per_step",
+            "save", "seconds",
+        ]  # fmt: skip
+        parts = ["weights", "gradients", "optimizer", "activations", "temporary", "total"]
+        for memory in (found["memory_gib"], found["planned_gib"]):
+            assert list(memory) == parts
+            assert memory["total"] == pytest.approx(sum(memory[part] for part in parts[:-1]))
+        assert all(set(each) == {"group", "op", "calls", "bytes"} for each in found["collectives"])
+        assert set(found["save"]) == {"held_gib", "written_gib"}
+
+
+def test_pictures_have_every_moment_and_pass(small: dict[str, Report]) -> None:
+    first, last = (RankReport.model_validate(small[f"tensor, pipeline, rank {rank}"]) for rank in (0, 4))
+    memory = ElementTree.fromstring(memory_svg(first, "rank < 1"))  # noqa: S314 - our own text
+    areas = memory.findall("{*}polygon")
+    assert len(areas) == len(PARTS)
+    assert all(len(area.attrib["points"].split()) == 2 * len(first.timeline) for area in areas)
+    passes = ElementTree.fromstring(passes_svg([first, last], "passes"))  # noqa: S314 - our own text
+    assert len(passes.findall("{*}rect/{*}title")) == len(first.passes) + len(last.passes)
+
+
+@pytest.mark.slow
+def test_the_command_runs_the_stages_of_a_world(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ["dryrun", "gpt-tiny-3d", "--stages", "--runs-dir", str(tmp_path)]
+    assert cli.run([*asked, "--json"]) == 0
+    assert [report["stage"] for report in json.loads(capfd.readouterr().out)] == [0, 1]
+    (folder,) = (tmp_path / "gpt-tiny-3d-dryrun").iterdir()
+    assert {path.name for path in folder.iterdir()} == {
+        "memory-0.svg", "memory-2.svg", "passes.svg", "rank-0.json", "rank-2.json",
+    }  # fmt: skip
+    assert cli.run(asked) == 0
+    assert "stage 1" in capfd.readouterr().out
