@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch.distributed as dist
+from typing import Any, NamedTuple, Protocol
 
 from llmrecipes.checkpoint.manifest import FileRecord
 
@@ -13,8 +11,17 @@ StateDict = dict[str, Any]
 """Nested dicts of an engine's state; the leaves are opaque to everything but the engine and its format."""
 
 
+class Written(NamedTuple):
+    """What a rank has written."""
+
+    files: dict[str, FileRecord]
+    """Its files, by name; synced to disk."""
+    index: bytes
+    """What the first rank needs to know about them."""
+
+
 class CheckpointFormat(Protocol):
-    """Writes one engine's state to files. A saver calls the four steps of a save in this order, on every rank."""
+    """Writes one engine's state to files. A saver calls the four steps of a save in this order; none communicates."""
 
     def snapshot(self, state: StateDict) -> StateDict:
         """A copy in host memory, valid until the next call. Called in the loop's thread, so it only copies.
@@ -24,17 +31,22 @@ class CheckpointFormat(Protocol):
         """
 
     def prepare(self, taken: StateDict, directory: Path, rank: int) -> Any:
-        """What this rank will write, without communication; rank 0 creates the directory."""
+        """What this rank will write; rank 0 creates the directory, and the others return before they use it."""
 
-    def write(self, prepared: Any, directory: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
-        """Write this rank's files (a collective of all ranks); returns their records by name.
+    def write(self, prepared: Any, directory: Path, rank: int) -> Written:
+        """Write this rank's files.
 
         Raises:
             OSError: a disk error.
         """
 
-    def finish(self, directory: Path) -> None:
-        """Write the index of all ranks' files. Called on rank 0, after all have written."""
+    def finish(self, directory: Path, indexes: list[bytes]) -> None:
+        """Write the index of all ranks' files. Called on rank 0, after all have written.
+
+        Args:
+            directory: of the files.
+            indexes: what `write` returned on each rank.
+        """
 
     def versions(self) -> dict[str, str]:
         """Versions of the libraries that determine whether the files can be read again."""

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,12 @@ _TRASH = ".trash-"
 DAMAGED = re.compile(r"damaged-step-(\d{8,})-.+")
 _LOCK = ".writer.lock"
 _HASH_THREADS = 4
+_OPEN_THREADS = 16
+"""A network file system takes about a millisecond to open a file, and a checkpoint has one of each rank."""
+
+
+Compare = Callable[[Path, Manifest], None]
+"""Compares the files of a directory with its manifest, or raises `InvalidCheckpoint`."""
 
 
 class InvalidCheckpoint(Exception):
@@ -123,10 +129,13 @@ class CheckpointStore:
             logger.warning("checkpoint %s is skipped: %s", found.path, found.reason)
         return entry
 
-    def survey(self) -> tuple[Entry | None, list[Damaged]]:
+    def survey(self, compare: Compare | None = None) -> tuple[Entry | None, list[Damaged]]:
         """The newest checkpoint whose every file has the recorded SHA-256, and the damaged newer ones.
 
         A writer may publish and delete concurrently: one of the checkpoints it keeps is found.
+
+        Args:
+            compare: instead of comparing here.
         """
         tried: list[Path] = []
         damaged: list[Damaged] = []
@@ -134,7 +143,8 @@ class CheckpointStore:
             tried, damaged = directories, []
             for path in reversed(directories):
                 try:
-                    entry = inspect(path, full=True)
+                    entry = Entry(path, _read_manifest(path))
+                    (compare or _compare)(path, entry.manifest)
                 except InvalidCheckpoint as problem:
                     if path.exists():
                         damaged.append(Damaged(path, str(problem)))
@@ -214,25 +224,28 @@ class CheckpointStore:
             temporary: the directory.
             info: the other contents of the manifest.
             versions: versions of the libraries that wrote the files.
-            known: records of files that other ranks have already synced and hashed.
+            known: records of files that ranks have already synced and hashed.
 
         Raises:
             OSError: the disk is full or fails, or a file differs from what its rank reported; the temporary
                 directory is left unchanged and no published checkpoint is touched.
         """
         known = known or {}
+        own = [path for path in _files(temporary) if path.relative_to(temporary).as_posix() not in known]
         files = {}
-        for path in _files(temporary):
-            name = path.relative_to(temporary).as_posix()
+        for path in own:
             sync(path)
-            files[name] = known[name] if name in known else digest(path)
-            if path.stat().st_size != files[name].size:
-                raise OSError(f"{path} has {path.stat().st_size} bytes, but {files[name].size} were written")
-        if missing := sorted(set(known) - set(files)):
-            raise FileNotFoundError(f"{temporary / missing[0]} was written by another rank but is not visible here")
+            files[path.relative_to(temporary).as_posix()] = digest(path)
+        # By name: on a network file system a listing may lack what another node has just written.
+        with ThreadPoolExecutor(_OPEN_THREADS) as pool:
+            sizes = pool.map(lambda name: _size_of(temporary / name), known)
+            for (name, record), size in zip(known.items(), sizes, strict=True):
+                if size != record.size:
+                    raise OSError(f"{temporary / name} has {size} bytes, but {record.size} were written")
+        files |= known
         manifest = build(info, dict(versions), files)
         write_synced(temporary / MANIFEST_NAME, dump(manifest))
-        for folder in {path.parent for path in _files(temporary)}:
+        for folder in {(temporary / name).parent for name in files}:
             sync(folder)
         target = self.path(info.step)
         self._move_into_place(temporary, target)
@@ -322,31 +335,52 @@ def inspect(path: Path, *, full: bool) -> Entry:
         InvalidCheckpoint: with the first bad file and the reason.
     """
     manifest = _read_manifest(path)
-    for name, record in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as problem:
-            raise InvalidCheckpoint(f"{name}: {problem.strerror}") from problem
-        if size != record.size:
-            raise InvalidCheckpoint(f"{name}: {size} bytes, {record.size} were written")
     if full:
-        _check_hashes(path, manifest)
+        _compare(path, manifest)
+    elif problem := _first(path, manifest.files, _wrong_size, _OPEN_THREADS):
+        raise InvalidCheckpoint(problem)
     return Entry(path, manifest)
 
 
-def _check_hashes(path: Path, manifest: Manifest) -> None:
-    def check(item: tuple[str, FileRecord]) -> str | None:
+def mismatch(path: Path, files: Mapping[str, FileRecord]) -> str:
+    """Compare size and SHA-256 of files; returns the first that differs and why, or nothing.
+
+    Args:
+        path: their directory.
+        files: their records by name.
+    """
+    return _first(path, files, _wrong_content, _HASH_THREADS)
+
+
+def _compare(path: Path, manifest: Manifest) -> None:
+    if problem := mismatch(path, manifest.files):
+        raise InvalidCheckpoint(problem)
+
+
+def _first(path: Path, files: Mapping[str, FileRecord], wrong: Callable[[Path, FileRecord], str], threads: int) -> str:
+    def check(item: tuple[str, FileRecord]) -> str:
         name, record = item
         try:
-            return None if digest(path / name) == record else f"{name}: SHA-256 differs from the manifest's"
-        except OSError as problem:
-            return f"{name}: {problem.strerror}"
+            problem = wrong(path / name, record)
+        except OSError as error:
+            problem = str(error.strerror)
+        return f"{name}: {problem}" if problem else ""
 
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        for problem in pool.map(check, manifest.files.items()):
+    with ThreadPoolExecutor(threads) as pool:
+        for problem in pool.map(check, files.items()):
             if problem:
                 pool.shutdown(cancel_futures=True)
-                raise InvalidCheckpoint(problem)
+                return problem
+    return ""
+
+
+def _wrong_size(path: Path, record: FileRecord) -> str:
+    size = path.stat().st_size
+    return "" if size == record.size else f"{size} bytes, {record.size} were written"
+
+
+def _wrong_content(path: Path, record: FileRecord) -> str:
+    return _wrong_size(path, record) or ("" if digest(path) == record else "SHA-256 differs from the manifest's")
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -372,6 +406,12 @@ def _is_valid(path: Path, *, full: bool = True) -> bool:
     except InvalidCheckpoint:
         return False
     return True
+
+
+def _size_of(path: Path) -> int:
+    # Opened, because an open shows what another node has closed; attributes alone may be cached.
+    with path.open("rb") as stream:
+        return os.fstat(stream.fileno()).st_size
 
 
 def _step_of(path: Path) -> int:

@@ -59,7 +59,9 @@ class MegatronEngine:
             for module in self.modules:
                 module.compile_layers()
         self.chunks = [_data_parallel(recipe, built, number) for number in range(len(built.modules))]
-        self.optimizer: MegatronOptimizer = get_megatron_optimizer(_optimizer_config(recipe), self.chunks)
+        self.optimizer: MegatronOptimizer = get_megatron_optimizer(
+            _optimizer_config(recipe), self.chunks, use_gloo_process_groups=False
+        )
         _allocate_optimizer_state(self.optimizer)
         self.scheduler = scheduler(recipe, self.optimizer)
         self.local_loss = 0.0
@@ -106,8 +108,8 @@ class MegatronEngine:
     def params_synced(self) -> Iterator[None]:
         """A block in which every rank has up-to-date parameters; all ranks have to enter it.
 
-        With `overlap_param_gather` updated parameters are gathered during the next forward pass, so without this a save
-        would have the old parameters, and a forward pass on a single rank would hang.
+        With `overlap_param_gather` updated parameters are gathered during the next forward pass, so without this an
+        evaluation would have old parameters, and a forward pass on a single rank would hang.
         """
         overlapped = self.chunks if self.recipe.parallelism.overlap_param_gather else []
         for chunk in overlapped:

@@ -56,6 +56,8 @@ def model_parallel(seed: int, parallelism: Parallelism) -> Iterator[World]:
         expert_model_parallel_size=parallelism.expert_model_parallel_size,
         expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
         order=RANK_ORDER,
+        # Only for its way of saving by gathering, on the first data-parallel rank.
+        create_gloo_process_groups=False,
     )
     try:
         seed_random_states(seed)
