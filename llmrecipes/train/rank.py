@@ -13,6 +13,7 @@ from typing import NoReturn, TypeVar
 from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.parent import end_with_parent
+from llmrecipes.launch.open_files import allow_open_files
 from llmrecipes.launch.ranks import LAUNCHER
 from llmrecipes.train.spec import RankSpec
 
@@ -42,6 +43,7 @@ def guarded(run: Callable[[S], ExitCode], spec: S) -> int:
     from llmrecipes.faults.memory import out_of_memory
 
     try:
+        allow_open_files(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
         return int(run(spec))
     except UserError as error:
         explained = error
