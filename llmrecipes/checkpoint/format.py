@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from llmrecipes.checkpoint.manifest import FileRecord
 
@@ -11,7 +12,8 @@ StateDict = dict[str, Any]
 """Nested dicts of an engine's state; the leaves are opaque to everything but the engine and its format."""
 
 
-class Written(NamedTuple):
+@dataclass(frozen=True)
+class Written:
     """What a rank has written."""
 
     files: dict[str, FileRecord]

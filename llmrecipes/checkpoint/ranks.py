@@ -69,7 +69,8 @@ class _Group:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._rank, self._size = rank, size
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        # torch's type declarations lack the methods that it inherits.
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def gather(self, value: Any) -> list[Any] | None:
         if self._rank:

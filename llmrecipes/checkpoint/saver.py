@@ -175,7 +175,7 @@ class AsyncSaver:
 
 def _claim(store: CheckpointStore, group: Ranks) -> str:
     """Claim the store on rank 0; returns a token for the names of temporary directories, shared by all ranks."""
-    answer: str | tuple[str, str | None, str | None] | None = None
+    answer: str | tuple[str, str, str] | None = None
     if group.rank == 0:
         try:
             store.claim()
@@ -183,7 +183,7 @@ def _claim(store: CheckpointStore, group: Ranks) -> str:
         except UserError as error:
             answer = (error.what, error.where, error.fix)
     shared = group.broadcast(answer)
-    if isinstance(shared, tuple):
-        what, where, fix = shared
-        raise UserError(what, where=where, fix=fix)
-    return shared
+    if isinstance(shared, str):
+        return shared
+    what, where, fix = shared
+    raise UserError(what, where=where, fix=fix)

@@ -60,8 +60,8 @@ def test_files_of_other_nodes_are_opened_by_name_and_not_looked_up(
 
 def stored(shape: tuple[int, ...], offsets: list[list[int]], sizes: list[list[int]]) -> Stored:
     order = sorted(range(len(offsets)), key=lambda number: offsets[number][0] if shape else 0)
-    table = [np.asarray([rows[number] for number in order], np.int64) for rows in (offsets, sizes)]
-    return Stored(torch.float32, shape, *table, np.zeros((len(offsets), 3), np.int64))
+    starts, lengths = (np.asarray([rows[number] for number in order], np.int64) for rows in (offsets, sizes))
+    return Stored(torch.float32, shape, starts, lengths, np.zeros((len(offsets), 3), np.int64))
 
 
 def test_the_parts_of_a_box_are_those_that_share_elements_with_it() -> None:

@@ -81,7 +81,8 @@ class ShardedFormat:
         )
         if rank == 0:
             save_config(CheckpointingConfig(BACKEND, 1), str(directory))
-        tensors, objects = [], {}
+        tensors: list[ShardedTensor] = []
+        objects: dict[str, list[Any]] = {}
         for shard in strategy.shards:
             if isinstance(shard, ShardedTensor):
                 tensors.append(shard)

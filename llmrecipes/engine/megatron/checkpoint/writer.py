@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -61,7 +61,7 @@ def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[st
 class _Hashed(io.RawIOBase):
     """A file whose SHA-256 is known when it is written."""
 
-    def __init__(self, file: io.BufferedWriter) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file, self._sha256, self._size = file, hashlib.sha256(), 0
 
     def writable(self) -> bool:
@@ -78,7 +78,7 @@ class _Hashed(io.RawIOBase):
         start = self._size
         if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
             value = value.clone()  # torch.save writes all memory behind a view
-        torch.save(value, self)
+        torch.save(value, cast(IO[bytes], self))
         return start, self._size - start
 
     def record(self) -> FileRecord:
