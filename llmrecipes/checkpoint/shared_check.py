@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from llmrecipes.checkpoint.inspection import Entry, InvalidCheckpoint, mismatch
 from llmrecipes.checkpoint.manifest import FileRecord, Manifest
 from llmrecipes.checkpoint.ranks import Ranks
-from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry, InvalidCheckpoint, mismatch
+from llmrecipes.checkpoint.store import CheckpointStore, Damaged
 
 LEAST_WAIT = timedelta(minutes=10)
 SLOWEST = 10e6

@@ -18,23 +18,29 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
+from llmrecipes.checkpoint.inspection import (
+    NAME,
+    OPEN_THREADS,
+    Compare,
+    Entry,
+    InvalidCheckpoint,
+    inspect,
+    read_manifest,
+)
+from llmrecipes.checkpoint.inspection import compare as compare_all
 from llmrecipes.checkpoint.lock import take_lock
 from llmrecipes.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointInfo,
     FileRecord,
-    Manifest,
     build,
     digest,
     dump,
-    parse,
 )
 from llmrecipes.checkpoint.retention import LEAST_KEPT, surviving
 from llmrecipes.errors import UserError
@@ -42,34 +48,10 @@ from llmrecipes.io import sync, write_synced
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.tmp-(step-\d{8,})-.+")
 _TRASH = ".trash-"
 DAMAGED = re.compile(r"damaged-step-(\d{8,})-.+")
 _LOCK = ".writer.lock"
-_HASH_THREADS = 4
-_OPEN_THREADS = 16
-"""A network file system takes about a millisecond to open a file, and a checkpoint has one of each rank."""
-
-
-Compare = Callable[[Path, Manifest], None]
-"""Compares the files of a directory with its manifest, or raises `InvalidCheckpoint`."""
-
-
-class InvalidCheckpoint(Exception):
-    """A directory that is not a complete, unmodified checkpoint; the message names the file and the reason."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One checkpoint on disk."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
 
 
 @dataclass(frozen=True)
@@ -143,8 +125,8 @@ class CheckpointStore:
             tried, damaged = directories, []
             for path in reversed(directories):
                 try:
-                    entry = Entry(path, _read_manifest(path))
-                    (compare or _compare)(path, entry.manifest)
+                    entry = Entry(path, read_manifest(path))
+                    (compare or compare_all)(path, entry.manifest)
                 except InvalidCheckpoint as problem:
                     if path.exists():
                         damaged.append(Damaged(path, str(problem)))
@@ -166,7 +148,7 @@ class CheckpointStore:
     def _directories(self) -> list[Path]:
         if not self.directory.is_dir():
             return []
-        found = [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        found = [path for path in self.directory.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=_step_of)
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -237,7 +219,7 @@ class CheckpointStore:
             sync(path)
             files[path.relative_to(temporary).as_posix()] = digest(path)
         # By name: on a network file system a listing may lack what another node has just written.
-        with ThreadPoolExecutor(_OPEN_THREADS) as pool:
+        with ThreadPoolExecutor(OPEN_THREADS) as pool:
             sizes = pool.map(lambda name: _size_of(temporary / name), known)
             for (name, record), size in zip(known.items(), sizes, strict=True):
                 if size != record.size:
@@ -324,82 +306,6 @@ class CheckpointStore:
                 shutil.rmtree(path)
 
 
-def inspect(path: Path, *, full: bool) -> Entry:
-    """Read a checkpoint directory's manifest and check its files.
-
-    Args:
-        path: the directory.
-        full: compare the SHA-256 of every file, not only names and sizes.
-
-    Raises:
-        InvalidCheckpoint: with the first bad file and the reason.
-    """
-    manifest = _read_manifest(path)
-    if full:
-        _compare(path, manifest)
-    elif problem := _first(path, manifest.files, _wrong_size, _OPEN_THREADS):
-        raise InvalidCheckpoint(problem)
-    return Entry(path, manifest)
-
-
-def mismatch(path: Path, files: Mapping[str, FileRecord]) -> str:
-    """Compare size and SHA-256 of files; returns the first that differs and why, or nothing.
-
-    Args:
-        path: their directory.
-        files: their records by name.
-    """
-    return _first(path, files, _wrong_content, _HASH_THREADS)
-
-
-def _compare(path: Path, manifest: Manifest) -> None:
-    if problem := mismatch(path, manifest.files):
-        raise InvalidCheckpoint(problem)
-
-
-def _first(path: Path, files: Mapping[str, FileRecord], wrong: Callable[[Path, FileRecord], str], threads: int) -> str:
-    def check(item: tuple[str, FileRecord]) -> str:
-        name, record = item
-        try:
-            problem = wrong(path / name, record)
-        except OSError as error:
-            problem = str(error.strerror)
-        return f"{name}: {problem}" if problem else ""
-
-    with ThreadPoolExecutor(threads) as pool:
-        for problem in pool.map(check, files.items()):
-            if problem:
-                pool.shutdown(cancel_futures=True)
-                return problem
-    return ""
-
-
-def _wrong_size(path: Path, record: FileRecord) -> str:
-    size = path.stat().st_size
-    return "" if size == record.size else f"{size} bytes, {record.size} were written"
-
-
-def _wrong_content(path: Path, record: FileRecord) -> str:
-    return _wrong_size(path, record) or ("" if digest(path) == record else "SHA-256 differs from the manifest's")
-
-
-def _read_manifest(path: Path) -> Manifest:
-    try:
-        manifest = parse((path / MANIFEST_NAME).read_bytes())
-    except OSError as problem:
-        raise InvalidCheckpoint(f"{MANIFEST_NAME}: {problem.strerror}") from problem
-    except ValidationError as problem:
-        first = problem.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidCheckpoint(f"{MANIFEST_NAME}: {where + ': ' if where else ''}{first['msg']}") from problem
-    except ValueError as problem:
-        raise InvalidCheckpoint(f"{MANIFEST_NAME}: {problem}") from problem
-    match = _NAME.search(path.name)
-    if match is None or int(match[1]) != manifest.step:
-        raise InvalidCheckpoint(f"{MANIFEST_NAME}: is of step {manifest.step}")
-    return manifest
-
-
 def _is_valid(path: Path, *, full: bool = True) -> bool:
     try:
         inspect(path, full=full)
@@ -415,7 +321,7 @@ def _size_of(path: Path) -> int:
 
 
 def _step_of(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
+    match = NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not named like a checkpoint")
     return int(match[1])

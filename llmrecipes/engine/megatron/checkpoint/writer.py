@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -15,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from llmrecipes.checkpoint.manifest import FileRecord
 from llmrecipes.checkpoint.writer import os_error
 from llmrecipes.engine.megatron.checkpoint.index import Chunk, Document, Span, document
+from llmrecipes.io import sync
 
 _BUFFER = 1 << 20
 
@@ -48,13 +48,12 @@ def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[st
                 places[shard.key, tuple(shard.global_offset)] = (path.name, *stream.store(shard.data.view(shape)))
             for name, value in objects.items():
                 places[name, None] = (path.name, *stream.store(value))
-            file.flush()
-            os.fsync(file.fileno())
     except RuntimeError as error:
         # torch's zip code raises one about positions for a failed write; the OSError is only in its context.
         if (cause := os_error(error)) is not None:
             raise cause from error
         raise
+    sync(path)
     return stream.record(), document(described, objects, places)
 
 
