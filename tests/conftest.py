@@ -16,8 +16,7 @@ from tests import selection
 from tests.dist.worlds import GlooWorld, pool
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
+    from llmrecipes.checkpoint.ranks import Ranks
     from llmrecipes.engine.megatron.world import World
 
 # The tests are about the CPU platform, on machines with a GPU too; one thread a process, so that sums have one order.
@@ -121,8 +120,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
-    """The saver's group in a gloo world of this process alone, without model-parallel groups."""
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """The saver's ranks in a gloo world of this process alone, without model-parallel groups."""
     import torch.distributed as dist
 
     from llmrecipes.checkpoint.saver import saver_group

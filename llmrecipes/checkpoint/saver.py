@@ -12,13 +12,13 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-import torch.distributed as dist
 
 from llmrecipes.checkpoint.format import CheckpointFormat, StateDict
 from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.ranks import Ranks
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.checkpoint.writer import SaveFailed, write_checkpoint
 from llmrecipes.errors import UserError
@@ -29,9 +29,9 @@ LONGEST_SAVE = timedelta(hours=2)
 """Timeout of a rank that waits for another rank's files."""
 
 
-def saver_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks for the saver's thread; a collective of all ranks."""
-    return dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
+def saver_group() -> Ranks:
+    """All ranks, for the saver's thread; a collective of all ranks."""
+    return Ranks(LONGEST_SAVE)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class AsyncSaver:
     """Writes snapshots in one background thread per rank; every rank makes the same calls in the same order.
 
     The loop's thread only copies tensors to host buffers. Translation, planning, writing, hashing, publishing and
-    retention happen in the background thread, whose collectives use their own gloo group.
+    retention happen in the background thread, whose collectives use their own gloo groups.
 
     Args:
         store: the run's checkpoints; rank 0 claims it.
@@ -67,7 +67,7 @@ class AsyncSaver:
     def __init__(
         self,
         store: CheckpointStore,
-        group: dist.ProcessGroup,
+        group: Ranks,
         files: CheckpointFormat,
         *,
         async_save: bool = True,
@@ -76,7 +76,7 @@ class AsyncSaver:
     ) -> None:
         self._store, self._group, self._files, self._async = store, group, files, async_save
         self._keep = (most_recent_k, keep_interval)
-        self._rank = dist.get_rank(group)
+        self._rank = group.rank
         self._token = _claim(store, group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_on_same_device())
         self._running: tuple[int, Future[SaveReport]] | None = None
@@ -186,17 +186,17 @@ def _on_same_device() -> Callable[[], None]:
     return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
-def _claim(store: CheckpointStore, group: dist.ProcessGroup) -> str:
+def _claim(store: CheckpointStore, group: Ranks) -> str:
     """Claim the store on rank 0; returns a token for the names of temporary directories, shared by all ranks."""
-    answer: list[Any] = [None]
-    if dist.get_rank(group) == 0:
+    answer: str | tuple[str, str, str] | None = None
+    if group.rank == 0:
         try:
             store.claim()
-            answer = [secrets.token_hex(4)]
+            answer = secrets.token_hex(4)
         except UserError as error:
-            answer = [(error.what, error.where, error.fix)]
-    dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
-    if isinstance(answer[0], tuple):
-        what, where, fix = answer[0]
-        raise UserError(what, where=where, fix=fix)
-    return str(answer[0])
+            answer = (error.what, error.where, error.fix)
+    shared = group.broadcast(answer)
+    if isinstance(shared, str):
+        return shared
+    what, where, fix = shared
+    raise UserError(what, where=where, fix=fix)

@@ -23,18 +23,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
+from llmrecipes.checkpoint.inspection import (
+    NAME,
+    OPEN_THREADS,
+    Compare,
+    Entry,
+    InvalidCheckpoint,
+    inspect,
+    read_manifest,
+)
+from llmrecipes.checkpoint.inspection import compare as compare_all
 from llmrecipes.checkpoint.lock import take_lock
 from llmrecipes.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointInfo,
     FileRecord,
-    Manifest,
     build,
     digest,
     dump,
-    parse,
 )
 from llmrecipes.checkpoint.retention import LEAST_KEPT, surviving
 from llmrecipes.errors import UserError
@@ -42,28 +48,10 @@ from llmrecipes.io import sync, write_synced
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.tmp-(step-\d{8,})-.+")
 _TRASH = ".trash-"
 DAMAGED = re.compile(r"damaged-step-(\d{8,})-.+")
 _LOCK = ".writer.lock"
-_HASH_THREADS = 4
-
-
-class InvalidCheckpoint(Exception):
-    """A directory that is not a complete, unmodified checkpoint; the message names the file and the reason."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One checkpoint on disk."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
 
 
 @dataclass(frozen=True)
@@ -123,10 +111,13 @@ class CheckpointStore:
             logger.warning("checkpoint %s is skipped: %s", found.path, found.reason)
         return entry
 
-    def survey(self) -> tuple[Entry | None, list[Damaged]]:
+    def survey(self, compare: Compare | None = None) -> tuple[Entry | None, list[Damaged]]:
         """The newest checkpoint whose every file has the recorded SHA-256, and the damaged newer ones.
 
         A writer may publish and delete concurrently: one of the checkpoints it keeps is found.
+
+        Args:
+            compare: instead of comparing here.
         """
         tried: list[Path] = []
         damaged: list[Damaged] = []
@@ -134,7 +125,8 @@ class CheckpointStore:
             tried, damaged = directories, []
             for path in reversed(directories):
                 try:
-                    entry = inspect(path, full=True)
+                    entry = Entry(path, read_manifest(path))
+                    (compare or compare_all)(path, entry.manifest)
                 except InvalidCheckpoint as problem:
                     if path.exists():
                         damaged.append(Damaged(path, str(problem)))
@@ -156,7 +148,7 @@ class CheckpointStore:
     def _directories(self) -> list[Path]:
         if not self.directory.is_dir():
             return []
-        found = [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        found = [path for path in self.directory.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=_step_of)
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -214,25 +206,28 @@ class CheckpointStore:
             temporary: the directory.
             info: the other contents of the manifest.
             versions: versions of the libraries that wrote the files.
-            known: records of files that other ranks have already synced and hashed.
+            known: records of files that ranks have already synced and hashed.
 
         Raises:
             OSError: the disk is full or fails, or a file differs from what its rank reported; the temporary
                 directory is left unchanged and no published checkpoint is touched.
         """
         known = known or {}
+        own = [path for path in _files(temporary) if path.relative_to(temporary).as_posix() not in known]
         files = {}
-        for path in _files(temporary):
-            name = path.relative_to(temporary).as_posix()
+        for path in own:
             sync(path)
-            files[name] = known[name] if name in known else digest(path)
-            if path.stat().st_size != files[name].size:
-                raise OSError(f"{path} has {path.stat().st_size} bytes, but {files[name].size} were written")
-        if missing := sorted(set(known) - set(files)):
-            raise FileNotFoundError(f"{temporary / missing[0]} was written by another rank but is not visible here")
+            files[path.relative_to(temporary).as_posix()] = digest(path)
+        # By name: on a network file system a listing may lack what another node has just written.
+        with ThreadPoolExecutor(OPEN_THREADS) as pool:
+            sizes = pool.map(lambda name: _size_of(temporary / name), known)
+            for (name, record), size in zip(known.items(), sizes, strict=True):
+                if size != record.size:
+                    raise OSError(f"{temporary / name} has {size} bytes, but {record.size} were written")
+        files |= known
         manifest = build(info, dict(versions), files)
         write_synced(temporary / MANIFEST_NAME, dump(manifest))
-        for folder in {path.parent for path in _files(temporary)}:
+        for folder in {(temporary / name).parent for name in files}:
             sync(folder)
         target = self.path(info.step)
         self._move_into_place(temporary, target)
@@ -311,61 +306,6 @@ class CheckpointStore:
                 shutil.rmtree(path)
 
 
-def inspect(path: Path, *, full: bool) -> Entry:
-    """Read a checkpoint directory's manifest and check its files.
-
-    Args:
-        path: the directory.
-        full: compare the SHA-256 of every file, not only names and sizes.
-
-    Raises:
-        InvalidCheckpoint: with the first bad file and the reason.
-    """
-    manifest = _read_manifest(path)
-    for name, record in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as problem:
-            raise InvalidCheckpoint(f"{name}: {problem.strerror}") from problem
-        if size != record.size:
-            raise InvalidCheckpoint(f"{name}: {size} bytes, {record.size} were written")
-    if full:
-        _check_hashes(path, manifest)
-    return Entry(path, manifest)
-
-
-def _check_hashes(path: Path, manifest: Manifest) -> None:
-    def check(item: tuple[str, FileRecord]) -> str | None:
-        name, record = item
-        try:
-            return None if digest(path / name) == record else f"{name}: SHA-256 differs from the manifest's"
-        except OSError as problem:
-            return f"{name}: {problem.strerror}"
-
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        for problem in pool.map(check, manifest.files.items()):
-            if problem:
-                pool.shutdown(cancel_futures=True)
-                raise InvalidCheckpoint(problem)
-
-
-def _read_manifest(path: Path) -> Manifest:
-    try:
-        manifest = parse((path / MANIFEST_NAME).read_bytes())
-    except OSError as problem:
-        raise InvalidCheckpoint(f"{MANIFEST_NAME}: {problem.strerror}") from problem
-    except ValidationError as problem:
-        first = problem.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidCheckpoint(f"{MANIFEST_NAME}: {where + ': ' if where else ''}{first['msg']}") from problem
-    except ValueError as problem:
-        raise InvalidCheckpoint(f"{MANIFEST_NAME}: {problem}") from problem
-    match = _NAME.search(path.name)
-    if match is None or int(match[1]) != manifest.step:
-        raise InvalidCheckpoint(f"{MANIFEST_NAME}: is of step {manifest.step}")
-    return manifest
-
-
 def _is_valid(path: Path, *, full: bool = True) -> bool:
     try:
         inspect(path, full=full)
@@ -374,8 +314,14 @@ def _is_valid(path: Path, *, full: bool = True) -> bool:
     return True
 
 
+def _size_of(path: Path) -> int:
+    # Opened, because an open shows what another node has closed; attributes alone may be cached.
+    with path.open("rb") as stream:
+        return os.fstat(stream.fileno()).st_size
+
+
 def _step_of(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
+    match = NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not named like a checkpoint")
     return int(match[1])

@@ -1,8 +1,9 @@
 """Writing a snapshot from all ranks into one published directory.
 
-Everything here runs in the saver's thread and communicates over its own group, so that its collectives do not mix with
+Everything here runs in the saver's thread and communicates over its own groups, so that its collectives do not mix with
 those of training. Each step ends with an agreement: either all ranks continue or all ranks stop with the same message,
-and no rank waits for one that has failed.
+and no rank waits for one that has failed. What is sent does not depend on the size of the state: a rank tells the first
+one which files it has written and where in them each part of a tensor is.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch.distributed as dist
-
-from llmrecipes.checkpoint.format import CheckpointFormat, StateDict
-from llmrecipes.checkpoint.manifest import CheckpointInfo, FileRecord
-from llmrecipes.checkpoint.store import CheckpointStore, Entry
+from llmrecipes.checkpoint.format import CheckpointFormat, StateDict, Written
+from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.ranks import Ranks
+from llmrecipes.checkpoint.store import CheckpointStore
 
 T = TypeVar("T")
+
+_SHOWN = 8
+"""Ranks that a message names; a full disk fails them all."""
 
 
 class SaveFailed(Exception):
@@ -47,7 +50,7 @@ def write_checkpoint(
     temporary: Path,
     info: CheckpointInfo,
     store: CheckpointStore,
-    group: dist.ProcessGroup,
+    ranks: Ranks,
     files: CheckpointFormat,
 ) -> Path:
     """Write this rank's part and, on rank 0, publish the checkpoint.
@@ -57,7 +60,7 @@ def write_checkpoint(
         temporary: directory, the same on all ranks; rank 0 creates it.
         info: the other contents of the manifest.
         store: where rank 0 publishes.
-        group: gloo group of all ranks, used only by this thread.
+        ranks: all ranks, used only by this thread.
         files: the engine's format.
 
     Returns:
@@ -66,54 +69,49 @@ def write_checkpoint(
     Raises:
         SaveFailed: on all ranks, after rank 0 has removed the temporary directory.
     """
-    rank = dist.get_rank(group)
+
+    def publish(written: list[Written]) -> None:
+        files.finish(temporary, [each.index for each in written])
+        known = {name: record for each in written for name, record in each.files.items()}
+        store.publish(temporary, info, versions=files.versions(), known=known)
+
     try:
-        # A full disk may only show on rank 0 here, so the others must learn of it before they wait for its plan.
-        prepared = _together(group, lambda: files.prepare(taken, temporary, rank))
-        shared = _share(group, lambda: files.write(prepared, temporary, group))
-        known = {name: record for records in shared for name, record in records.items()}
-        _together(group, lambda: _publish(temporary, info, store, known, files) if rank == 0 else None)
+        # A full disk may only show on rank 0 here, so the others must learn of it before they use its directory.
+        prepared = _attempt(lambda: files.prepare(taken, temporary, ranks.rank))
+        _agree(ranks, prepared if isinstance(prepared, _Failure) else None)
+        _agree(ranks, _attempt(lambda: files.write(prepared, temporary, ranks.rank)), publish)
     except SaveFailed:
-        if rank == 0:
+        if ranks.rank == 0:
             store.discard(temporary)
         raise
     return store.path(info.step)
 
 
-def _publish(
-    temporary: Path,
-    info: CheckpointInfo,
-    store: CheckpointStore,
-    known: dict[str, FileRecord],
-    files: CheckpointFormat,
-) -> Entry:
-    files.finish(temporary)
-    return store.publish(temporary, info, versions=files.versions(), known=known)
-
-
-def _together(group: dist.ProcessGroup, step: Callable[[], T]) -> T:
-    """Run a step on all ranks; returns this rank's result, once all have succeeded."""
-    results: list[T] = []
-    _share(group, lambda: results.append(step()))
-    return results[0]
-
-
-def _share(group: dist.ProcessGroup, step: Callable[[], T]) -> list[T]:
-    """Run a step on all ranks; returns all results, by rank."""
-    result: T | _Failure
-    try:
-        result = step()
-    except Exception as error:
-        result = _failure(error)
-    results: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(results, result, group=group)
-    if failures := {rank: item for rank, item in enumerate(results) if isinstance(item, _Failure)}:
+def _agree(ranks: Ranks, own: T | _Failure, then: Callable[[list[T]], None] | None = None) -> None:
+    """Return on all ranks if all have succeeded, and `then` on the first of them with all results; else raise."""
+    results = ranks.gather(own)
+    failures: dict[int, _Failure] | None = None
+    if results is not None:
+        failures = {rank: item for rank, item in enumerate(results) if isinstance(item, _Failure)}
+        if then is not None and not failures:
+            done = _attempt(lambda: then([item for item in results if not isinstance(item, _Failure)]))
+            failures = {0: done} if isinstance(done, _Failure) else {}
+    if failures := ranks.broadcast(failures):
         raise _save_failed(failures)
-    return results
+
+
+def _attempt(step: Callable[[], T]) -> T | _Failure:
+    try:
+        return step()
+    except Exception as error:
+        return _failure(error)
 
 
 def _save_failed(failures: dict[int, _Failure]) -> SaveFailed:
-    reason = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items()))
+    shown = sorted(failures.items())[:_SHOWN]
+    reason = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in shown)
+    if len(failures) > len(shown):
+        reason += f"; and {len(failures) - len(shown)} more ranks"
     return SaveFailed(reason, storage=all(failure.storage for failure in failures.values()))
 
 

@@ -186,7 +186,7 @@ class Engine(Protocol):
         """
 
     def params_synced(self) -> AbstractContextManager[None]:
-        """A block in which every rank has up-to-date parameters; all ranks have to enter it."""
+        """A block in which every rank has up-to-date parameters; all ranks have to enter it. `state` needs none."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters of this rank, then their gradients as `<name>.grad`, named as in the full model."""
@@ -201,7 +201,7 @@ class Engine(Protocol):
         """A new format for one saver."""
 
     def state(self, progress: Progress) -> StateDict:
-        """The state for a checkpoint; tensors are referenced, not copied."""
+        """The state for a checkpoint; tensors are referenced, not copied, and no other rank is asked for anything."""
 
     def load_state(self, entry: Entry) -> Progress:
         """Restore weights, optimizer, schedule and random states; a collective of all ranks.

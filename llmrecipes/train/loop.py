@@ -131,13 +131,12 @@ class Loop:
             last = progress.step == train.train_iters
             evaluating = self.loaders.valid is not None and is_evaluated(progress.step, self.plan.recipe)
             saving = last or progress.step % self.plan.recipe.checkpoint.save_interval == 0
-            if evaluating or saving or stopping:
+            if evaluating and not stopping:
                 with self.engine.params_synced():
-                    if evaluating and not stopping:
-                        stopping = evaluating = not self._evaluate(progress)
-                    if saving or stopping:
-                        self._save(progress)
-                        saved = progress.step
+                    stopping = evaluating = not self._evaluate(progress)
+            if saving or stopping:
+                self._save(progress)
+                saved = progress.step
             self._report_saves(self.saver.poll())
             # When told to stop, an evaluation is left for the resumed run, even that of the last step.
             if stopping and (evaluating or not last):

@@ -17,6 +17,7 @@ from typing import NoReturn, TypeVar
 from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.parent import end_with_parent
+from llmrecipes.launch.open_files import allow_open_files
 from llmrecipes.launch.ranks import LAUNCHER
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RankSpec
@@ -48,6 +49,7 @@ def rank_main(kind: type[S], run: Callable[[S], ExitCode]) -> NoReturn:
 def guarded(run: Callable[[S], ExitCode], spec: S) -> int:
     """Run a rank and print a user error as one message; returns the exit code. Any other error is raised."""
     try:
+        allow_open_files(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
         return int(run(spec))
     except Exception as error:
         code: int | None = getattr(error, _REPORTED, None)

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.compatibility import require_readable
+from llmrecipes.checkpoint.shared_check import serve, survey
 from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry
 from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.errors import ExitCode, UserError
@@ -43,7 +44,9 @@ def resume(engine: Engine, store: CheckpointStore, world: World, *, from_scratch
     Raises:
         UserError: on every rank: none of its checkpoints is valid (`ExitCode.STOP`), or the checkpoint does not match.
     """
-    # Rank 0 decides: ranks may see different listings of a shared file system.
+    # Rank 0 decides: ranks may see different listings of a shared file system. All of them compare hashes.
+    if not world.is_first and not from_scratch:
+        serve()
     found: list[Any] = [_found(store, from_scratch) if world.is_first else None]
     dist.broadcast_object_list(found, src=0)
     if isinstance(found[0], dict):
@@ -81,7 +84,7 @@ def _from_scratch(store: CheckpointStore) -> tuple[None, tuple[Note, ...]]:
 
 
 def _newest(store: CheckpointStore) -> tuple[Entry | None, tuple[Note, ...]]:
-    entry, damaged = store.survey()
+    entry, damaged = survey(store)
     if entry is None:
         require_none_saved(store.directory.parent, damaged)
         return None, ()

@@ -446,6 +446,8 @@ RESUMES = (
     Resume("gpt with muP", "tp2 sp", "pp2"),
     Resume("gpt with muP", "dp2", "tp2", {}, {"parallelism": _WHOLE}),
     Resume("gpt with muP", "dp2", "dp2", {}, _zero(3)),
+    Resume("gpt", "dp4", "dp2", {"parallelism": _WHOLE}, {"parallelism": _OVERLAP_BOTH}),
+    Resume("gpt", "tp2 sp dp2", "dp4", {"parallelism": _OVERLAP_BOTH}),
     Resume("gpt in bf16", "tp2 sp", "pp2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),
     Resume("gpt in bf16", "dp2", "pp2", {}, {"parallelism": _WHOLE}),
     Resume("moe", "dp1", "dp2 ep2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),

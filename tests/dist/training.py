@@ -118,9 +118,8 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
             engine=engine.name,
         )
         with AsyncSaver(CheckpointStore(folder), saver_group(), engine.checkpoint_format()) as saver:
-            with engine.params_synced():
-                saver.save(engine.state(progress), info)
-                saved = _everything(engine, world)
+            saver.save(engine.state(progress), info)
+            saved = _everything(engine, world)
             (report,) = saver.wait()
             assert report.error is None, report.error
         if world.is_first:

@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from llmrecipes.checkpoint.format import StateDict
-from llmrecipes.checkpoint.manifest import FileRecord, digest
+from llmrecipes.checkpoint.format import StateDict, Written
+from llmrecipes.checkpoint.manifest import digest
 from llmrecipes.checkpoint.safety import load_plain, open_inside
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Shard, StepResult, StopQuestion, World
 from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.hardware.profile import Group
+from llmrecipes.io import sync
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 
@@ -60,11 +61,12 @@ class OneFile:
     def planned_bytes(self, prepared: StateDict) -> int:
         return sum(tensor.nbytes for tensor in prepared["model"].values())
 
-    def write(self, prepared: StateDict, directory: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
+    def write(self, prepared: StateDict, directory: Path, rank: int) -> Written:
         torch.save(prepared, directory / STATE)
-        return {STATE: digest(directory / STATE)}
+        sync(directory / STATE)
+        return Written({STATE: digest(directory / STATE)}, b"")
 
-    def finish(self, directory: Path) -> None: ...
+    def finish(self, directory: Path, indexes: list[bytes]) -> None: ...
 
     def versions(self) -> dict[str, str]:
         return {"torch": torch.__version__}

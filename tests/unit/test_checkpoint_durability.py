@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo, digest
+from llmrecipes.checkpoint.ranks import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
@@ -96,9 +96,7 @@ def test_everything_is_on_disk_before_the_name_is_and_the_name_before_it_is_anno
     assert disk.events[-1] == ("sync", store.directory)
 
 
-def test_what_a_rank_has_written_is_on_disk_before_it_reports(
-    store: CheckpointStore, group: dist.ProcessGroup, disk: Disk
-) -> None:
+def test_what_a_rank_has_written_is_on_disk_before_it_reports(store: CheckpointStore, group: Ranks, disk: Disk) -> None:
     with AsyncSaver(store, group, ShardedFormat()) as saver:
         assert save(saver, 1).path == store.path(1)
     synced = {path.name for kind, path in disk.events if kind == "sync"}
@@ -149,7 +147,7 @@ def test_a_rename_that_fails_touches_no_checkpoint(store: CheckpointStore, disk:
 
 
 def test_a_rename_that_fails_is_a_failed_save_and_the_next_one_works(
-    store: CheckpointStore, group: dist.ProcessGroup, disk: Disk, caplog: pytest.LogCaptureFixture
+    store: CheckpointStore, group: Ranks, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     with AsyncSaver(store, group, ShardedFormat()) as saver:
         save(saver, 1)
@@ -180,7 +178,7 @@ def few_inodes(directory: Path) -> Iterator[None]:
 
 
 def test_a_file_system_without_inodes_costs_one_checkpoint_and_nothing_else(
-    tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, group: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
     with few_inodes(tmp_path / "disk"):
         store = CheckpointStore(tmp_path / "disk")

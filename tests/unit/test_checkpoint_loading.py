@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 from llmrecipes.checkpoint.compatibility import compatibility, differences, require_compatible
 from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.ranks import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
@@ -32,7 +32,7 @@ def state() -> dict[str, Any]:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> Path:
+def checkpoint(tmp_path: Path, group: Ranks) -> Path:
     store = CheckpointStore(tmp_path / "checkpoints")
     with AsyncSaver(store, group, ShardedFormat(), async_save=False) as saver:
         saver.save(state(), INFO)
@@ -109,9 +109,7 @@ def test_the_same_recipe_is_compatible_however_its_tuples_are_written() -> None:
     assert differences(now, recipe()) == []
 
 
-def test_loading_logs_nothing_to_worry_about(
-    checkpoint: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loading_logs_nothing_to_worry_about(checkpoint: Path, group: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     entry = CheckpointStore(checkpoint.parent).latest_valid()
     assert entry is not None
     with caplog.at_level(logging.WARNING):

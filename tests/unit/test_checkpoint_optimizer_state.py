@@ -1,4 +1,4 @@
-"""The optimizer state made in place is megatron-core's own, and comes back, for a real model and either optimizer."""
+"""The optimizer state that is saved is megatron-core's own, and comes back, for a real model and either optimizer."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedTensor,
-    apply_factories,
-)
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
-from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
+from llmrecipes.checkpoint.store import CheckpointStore, Entry
+from llmrecipes.engine.base import Progress
+from llmrecipes.engine.megatron import random_states
 from llmrecipes.engine.megatron.checkpoint.loader import load
-from llmrecipes.engine.megatron.checkpoint.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import build
 from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.state import model_state
+from llmrecipes.engine.megatron.state import load_model, model_state
 from llmrecipes.engine.megatron.world import join
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
@@ -70,43 +67,34 @@ def engine(request: pytest.FixtureRequest) -> Iterator[MegatronEngine]:
             yield engine
 
 
-def metadata() -> dict[str, Any]:
-    return {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
-
-
-def differing(ours: Any, theirs: Any, path: str = "") -> list[str]:
-    """Paths at which two sharded state dicts are not the same."""
-    if type(ours) is not type(theirs):
-        return [f"{path}: {type(ours)} {type(theirs)}"]
-    if isinstance(ours, dict):
-        if list(ours) != list(theirs):
-            return [f"{path}: {list(ours)} {list(theirs)}"]
-        return [found for key in ours for found in differing(ours[key], theirs[key], f"{path}.{key}")]
-    if isinstance(ours, list):
-        pairs = zip(ours, theirs, strict=True)
-        return [found for index, pair in enumerate(pairs) for found in differing(*pair, f"{path}.{index}")]
-    if isinstance(ours, ShardedTensor):
-        same = ours.without_data() == theirs.without_data() and torch.equal(ours.data, theirs.data)
-        return [] if same else [path]
-    if isinstance(ours, LocalNonpersistentObject):
-        return []
-    return [] if ours == theirs else [path]
+def whole(state: Any) -> dict[str, torch.Tensor]:
+    """The global tensors of a sharded state dict in one process, by name; layers are stacked."""
+    found: dict[str, torch.Tensor] = {}
+    apply_factories(state)
+    for shard in nested_values(state):
+        if isinstance(shard, ShardedTensor):
+            shape = (*(1 for _ in range(shard.prepend_axis_num)), *shard.local_shape)
+            ends = (first + size for first, size in zip(shard.global_offset, shape, strict=True))
+            into = found.setdefault(shard.key, torch.full(shard.global_shape, torch.nan, dtype=shard.data.dtype))
+            into[tuple(map(slice, shard.global_offset, ends))] = shard.data.detach().view(shape)
+    return found
 
 
 @pytest.mark.parametrize("engine", [("fp32", True), ("bf16", True)], ids=("fp32", "bf16"), indirect=True)
 def test_it_is_what_megatron_core_makes(engine: MegatronEngine) -> None:
-    ours = sharded_optimizer_state(engine.optimizer, model_state(engine.modules), metadata())
-    theirs = engine.optimizer.sharded_state_dict(model_state(engine.modules), is_loading=False, metadata=metadata())
-    apply_factories(ours)
-    apply_factories(theirs)
-    assert differing(ours["param_state"][0], theirs["param_state"]) == []
+    ours = whole(engine.state(Progress())["optimizer"])
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    model = engine.modules[0].sharded_state()
+    theirs = whole(engine.optimizer.sharded_state_dict(model, is_loading=False, metadata=metadata))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def test_it_loads_back(engine: MegatronEngine, tmp_path: Path) -> None:
     inner = [part.optimizer for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])]
 
     def state() -> list[torch.Tensor]:
-        return [
+        masters_and_moments = [
             value
             for each in inner
             for group in each.param_groups
@@ -114,19 +102,67 @@ def test_it_loads_back(engine: MegatronEngine, tmp_path: Path) -> None:
             for value in (parameter.detach(), *each.state[parameter].values())
             if isinstance(value, torch.Tensor)
         ]
+        return [*masters_and_moments, *(parameter.detach() for parameter in engine.modules[0].parameters())]
 
     store = CheckpointStore(tmp_path)
     info = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")
     wanted = [value.clone() for value in state()]
     assert wanted
-    with AsyncSaver(store, saver_group(), ShardedFormat()) as saver:
-        model = model_state(engine.modules)
-        saver.save({"optimizer": sharded_optimizer_state(engine.optimizer, model, metadata())}, info)
+    with AsyncSaver(store, saver_group(), engine.checkpoint_format()) as saver:
+        saver.save(engine.state(Progress(step=1)), info)
         for value in state():
             value.fill_(7)
         saver.wait()
     entry = store.latest_valid()
     assert entry is not None
-    frame = sharded_optimizer_state(engine.optimizer, model_state(engine.modules), metadata(), loading=True)
-    load_optimizer_state(engine.optimizer, load(entry, {"optimizer": frame})["optimizer"])
+    assert engine.load_state(entry) == Progress(step=1)
     assert all(torch.equal(new, old) for new, old in zip(state(), wanted, strict=True))
+
+
+def saved(engine: MegatronEngine, folder: Path) -> Entry:
+    """A checkpoint of now."""
+    info = CheckpointInfo(
+        step=1, consumed_samples=1, consumed_tokens=1, layout=engine.plan.layout.as_dict(), recipe_hash="r"
+    )
+    store = CheckpointStore(folder)
+    with AsyncSaver(store, saver_group(), engine.checkpoint_format(), async_save=False) as saver:
+        saver.save(engine.state(Progress(step=1)), info)
+    entry = store.latest_valid()
+    assert entry is not None
+    return entry
+
+
+@pytest.mark.parametrize("engine", [("fp32", True)], ids=("fp32",), indirect=True)
+def test_random_states_of_another_kind_of_device_are_not_loaded(
+    engine: MegatronEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = random_states.random_states
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            random_states, "random_states", lambda: {**states(), "device": torch.zeros(16, dtype=torch.uint8)}
+        )
+        entry = saved(engine, tmp_path)
+    with caplog.at_level("INFO", logger=random_states.__name__):
+        assert engine.load_state(entry) == Progress(step=1)
+    (note,) = caplog.records
+    assert note.args is not None
+    assert str(entry.path) in note.getMessage()
+
+
+@pytest.mark.parametrize("engine", [("fp32", True)], ids=("fp32",), indirect=True)
+def test_layers_that_keep_an_extra_state_read_what_layers_without_have_saved(
+    engine: MegatronEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TransformerEngine's do."""
+    entry = saved(engine, tmp_path)
+    norm = type(engine.modules[0].decoder.final_layernorm)
+    monkeypatch.setattr(norm, "get_extra_state", lambda _: None, raising=False)
+    assert any(name.endswith("_extra_state") for name in engine.modules[0].sharded_state())
+    weight = engine.modules[0].decoder.final_layernorm.weight
+    for load_again in (
+        lambda: engine.load_state(entry),
+        lambda: load_model(engine.modules, load(entry, model_state(engine.modules))),
+    ):
+        weight.data.fill_(7)
+        load_again()
+        assert torch.equal(weight.detach(), torch.ones_like(weight))

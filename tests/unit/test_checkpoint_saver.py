@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.ranks import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
@@ -64,7 +64,7 @@ def newest(store: CheckpointStore) -> Entry:
     return entry
 
 
-def test_files_hold_the_values_at_the_call_of_save(store: CheckpointStore, group: dist.ProcessGroup) -> None:
+def test_files_hold_the_values_at_the_call_of_save(store: CheckpointStore, group: Ranks) -> None:
     weight, layers = torch.randn(6, 50), torch.randn(3, 40)
     moments = [torch.ones(3)]
     wanted_weight, wanted_layers = weight.clone(), layers.clone()
@@ -92,7 +92,7 @@ def test_files_hold_the_values_at_the_call_of_save(store: CheckpointStore, group
 
 
 def test_save_returns_before_the_files_are_written_and_the_next_one_waits(
-    tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, group: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = threading.Event()
 
@@ -117,7 +117,7 @@ def test_save_returns_before_the_files_are_written_and_the_next_one_waits(
         opener.join()
 
 
-def test_synchronous_saves_are_on_disk_when_save_returns(store: CheckpointStore, group: dist.ProcessGroup) -> None:
+def test_synchronous_saves_are_on_disk_when_save_returns(store: CheckpointStore, group: Ranks) -> None:
     with AsyncSaver(store, group, ShardedFormat(), async_save=False, most_recent_k=2, keep_interval=3) as saver:
         for step in range(1, 8):
             saver.save(sharded(torch.zeros(6, 50), torch.zeros(3, 40)), info(step))
@@ -157,7 +157,7 @@ def small_file_limit(directory: Path) -> Iterator[None]:
     ("full_disk", "says"), [(full_tmpfs, "No space left on device"), (small_file_limit, "File too large")]
 )
 def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
-    tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, full_disk: Any, says: str
+    tmp_path: Path, group: Ranks, caplog: pytest.LogCaptureFixture, full_disk: Any, says: str
 ) -> None:
     directory = tmp_path / "disk"
     small, large = torch.randn(6, 50), torch.randn(6, 200_000)
@@ -183,9 +183,7 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
         assert torch.equal(loaded["weight"], small)
 
 
-def test_state_that_could_not_be_loaded_is_refused_at_the_first_save(
-    store: CheckpointStore, group: dist.ProcessGroup
-) -> None:
+def test_state_that_could_not_be_loaded_is_refused_at_the_first_save(store: CheckpointStore, group: Ranks) -> None:
     with (
         AsyncSaver(store, group, ShardedFormat()) as saver,
         pytest.raises(TypeError, match=r"scheduler\.hook .*not plain data"),
@@ -193,7 +191,7 @@ def test_state_that_could_not_be_loaded_is_refused_at_the_first_save(
         saver.save(sharded(torch.zeros(6, 50), torch.zeros(3, 40), scheduler={"hook": print}), info(1))
 
 
-def test_a_defect_is_raised_not_hidden(tmp_path: Path, group: dist.ProcessGroup) -> None:
+def test_a_defect_is_raised_not_hidden(tmp_path: Path, group: Ranks) -> None:
     class BrokenStore(CheckpointStore):
         def publish(self, *args: Any, **kwargs: Any) -> Entry:
             raise AssertionError("a bug")
@@ -205,7 +203,7 @@ def test_a_defect_is_raised_not_hidden(tmp_path: Path, group: dist.ProcessGroup)
     assert not list(tmp_path.glob(".tmp*"))
 
 
-def test_foreign_architecture_is_one_message_with_the_tensors(store: CheckpointStore, group: dist.ProcessGroup) -> None:
+def test_foreign_architecture_is_one_message_with_the_tensors(store: CheckpointStore, group: Ranks) -> None:
     with AsyncSaver(store, group, ShardedFormat(), async_save=False) as saver:
         saver.save(sharded(torch.zeros(6, 50), torch.zeros(3, 40)), info(1))
     other = sharded(torch.zeros(6, 51), torch.zeros(3, 40))
@@ -266,7 +264,7 @@ def test_two_ranks_save_beside_their_own_reductions_and_share_a_failure(
 
 
 def test_the_thread_works_on_the_gpu_of_its_rank(
-    store: CheckpointStore, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, group: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not on the first one of the node, on which every rank would have a CUDA context then."""
     used: list[tuple[int, bool]] = []

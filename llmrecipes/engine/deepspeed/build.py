@@ -14,8 +14,9 @@ from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import EXPERTS, is_expert
 from llmrecipes.engine.deepspeed.operators import load_operators
 from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
-from llmrecipes.engine.deepspeed.placement import Placement, full_shape, placements
+from llmrecipes.engine.deepspeed.placement import full_shape, placements
 from llmrecipes.engine.deepspeed.runtime import mpu
+from llmrecipes.engine.megatron.checkpoint.placement import Placement
 from llmrecipes.engine.megatron.model import gpt
 from llmrecipes.engine.megatron.model.init import global_name, global_values
 from llmrecipes.engine.megatron.model.mup import hidden_group, is_hidden

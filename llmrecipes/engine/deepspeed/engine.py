@@ -20,11 +20,11 @@ from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
-from llmrecipes.engine.deepspeed.placement import Placement
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
 from llmrecipes.engine.megatron import shards
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
+from llmrecipes.engine.megatron.checkpoint.placement import Placement
 from llmrecipes.engine.megatron.generate import generate
 from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.engine.megatron.model.init import global_name

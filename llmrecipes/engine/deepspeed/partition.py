@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from llmrecipes.engine.deepspeed.placement import Placement
+from llmrecipes.engine.megatron.checkpoint.placement import Owned, Placement
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -29,20 +29,6 @@ class Range:
     @property
     def stop(self) -> int:
         return self.start + self.values.numel()
-
-
-@dataclass(frozen=True)
-class Owned:
-    """State of a range of a parameter."""
-
-    placement: Placement
-    start: int
-    tensors: dict[str, torch.Tensor]
-    """`param` (the fp32 master weights), `exp_avg` and `exp_avg_sq`, each [n]."""
-
-    def copy(self) -> Owned:
-        """The same in memory of its own."""
-        return replace(self, tensors={name: tensor.clone() for name, tensor in self.tensors.items()})
 
 
 def own_partition(parameter: Any) -> Range:

@@ -11,15 +11,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.deepspeed.build import zero
-from llmrecipes.engine.deepspeed.partition import Owned, drop_second_copy, own_partition
+from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
 from llmrecipes.engine.deepspeed.placement import other_state
-from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
+from llmrecipes.engine.megatron.checkpoint.placement import Owned, copy_loaded
 from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
+from llmrecipes.engine.megatron.state import load_model, model_state
 
 if TYPE_CHECKING:
     from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
@@ -32,18 +33,19 @@ def sharded_state(engine: DeepSpeedEngine, progress: Progress) -> dict[str, Any]
 
 def load_state(engine: DeepSpeedEngine, entry: Entry) -> Progress:
     """Load a checkpoint into the engine and the random generators; a collective of all ranks."""
-    random = same_random_states(engine.recipe, entry)
+    index = read_index(entry)
+    random = same_random_states(engine.recipe, entry, index)
     owned = list(engine.partition.owned())
     wanted = _sharded_state(engine, Progress(), owned, random)
     model, optimizer = wanted["model"], wanted["optimizer"]["param_state"]
-    loaded = load(entry, wanted)
+    loaded = load(entry, wanted, index)
     if zero(engine.recipe).stage < 3:
-        engine.module.load_state_dict(loaded["model"])
+        load_model([engine.module], loaded["model"])
     else:
-        _copy(loaded["model"], model)
+        copy_loaded(loaded["model"], model)
         for placement in engine.placements:
             drop_second_copy(placement.parameter)
-    _copy(loaded["optimizer"]["param_state"], optimizer)
+    copy_loaded(loaded["optimizer"]["param_state"], optimizer)
     engine.partition.write_back(owned)
     engine.partition.updates = loaded["optimizer"]["step"]
     _load_scaler(engine, loaded["optimizer"]["grad_scaler"])
@@ -72,7 +74,7 @@ def _sharded_state(engine: DeepSpeedEngine, progress: Progress, owned: Sequence[
 def _model(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Weights as this rank has them, and buffers that training changes."""
     if zero(engine.recipe).stage < 3:
-        return engine.module.sharded_state()
+        return model_state([engine.module])
     parameters = []
     for placement in engine.placements:
         own = own_partition(placement.parameter)
@@ -82,22 +84,7 @@ def _model(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 def _optimizer(engine: DeepSpeedEngine, owned: Sequence[Owned]) -> dict[int, Any]:
     replicated = zero(engine.recipe).stage == 0
-    return {
-        number: {
-            name: each.placement.shards(f"optimizer.state.{name}.", each.start, values, exclusive=not replicated)
-            for name, values in each.tensors.items()
-        }
-        for number, each in enumerate(owned)
-    }
-
-
-def _copy(loaded: Any, wanted: Any) -> None:
-    """Copy loaded tensors into the engine's; where they were read in place, that is nothing."""
-    for key, value in wanted.items() if isinstance(wanted, dict) else enumerate(wanted):
-        if isinstance(value, ShardedTensor):
-            value.data.copy_(loaded[key])
-        elif not isinstance(value, ShardedObject):
-            _copy(loaded[key], value)
+    return {number: each.optimizer_shards(exclusive=not replicated) for number, each in enumerate(owned)}
 
 
 def _scaler(engine: DeepSpeedEngine) -> dict[str, Any] | None:

@@ -63,7 +63,10 @@ class MegatronEngine:
         self.chunks = [_data_parallel(recipe, built, number) for number in range(len(built.modules))]
         options = _optimizer_config(recipe)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
-            options, self.chunks, config_overrides=optimizer_overrides(options, recipe.model, recipe.optimizer)
+            options,
+            self.chunks,
+            config_overrides=optimizer_overrides(options, recipe.model, recipe.optimizer),
+            use_gloo_process_groups=False,
         )
         _allocate_optimizer_state(self.optimizer)
         self.scheduler = scheduler(recipe, self.optimizer)
@@ -117,8 +120,8 @@ class MegatronEngine:
     def params_synced(self) -> Iterator[None]:
         """A block in which every rank has up-to-date parameters; all ranks have to enter it.
 
-        With `overlap_param_gather` updated parameters are gathered during the next forward pass, so without this a save
-        would have the old parameters, and a forward pass on a single rank would hang.
+        With `overlap_param_gather` updated parameters are gathered during the next forward pass, so without this an
+        evaluation would have old parameters, and a forward pass on a single rank would hang.
         """
         overlapped = self.chunks if self.recipe.parallelism.overlap_param_gather else []
         for chunk in overlapped:

@@ -11,27 +11,36 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.megatron.checkpoint.index import Index
+from llmrecipes.engine.megatron.checkpoint.loader import tensor_differences
 from llmrecipes.engine.megatron.world import seed_random_states
 from llmrecipes.recipe.schema import Recipe
 
 logger = logging.getLogger(__name__)
 
 
-def same_random_states(recipe: Recipe, entry: Entry) -> bool:
-    """Whether a checkpoint's random states belong to the layout of a recipe; if not, rank 0 says so."""
+def same_random_states(recipe: Recipe, entry: Entry, index: Index) -> bool:
+    """Whether a checkpoint's random states belong to the layout and the kind of device; if not, rank 0 says so."""
     keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     now = {key: getattr(recipe.parallelism, key) for key in keys}
     then = {key: entry.manifest.layout.get(key, 1) for key in now}
-    if then != now and dist.get_rank() == 0:
+    if then != now:
+        saved, resumed = _degrees(then), _degrees(now)
+    elif tensor_differences(index, {"random": sharded_random_states()}):
+        # A GPU's generator has another state than a CPU's.
+        saved, resumed = "another kind of device", torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    else:
+        return True
+    if dist.get_rank() == 0:
         logger.info(
             "%s was saved with %s and is resumed with %s: random states are re-seeded for step %d; only dropout draws "
             "from them",
             entry.path,
-            _degrees(then),
-            _degrees(now),
+            saved,
+            resumed,
             entry.step,
         )
-    return then == now
+    return False
 
 
 def sharded_random_states() -> dict[str, ShardedTensor]:

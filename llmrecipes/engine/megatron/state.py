@@ -2,62 +2,57 @@
 
 Weights and optimizer state are stored by global name, shape and offset, so that any layout can read them. Random
 states are byte tensors and progress is plain numbers: nothing in a checkpoint needs unpickling.
+
+A rank saves the weights of the ranges whose optimizer state it saves; see `optimizer_state`. With the distributed
+optimizer it loads no weights but makes those of its ranges from the master weights, and gathers the others as after
+every update: nothing is read more than once for the data-parallel ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megatron.core import parallel_state
-
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
-from llmrecipes.engine.megatron.checkpoint.loader import load
-from llmrecipes.engine.megatron.checkpoint.optimizer_state import load_optimizer_state, sharded_optimizer_state
-from llmrecipes.engine.megatron.model.gpt import CHECKPOINT_FORMAT, RecipeGPTModel
+from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
+from llmrecipes.engine.megatron.checkpoint.optimizer_state import (
+    finish_load,
+    needed_state,
+    saved_state,
+    scaler_state,
+    update_count,
+)
+from llmrecipes.engine.megatron.checkpoint.placement import (
+    EXTRA_STATE,
+    Owned,
+    Placement,
+    copy_loaded,
+    is_extra_state,
+    other_state,
+    placements,
+)
+from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
 
 if TYPE_CHECKING:
     from llmrecipes.engine.megatron.engine import MegatronEngine
 
 
-def sharded_state(
-    engine: MegatronEngine, progress: Progress, *, loading: bool = False, random: bool = True
-) -> dict[str, Any]:
-    """The state to save, or the state dict that a checkpoint is loaded into.
+def sharded_state(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
+    """The state to save; the engine's tensors are referenced, not copied, and no other rank is asked for anything.
+
+    Weights that another rank updates may be those before the update (`overlap_param_gather`): they are not saved here.
 
     Args:
-        engine: the engine; its tensors are referenced, not copied.
-        progress: of the run; ignored when loading.
-        loading: whether the result is for loading.
-        random: whether to include random states, which only the same layout can use.
+        engine: the engine.
+        progress: of the run.
     """
-    model = model_state(engine.modules)
-    optimizer = sharded_optimizer_state(engine.optimizer, model, _metadata(), loading=loading)
-    state = {
-        **model,
-        "optimizer": optimizer,
-        "scheduler": engine.scheduler.state_dict(),
-        "progress": asdict(progress),
-    }
-    if random:
-        state["random"] = sharded_random_states()
-    return state
-
-
-def model_state(modules: Sequence[RecipeGPTModel]) -> dict[str, Any]:
-    """Sharded state dict of the weights only, by chunk; the names inside are global."""
-    if len(modules) == 1:
-        return {"model": modules[0].sharded_state()}
-    return {f"model{number}": module.sharded_state() for number, module in enumerate(modules)}
-
-
-def load_model(modules: Sequence[RecipeGPTModel], loaded: dict[str, Any]) -> None:
-    """Copy loaded weights into the chunks."""
-    for number, module in enumerate(modules):
-        module.load_state_dict(loaded["model" if len(modules) == 1 else f"model{number}"])
+    model = _states(engine.modules)
+    owned = saved_state(engine.optimizer, _placements(model))
+    weights = [_weights(each, exclusive=True) for part in owned.values() for each in part]
+    return _state(engine, model, weights, owned, progress, exclusive=True, random=True)
 
 
 def load_state(engine: MegatronEngine, entry: Entry) -> Progress:
@@ -68,16 +63,84 @@ def load_state(engine: MegatronEngine, entry: Entry) -> Progress:
     Returns:
         Progress of the run.
     """
-    random = same_random_states(engine.recipe, entry)
-    loaded = load(entry, sharded_state(engine, Progress(), loading=True, random=random))
-    load_model(engine.modules, loaded)
-    load_optimizer_state(engine.optimizer, loaded["optimizer"])
+    index = read_index(entry)
+    random = same_random_states(engine.recipe, entry, index)
+    distributed = engine.recipe.parallelism.use_distributed_optimizer
+    model = _states(engine.modules)
+    needed = needed_state(engine.optimizer, _placements(model))
+    weights = [] if distributed else [_weights(each, exclusive=False) for part in needed.values() for each in part]
+    wanted = _state(engine, model, weights, needed, Progress(), exclusive=distributed, random=random)
+    loaded = load(entry, wanted, index)
+    copy_loaded(loaded["model"], wanted["model"])
+    copy_loaded(loaded["optimizer"].get("param_state", {}), wanted["optimizer"]["param_state"])
+    finish_load(engine.optimizer, loaded["optimizer"]["step"], loaded["optimizer"]["grad_scaler"])
+    if distributed:
+        for chunk in engine.chunks:
+            chunk.start_param_sync(force_sync=True)
     engine.scheduler.load_state_dict(loaded["scheduler"])
     progress = Progress(**loaded["progress"])
     load_random_states(loaded.get("random"), engine.recipe.train.seed + progress.step)
     return progress
 
 
-def _metadata() -> dict[str, Any]:
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return {**CHECKPOINT_FORMAT, "dp_cp_group": group, "singleton_local_shards": False}
+def model_state(modules: Sequence[RecipeGPTModel]) -> dict[str, Any]:
+    """Sharded state dict of all weights of this rank, by chunk; the names inside are global."""
+    return {f"model{number}": state for number, state in enumerate(_states(modules))}
+
+
+def load_model(modules: Sequence[RecipeGPTModel], loaded: Mapping[str, Any]) -> None:
+    """Copy weights loaded for `model_state` into the chunks.
+
+    Raises:
+        RuntimeError: a weight is missing.
+    """
+    for number, module in enumerate(modules):
+        missing, unexpected = module.load_state_dict(loaded[f"model{number}"], strict=False)
+        if wrong := [*unexpected, *(name for name in missing if not name.endswith(EXTRA_STATE))]:
+            raise RuntimeError(f"the loaded weights do not fit the model: {', '.join(wrong)}")
+
+
+def _states(modules: Sequence[RecipeGPTModel]) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in module.sharded_state().items() if not is_extra_state(value)}
+        for module in modules
+    ]
+
+
+def _placements(states: Sequence[dict[str, Any]]) -> list[Placement]:
+    return [placement for state in states for placement in placements(state)]
+
+
+def _weights(owned: Owned, *, exclusive: bool) -> list[Any]:
+    """Weights of the range of a parameter whose optimizer state is given."""
+    size = next(iter(owned.tensors.values())).numel()
+    values = owned.placement.parameter.detach().view(-1)[owned.start : owned.start + size]
+    return owned.placement.shards("", owned.start, values, exclusive=exclusive)
+
+
+def _state(
+    engine: MegatronEngine,
+    model: Sequence[dict[str, Any]],
+    weights: list[list[Any]],
+    owned: Mapping[int, Sequence[Owned]],
+    progress: Progress,
+    *,
+    exclusive: bool,
+    random: bool,
+) -> dict[str, Any]:
+    state = {
+        "model": {"parameters": weights, "others": [other_state(each) for each in model]},
+        "optimizer": {
+            "param_state": {
+                number: {index: each.optimizer_shards(exclusive=exclusive) for index, each in enumerate(part)}
+                for number, part in owned.items()
+            },
+            "step": update_count(engine.optimizer),
+            "grad_scaler": scaler_state(engine.optimizer),
+        },
+        "scheduler": engine.scheduler.state_dict(),
+        "progress": asdict(progress),
+    }
+    if random:
+        state["random"] = sharded_random_states()
+    return state

@@ -57,6 +57,8 @@ def model_parallel(seed: int, parallelism: Parallelism, *, after_errors: bool = 
         expert_model_parallel_size=parallelism.expert_model_parallel_size,
         expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
         order=RANK_ORDER,
+        # Only for its way of saving by gathering, on the first data-parallel rank.
+        create_gloo_process_groups=False,
     )
     with _torn_down(_take_away_groups, after_errors=after_errors):
         seed_random_states(seed)

@@ -11,20 +11,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from llmrecipes.checkpoint.manifest import FileRecord
 
 INDEX_NAME = "index.json"
+_MOST = 1 << 62
+"""Elements of a tensor must be fewer, so that their number fits 64 bits."""
 
 DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 """Element types by name in the index."""
@@ -67,49 +63,80 @@ class Document(_Strict):
     objects: list[ObjectRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a part of a tensor, or an object, is stored."""
+Integers = npt.NDArray[np.int64]
 
-    file: str
-    start: int
-    length: int
-    dtype: torch.dtype | None = None
-    """None for an object."""
-    shape: tuple[int, ...] = ()
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor in a checkpoint of k parts, by first dimension and then file order.
+
+    Args:
+        dtype: of its elements.
+        shape: global, of d dimensions.
+        offsets, sizes: [k, d] of the parts.
+        places: [k, 3] number of the file, first byte and bytes.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: Integers
+    sizes: Integers
+    places: Integers
+
+    def overlapping(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
+        """Parts that have elements of a box."""
+        first, last = 0, len(self.offsets)
+        if self.shape and last:
+            # Sorted by the first dimension, in which layers are stacked: only the parts of a box's layers are compared.
+            start = self.offsets[:, 0]
+            first = int(np.searchsorted(start, offset[0] - self._longest + 1, "left"))
+            last = int(np.searchsorted(start, offset[0] + shape[0], "left"))
+        offsets, sizes = self.offsets[first:last], self.sizes[first:last]
+        box, ends = np.asarray(offset, np.int64), np.asarray(offset, np.int64) + np.asarray(shape, np.int64)
+        found: list[int] = (np.flatnonzero(((offsets < ends) & (offsets + sizes > box)).all(1)) + first).tolist()
+        return found
+
+    @property
+    def _longest(self) -> int:
+        return int(self.sizes[:, 0].max())
 
 
 @dataclass(frozen=True)
 class Index:
-    """A validated index.
+    """A validated index."""
 
-    Args:
-        metadata: names, types, shapes and chunks, as torch's classes; without storage information.
-        places: by name and offset.
-    """
-
-    metadata: Metadata
-    places: dict[MetadataIndex, Place]
+    files: tuple[str, ...]
+    tensors: dict[str, Stored]
+    objects: dict[str, Span]
+    """Place of each object, by name."""
 
 
-def encode(metadata: Metadata) -> bytes:
-    """The index of the files that torch.distributed.checkpoint has just written.
+def merge(documents: Iterable[Document]) -> Document:
+    """One index of the indexes of all ranks' files.
 
     Raises:
-        ValueError: a part was transformed (compressed, encrypted), which the index cannot express.
+        ValueError: they do not fit together; the checkpoint could not be loaded.
     """
-    places = {}
-    for key, info in metadata.storage_data.items():
-        if info.transform_descriptors:
-            raise ValueError(f"{key.fqn} is stored through {info.transform_descriptors}")
-        places[key.fqn, _offset(key.offset)] = (info.relative_path, info.offset, info.length)
-    tensors = {
-        name: (str(stored.properties.dtype).removeprefix("torch."), stored.size, _boxes(stored.chunks))
-        for name, stored in metadata.state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata)
-    }
-    objects = [name for name in metadata.state_dict_metadata if name not in tensors]
-    return document(tensors, objects, places).model_dump_json().encode()
+    files: list[str] = []
+    tensors: dict[str, TensorRecord] = {}
+    objects: list[ObjectRecord] = []
+    for document in documents:
+        base = len(files)
+        files += document.files
+        for each in document.objects:
+            number, start, length = each.place
+            objects.append(ObjectRecord(name=each.name, place=[number + base, start, length]))
+        for tensor in document.tensors:
+            known = tensors.setdefault(
+                tensor.name, TensorRecord(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, chunks=[])
+            )
+            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                raise ValueError(f"{tensor.name!r} is {known.dtype} {known.shape} and {tensor.dtype} {tensor.shape}")
+            position = 2 * len(tensor.shape)
+            for chunk in tensor.chunks:
+                chunk[position] += base
+                known.chunks.append(chunk)
+    return Document(files=files, tensors=list(tensors.values()), objects=objects)
 
 
 def document(
@@ -174,57 +201,54 @@ def build(document: Document, files: Mapping[str, FileRecord]) -> Index:
     for file in document.files:
         if file not in files:
             raise ValueError(f"the manifest does not list {file!r}")
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, Place] = {}
+    sizes = np.asarray([files[file].size for file in document.files], np.int64)
+    tensors: dict[str, Stored] = {}
+    objects: dict[str, Span] = {}
     for record in document.objects:
-        _require(record.name not in described, record.name, "is there twice")
-        described[record.name] = BytesStorageMetadata()
-        places[MetadataIndex(record.name)] = Place(*_span(record.name, record.place, document.files, files))
+        _require(record.name not in objects, record.name, "is there twice")
+        _require_places(record.name, np.asarray([record.place], np.int64), document.files, sizes)
+        objects[record.name] = (document.files[record.place[0]], record.place[1], record.place[2])
     for tensor in document.tensors:
-        _require(tensor.name not in described, tensor.name, "is there twice")
+        _require(tensor.name not in tensors and tensor.name not in objects, tensor.name, "is there twice")
         _require(tensor.dtype in DTYPES, tensor.name, f"has the unknown type {tensor.dtype!r}")
-        described[tensor.name] = _tensor(tensor, document.files, files, places)
-    return Index(Metadata(described), places)
+        tensors[tensor.name] = _tensor(tensor, document.files, sizes)
+    return Index(tuple(document.files), tensors, objects)
 
 
-def _tensor(
-    record: TensorRecord, names: list[str], files: Mapping[str, FileRecord], places: dict[MetadataIndex, Place]
-) -> TensorStorageMetadata:
-    name, dimensions, dtype = record.name, len(record.shape), DTYPES[record.dtype]
-    elements = 0
-    chunks: list[ChunkStorageMetadata] = []
-    for chunk in record.chunks:
-        _require(len(chunk) == 2 * dimensions + 3, name, f"has {dimensions} dimensions, a chunk has others")
-        offset, size = chunk[:dimensions], chunk[dimensions : 2 * dimensions]
-        inside = all(first + length <= end for first, length, end in zip(offset, size, record.shape, strict=True))
-        _require(inside, name, f"has the shape {record.shape}, a chunk of {size} at {offset} lies outside")
-        key = MetadataIndex(name, offset, len(chunks))
-        _require(key not in places, name, f"has two chunks at {offset}")
-        span = _span(name, chunk[2 * dimensions :], names, files)
-        places[key] = Place(*span, dtype, tuple(size))
-        chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
-        elements += prod(size)
+def _tensor(record: TensorRecord, names: list[str], file_sizes: Integers) -> Stored:
+    name, shape, dimensions = record.name, record.shape, len(record.shape)
+    _require(prod(shape) < _MOST, name, f"has the shape {shape}")
+    columns = 2 * dimensions + 3
+    fits = all(len(chunk) == columns for chunk in record.chunks)
+    _require(fits, name, f"has {dimensions} dimensions, a chunk has others")
+    table = np.asarray(record.chunks, np.int64).reshape(-1, columns)
+    offsets, sizes, places = table[:, :dimensions], table[:, dimensions : 2 * dimensions], table[:, 2 * dimensions :]
+    # As differences, because sums of such numbers may exceed 64 bits.
+    inside = (offsets <= shape) & (sizes <= np.asarray(shape, np.int64) - offsets)
+    for number in np.flatnonzero(~inside.all(1))[:1]:
+        chunk = f"a chunk of {sizes[number].tolist()} at {offsets[number].tolist()} lies outside"
+        _require(False, name, f"has the shape {shape}, {chunk}")
+    if dimensions:
+        _require(len(np.unique(offsets, axis=0)) == len(offsets), name, "has two chunks at the same place")
     # A gap would contain uninitialised memory.
-    _require(elements == prod(record.shape), name, f"has the shape {record.shape}, its chunks {elements} elements")
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(record.shape), chunks)
+    elements = sum(sizes.prod(1, dtype=np.int64).tolist())
+    _require(elements == prod(shape), name, f"has the shape {shape}, its chunks {elements} elements")
+    _require_places(name, places, names, file_sizes)
+    order = np.lexsort((places[:, 1], places[:, 0], *([offsets[:, 0]] if dimensions else [])))
+    return Stored(DTYPES[record.dtype], tuple(shape), offsets[order], sizes[order], places[order])
 
 
-def _span(name: str, place: list[int], names: list[str], files: Mapping[str, FileRecord]) -> Span:
-    number, start, length = place
+def _require_places(name: str, places: Integers, names: list[str], file_sizes: Integers) -> None:
+    if not len(places):
+        return
+    number = int(places[:, 0].max())
     _require(number < len(names), name, f"is in file {number} of {len(names)}")
-    size = files[names[number]].size
-    _require(start + length <= size, name, f"ends at byte {start + length} of {names[number]}, which has {size}")
-    return names[number], start, length
+    sizes = file_sizes[places[:, 0]]
+    for wrong in np.flatnonzero((places[:, 1] > sizes) | (places[:, 2] > sizes - places[:, 1]))[:1]:
+        file, start, length = places[wrong].tolist()
+        _require(False, name, f"ends at byte {start + length} of {names[file]}, which has {int(file_sizes[file])}")
 
 
 def _require(holds: bool, name: str, problem: str) -> None:
     if not holds:
         raise ValueError(f"{name!r} {problem}")
-
-
-def _offset(offset: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if offset is None else tuple(offset)
-
-
-def _boxes(chunks: Iterable[ChunkStorageMetadata]) -> list[Chunk]:
-    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]

@@ -1,7 +1,8 @@
 """Loading a checkpoint into the current layout.
 
-The steps are those of megatron-core's `dist_checkpointing.load`, which reads torch's pickled `.metadata` and unpickles
-byte items; here the index is JSON and everything else is read as plain data.
+A rank reads the parts that overlap with its own, without asking other ranks. megatron-core's `dist_checkpointing.load`
+would compare every part of a rank with every stored one, read torch's pickled `.metadata` and unpickle byte items; here
+the index is JSON and everything else is read as plain data.
 """
 
 from __future__ import annotations
@@ -9,27 +10,19 @@ from __future__ import annotations
 import io
 import logging
 import pickle
+from collections import Counter
+from collections.abc import Iterator
 from itertools import groupby
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    _replace_sharded_keys_with_state_dict_keys,
-    _replace_state_dict_keys_with_sharded_keys,
-    _restore_dict_types,
-    _unwrap_pyt_sharded_tensor,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
-from torch.distributed.checkpoint import LoadPlan, ReadItem
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from llmrecipes.checkpoint.safety import load_plain, open_inside, unsafe
@@ -48,12 +41,13 @@ _COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
 """The same in megatron-core 0.19."""
 
 
-def load(entry: Entry, state: dict[str, Any]) -> dict[str, Any]:
-    """Read a checkpoint; a collective of all ranks.
+def load(entry: Entry, state: dict[str, Any], index: Index | None = None) -> dict[str, Any]:
+    """Read what this rank needs of a checkpoint, without communication.
 
     Args:
         entry: a checkpoint, as found by `CheckpointStore.latest_valid` on rank 0.
         state: sharded state dict of the current model and optimizer, in any parallel layout.
+        index: what `read_index` found, if it was called before.
 
     Returns:
         The loaded state dict: the structure of `state`, and other saved values.
@@ -61,8 +55,8 @@ def load(entry: Entry, state: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: the checkpoint has a different architecture (with the tensors that differ), or is not plain data.
     """
-    index = read_index(entry)
-    if differences := tensor_differences(index.metadata, state):
+    index = index or read_index(entry)
+    if differences := tensor_differences(index, state):
         hidden = len(differences) - _SHOWN
         lines = differences[:_SHOWN] + ([f"and {hidden} more"] if hidden > 0 else [])
         raise UserError(
@@ -80,9 +74,7 @@ def load(entry: Entry, state: dict[str, Any]) -> dict[str, Any]:
     loaded = _read_common(entry, index)
     frame, local, factories = load_preprocess(state)
     merge(loaded, local)
-    sharded = extract_sharded_base(frame)[0]
-    validate_sharding_integrity(determine_global_metadata(sharded)[1])
-    merge(loaded, _read_sharded(entry, index, sharded))
+    merge(loaded, _read_sharded(entry, index, extract_sharded_base(frame)[0]))
     whole: dict[str, Any] = apply_factory_merges(loaded, factories)
     return whole
 
@@ -111,25 +103,24 @@ def read_index(entry: Entry) -> Index:
         raise _unfit(path, str(problem)) from problem
 
 
-def tensor_differences(metadata: Metadata, state: dict[str, Any]) -> list[str]:
+def tensor_differences(index: Index, state: dict[str, Any]) -> list[str]:
     """Tensors that a model needs but a checkpoint does not have, one line per tensor, sorted.
 
     Args:
-        metadata: the checkpoint's index.
+        index: of the checkpoint.
         state: sharded state dict of the model; not modified.
     """
-    stored = metadata.state_dict_metadata
     found = set()
     for value in nested_values(load_preprocess(state)[0]):
-        if isinstance(value, ShardedObject) and not isinstance(stored.get(value.unique_key), BytesStorageMetadata):
+        if isinstance(value, ShardedObject) and value.unique_key not in index.objects:
             found.add(f"{value.unique_key}: not in the checkpoint")
         if not isinstance(value, ShardedTensor):
             continue
-        here = stored.get(value.key)
-        if not isinstance(here, TensorStorageMetadata):
+        here = index.tensors.get(value.key)
+        if here is None:
             found.add(f"{value.key}: not in the checkpoint")
-        elif tuple(here.size) != tuple(value.global_shape) and not value.allow_shape_mismatch:
-            found.add(f"{value.key}: {list(here.size)} in the checkpoint, {list(value.global_shape)} in the model")
+        elif here.shape != tuple(value.global_shape) and not value.allow_shape_mismatch:
+            found.add(f"{value.key}: {list(here.shape)} in the checkpoint, {list(value.global_shape)} in the model")
     return sorted(found)
 
 
@@ -144,13 +135,13 @@ def _unpickled(stream: io.BufferedReader, path: Path) -> Document:
 
 def _read_common(entry: Entry, index: Index) -> dict[str, Any]:
     """Values that are not sharded: the same on every rank."""
-    place = index.places.get(MetadataIndex(_COMMON_OBJECT))
-    name = _COMMON_FILE if place is None else place.file
+    place = index.objects.get(_COMMON_OBJECT)
+    name = _COMMON_FILE if place is None else place[0]
     path = entry.path / name
     if place is None and _COMMON_FILE not in entry.manifest.files:
         raise _unfit(entry.path, f"it has neither {_COMMON_FILE} nor {_COMMON_OBJECT}")
     with open_inside(entry.path, name) as stream:
-        view = stream if place is None else _create_file_view(stream, place.start, place.length)
+        view = stream if place is None else _create_file_view(stream, *place[1:])
         found = load_plain(view, path)
     if place is not None and isinstance(found, list) and len(found) == 1:
         found = found[0]
@@ -159,54 +150,77 @@ def _read_common(entry: Entry, index: Index) -> dict[str, Any]:
     return found
 
 
+class _Part(NamedTuple):
+    """A stored part of a tensor that this rank needs elements of, and one of its uses."""
+
+    place: tuple[int, int, int]
+    """Number of the file, first byte and bytes."""
+    name: str
+    shape: tuple[int, ...]
+    elements: tuple[slice, ...]
+    into: torch.Tensor
+
+
 def _read_sharded(entry: Entry, index: Index, sharded: dict[str, Any]) -> Any:
-    """Tensors and objects of this rank; without communication."""
-    values = [value for value in nested_values(sharded) if isinstance(value, ShardedTensor)]
-    planner = MCoreLoadPlanner(
-        shapes_validation_sharded_tensors=[value for value in values if not value.allow_shape_mismatch],
-        allow_shape_mismatch_sharded_tensors={value.key: value for value in values if value.allow_shape_mismatch},
-        flatten_state_dict=False,
-        flatten_sharded_tensors=False,
-    )
-    by_key, flat, names = _replace_state_dict_keys_with_sharded_keys(sharded)
-    frame: dict[str, Any] = mcore_to_pyt_state_dict(by_key, True)
-    planner.set_up_planner(frame, index.metadata, True)
-    plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
-    _fill(entry, index, plan, planner, frame)
-    unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in frame.items()}
-    loaded = _replace_sharded_keys_with_state_dict_keys(unwrapped, flat, names)
-    _restore_dict_types(loaded, sharded)
-    return loaded
+    """Tensors and objects of this rank, in place of those of a state dict."""
+    parts = [
+        part
+        for value in nested_values(sharded)
+        if isinstance(value, ShardedTensor)
+        for part in _parts(entry, index, value)
+    ]
+    parts.sort(key=lambda part: part.place)
+    for number, of_file in groupby(parts, key=lambda part: part.place[0]):
+        path = entry.path / index.files[number]
+        with open_inside(entry.path, index.files[number]) as stream:
+            for place, uses in groupby(of_file, key=lambda part: part.place):
+                # Each stored part is read once, and never more than one is in memory.
+                value = load_plain(_create_file_view(stream, *place[1:]), path)
+                for use in uses:
+                    _require_tensor(value, index.tensors[use.name].dtype, use.shape, use.name, path)
+                    use.into.copy_(value[use.elements])
+    seen: Counter[str] = Counter()
+
+    def loaded(value: ShardedTensor | ShardedObject) -> Any:
+        if isinstance(value, ShardedTensor):
+            return value.data
+        stored = _object(entry, index, value.unique_key)
+        seen[value.unique_key] += 1
+        return stored[min(seen[value.unique_key], len(stored)) - 1]
+
+    return dict_list_map_inplace(loaded, sharded)
 
 
-def _fill(entry: Entry, index: Index, plan: LoadPlan, planner: MCoreLoadPlanner, frame: dict[str, Any]) -> None:
-    """Read every stored part that a plan needs once, in file order, into the state dict."""
-    wanted: dict[MetadataIndex, list[ReadItem]] = {}
-    for item in plan.items:
-        wanted.setdefault(item.storage_index, []).append(item)
-    ordered = sorted(wanted, key=lambda key: (index.places[key].file, index.places[key].start))
-    for file, keys in groupby(ordered, key=lambda key: index.places[key].file):
-        path = entry.path / file
-        with open_inside(entry.path, file) as stream:
-            for key in keys:
-                place = index.places[key]
-                value = load_plain(_create_file_view(stream, place.start, place.length), path)
-                if place.dtype is None:
-                    if not isinstance(value, list):
-                        raise _unfit(path, f"{key.fqn!r} is a {type(value).__name__}, not a list")
-                    frame[key.fqn] = value
-                    continue
-                _require_tensor(value, place.dtype, place.shape, key.fqn, path)
-                for item in wanted[key]:
-                    _copy(value, item, planner)
+def _parts(entry: Entry, index: Index, shard: ShardedTensor) -> Iterator[_Part]:
+    """Stored parts that have elements of a shard."""
+    stored = index.tensors[shard.key]
+    shape = (*(1 for _ in range(shard.prepend_axis_num)), *shard.local_shape)
+    if shard.data is None:
+        shard.data = torch.empty(shard.local_shape, dtype=shard.dtype)
+    shard.data = shard.data.detach()
+    if shard.allow_shape_mismatch:
+        shard.data.zero_()
+    target = shard.data.view(shape)
+    found = 0
+    for number in stored.overlapping(shard.global_offset, shape):
+        offset, size = stored.offsets[number].tolist(), stored.sizes[number].tolist()
+        starts = [max(a, b) for a, b in zip(offset, shard.global_offset, strict=True)]
+        ends = [min(a + b, c + d) for a, b, c, d in zip(offset, size, shard.global_offset, shape, strict=True)]
+        elements = tuple(slice(start - a, end - a) for start, end, a in zip(starts, ends, offset, strict=True))
+        here = tuple(slice(start - a, end - a) for start, end, a in zip(starts, ends, shard.global_offset, strict=True))
+        found += prod(end - start for start, end in zip(starts, ends, strict=True))
+        yield _Part(tuple(stored.places[number].tolist()), shard.key, tuple(size), elements, target[here])
+    if found != target.numel() and not shard.allow_shape_mismatch:
+        raise _unfit(entry.path / INDEX_NAME, f"{shard.key!r} has parts twice and others not at all")
 
 
-def _copy(tensor: torch.Tensor, item: ReadItem, planner: MCoreLoadPlanner) -> None:
-    ends = (first + length for first, length in zip(item.storage_offsets, item.lengths, strict=True))
-    part = tensor[tuple(map(slice, item.storage_offsets, ends))]
-    target = planner.resolve_tensor(item).detach()
-    target.copy_(part)
-    planner.commit_tensor(item, target)
+def _object(entry: Entry, index: Index, name: str) -> list[Any]:
+    file, start, length = index.objects[name]
+    with open_inside(entry.path, file) as stream:
+        value = load_plain(_create_file_view(stream, start, length), entry.path / file)
+    if not isinstance(value, list) or not value:
+        raise _unfit(entry.path / file, f"{name!r} is a {type(value).__name__}, not a list of values")
+    return value
 
 
 def _require_tensor(value: Any, dtype: torch.dtype, shape: tuple[int, ...], name: str, path: Path) -> None:

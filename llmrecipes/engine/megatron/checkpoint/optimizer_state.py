@@ -1,81 +1,89 @@
-"""The optimizer's state in a checkpoint: by parameter, in the same form for every layout and either optimizer."""
+"""The optimizer's state in a checkpoint: by parameter, in the same form for every layout and either optimizer.
+
+A rank saves the ranges that the distributed optimizer gave it. What data-parallel ranks have in common is cut evenly
+among them. Nothing is gathered, and every element is written once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-FORMAT = "fully_reshardable"
-"""megatron-core's name for state by parameter, not by buffer."""
+from llmrecipes.engine.megatron.checkpoint.placement import Owned, Placement
+
+LEAST_PIECE = 1 << 16
+"""Elements below which a parameter is not cut among replicas: each piece costs an entry in the index."""
 
 
-def sharded_optimizer_state(
-    optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool = False
-) -> dict[str, Any]:
-    """Master weights and moments of every parameter, the number of updates, and the loss scale.
-
-    Names and shapes are those of megatron-core's distributed optimizer in its `fully_reshardable` format. If its
-    data-parallel group has more than one rank, megatron-core gathers them. Otherwise each parameter's state is already
-    complete, and is referenced in place: megatron-core would copy all of it five times and run the garbage collector,
-    which takes longer than everything else that blocks the training loop.
+def saved_state(optimizer: Any, found: list[Placement]) -> dict[int, list[Owned]]:
+    """State that this rank writes, by optimizer; together the data-parallel ranks write every element once.
 
     With expert parallelism there are two optimizers, one of them only for experts; without it, there is one.
 
     Args:
         optimizer: megatron-core optimizer.
-        model_state: the model's sharded state dict, whose tensors are the parameters themselves.
-        metadata: for megatron-core's `sharded_state_dict`.
-        loading: whether the result is for loading.
+        found: placements of the model's parameters.
 
     Returns:
-        A sharded state dict that shares memory with the optimizer: take a snapshot before the next step.
+        State that shares memory with the optimizer: take a snapshot before the next step.
     """
-    placements = {
-        value.data: value
-        for value in nested_values(model_state)
-        if isinstance(value, ShardedTensor | ShardedTensorFactory)
+    by_parameter = {placement.parameter: placement for placement in found}
+    parts = _parts(optimizer)
+    known = {parameter for part in parts for parameter in _parameters(part)}
+    if missing := [placement.parts[0].shard.key for placement in found if placement.parameter not in known]:
+        raise RuntimeError(f"no optimizer has {', '.join(missing)}")
+    turns = _Turns()
+    return {
+        number: [
+            each
+            for whole in _state(part, by_parameter)
+            for each in ([whole] if isinstance(part, DistributedOptimizer) else turns.own(whole))
+        ]
+        for number, part in enumerate(parts)
     }
-    states: dict[int, Any] = {}
-    for number, part in enumerate(_parts(optimizer)):
-        if isinstance(part, DistributedOptimizer) and (loading or part.data_parallel_group.size() > 1):
-            states[number] = part.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)["param_state"]
-        else:
-            states[number] = {
-                index: _placed(placements[parameter], tensors)
-                for index, (parameter, tensors) in enumerate(_whole_tensors(part))
-            }
+
+
+def needed_state(optimizer: Any, found: list[Placement]) -> dict[int, list[Owned]]:
+    """State that this rank has, and needs from a checkpoint; arguments and result as `saved_state`."""
+    by_parameter = {placement.parameter: placement for placement in found}
+    return {number: list(_state(part, by_parameter)) for number, part in enumerate(_parts(optimizer))}
+
+
+def update_count(optimizer: Any) -> int:
+    """Updates so far: torch counts them per parameter, TransformerEngine and Apex per group."""
+    inner = [part.optimizer for part in _parts(optimizer)]
+    of_parameters = (float(state["step"]) for each in inner for state in each.state.values() if "step" in state)
+    of_groups = (group["step"] for each in inner for group in each.param_groups if "step" in group)
+    return int(next(chain(of_parameters, of_groups), 0))
+
+
+def scaler_state(optimizer: Any) -> dict[str, Any] | None:
+    """State of the loss scale; all optimizers have the same."""
     scalers = [scaler.state_dict() for scaler in _scalers(optimizer)]
-    return {"param_state": states, "step": _updates(optimizer), "grad_scaler": scalers[0] if scalers else None}
+    return scalers[0] if scalers else None
 
 
-def load_optimizer_state(optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Copy the state loaded for `sharded_optimizer_state` into the optimizer.
+def finish_load(optimizer: Any, updates: int, scaler: dict[str, Any] | None) -> None:
+    """Set what is not a tensor of a parameter, after the state was loaded in place.
 
     Parameter groups are the current ones, because those of the layout that saved may differ; their learning rate and
     weight decay come from the schedule.
+
+    With the distributed optimizer, the ranges of the weights that this rank owns are made from its master weights:
+    gather the others next.
     """
-    for number, part in enumerate(_parts(optimizer)):
-        states = loaded["param_state"].get(number, {})  # megatron-core drops the empty ones of a stage without experts
+    for part in _parts(optimizer):
+        _set_updates(part.optimizer, updates)
         if isinstance(part, DistributedOptimizer):
-            now = part.state_dict()
-            for group in now["optimizer"]["param_groups"]:
-                group["step"] = loaded["step"]
-            part.load_state_dict({**now, "param_state": states, "param_state_sharding_type": FORMAT})
-        else:
-            for index, (_, tensors) in enumerate(_whole_tensors(part)):
-                for name, tensor in tensors.items():
-                    tensor.copy_(states[index][name])
-            _set_updates(part.optimizer, loaded["step"])
-    for scaler in _scalers(optimizer):
-        scaler.load_state_dict(loaded["grad_scaler"])
+            part._copy_main_params_to_model_params()
+    for each in _scalers(optimizer):
+        each.load_state_dict(scaler)
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -88,16 +96,31 @@ def _scalers(optimizer: Any) -> list[Any]:
     return [scaler for scaler in scalers if scaler is not None]
 
 
-def _whole_tensors(part: Any) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Parameters of an optimizer that has all state of each, and that state by megatron-core's names."""
+def _parameters(part: Any) -> Iterator[torch.nn.Parameter]:
+    """All parameters of an optimizer, of which this rank may have no state."""
     if isinstance(part, DistributedOptimizer):
-        for parameter in (parameter for buffer in part.buffers for parameter in buffer.param_index_map):
+        yield from (parameter for buffer in part.buffers for parameter in buffer.param_index_map)
+    else:
+        yield from (parameter for parameter, _ in _main_parameters(part))
+
+
+def _state(part: Any, found: dict[torch.nn.Parameter, Placement]) -> Iterator[Owned]:
+    """State that this rank has."""
+    if isinstance(part, DistributedOptimizer):
+        for parameter, start in _own_ranges(part):
             tensors = part._get_main_param_and_optimizer_states(parameter)
-            yield parameter, {name: tensor.detach() for name, tensor in tensors.items() if name != "step"}
+            yield Owned(found[parameter], start, _flat(tensors))
         return
     for parameter, main in _main_parameters(part):
-        tensors = {"param": main.detach(), **part.optimizer.state[main]}
-        yield parameter, {name: tensor for name, tensor in tensors.items() if name != "step"}
+        yield Owned(found[parameter], 0, _flat({"param": main, **part.optimizer.state[main]}))
+
+
+def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
+    """Parameters of which this rank has a range, and where it starts in the flattened parameter."""
+    for buckets in (buckets for ranges in part.gbuf_ranges for buckets in ranges.values()):
+        for bucket in buckets:
+            for parameter, ranges in bucket["param_map"].items():
+                yield parameter, ranges["param"].start
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -109,26 +132,47 @@ def _main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tens
     yield from ((parameter, parameter) for parameter in chain(*part.fp32_from_fp32_groups))
 
 
-def _placed(placement: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {
-        name: _placed_like(placement, f"optimizer.state.{name}.{placement.key}", tensor)
-        for name, tensor in tensors.items()
-    }
+def _flat(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().view(-1) for name, tensor in tensors.items() if name != "step"}
 
 
-def _placed_like(placement: Any, key: str, tensor: torch.Tensor) -> Any:
-    changes: dict[str, Any] = {"key": key, "data": tensor.view(placement.data.shape)}
-    if isinstance(placement, ShardedTensor):
-        changes["dtype"] = tensor.dtype
-    return replace(placement, **changes)
+class _Turns:
+    """Spreads what data-parallel ranks have in common evenly over them, in the same way on each."""
+
+    def __init__(self) -> None:
+        self._given: dict[bool, list[int]] = {}
+
+    def own(self, whole: Owned) -> Iterator[Owned]:
+        """The range of a parameter's state that this rank writes, if any."""
+        parameter = whole.placement.parameter
+        dense = getattr(parameter, "allreduce", True)
+        rank, ranks = _replicas(dense)
+        given = self._given.setdefault(dense, [0] * ranks)
+        pieces = max(1, min(ranks, parameter.numel() // LEAST_PIECE))
+        # Those who have least so far; a parameter is not cut where that alone makes the shares even.
+        for piece, chosen in enumerate(sorted(range(ranks), key=given.__getitem__)[:pieces]):
+            start, stop = _cut(parameter, piece, pieces)
+            given[chosen] += stop - start
+            if chosen == rank:
+                tensors = {name: values[start:stop] for name, values in whole.tensors.items()}
+                yield Owned(whole.placement, start, tensors)
 
 
-def _updates(optimizer: Any) -> int:
-    """Updates so far: torch counts them per parameter, TransformerEngine and Apex per group."""
-    inner = [part.optimizer for part in _parts(optimizer)]
-    of_parameters = (float(state["step"]) for each in inner for state in each.state.values() if "step" in state)
-    of_groups = (group["step"] for each in inner for group in each.param_groups if "step" in group)
-    return int(next(chain(of_parameters, of_groups), 0))
+def _cut(parameter: torch.Tensor, piece: int, pieces: int) -> tuple[int, int]:
+    """First and last element of a piece of a flattened parameter, at whole rows, which are one box, where possible."""
+    row = parameter.numel() // parameter.shape[0] if parameter.dim() and parameter.shape[0] >= pieces else 1
+    rows = parameter.numel() // row
+    return row * (rows * piece // pieces), row * (rows * (piece + 1) // pieces)
+
+
+def _replicas(dense: bool) -> tuple[int, int]:
+    """This rank's number among the data-parallel ranks with the same dense or expert parameters, and their count."""
+    if dense:
+        return (
+            parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        )
+    return parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()
 
 
 def _set_updates(inner: torch.optim.Optimizer, updates: int) -> None:

@@ -29,6 +29,11 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     def take(self, state: StateDict) -> StateDict:
         """Copy a state dict.
 

@@ -19,13 +19,6 @@ from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
 from llmrecipes.plan.derive import Plan
 
-CHECKPOINT_FORMAT = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,
-}
-"""Optimizer state per parameter, not per buffer: the format that any layout can read."""
-
 
 class RecipeGPTModel(GPTModel):
     """megatron-core's GPT with label smoothing, and a loss with fewer passes over unsplit logits.
@@ -82,8 +75,9 @@ class RecipeGPTModel(GPTModel):
     def sharded_state(self) -> dict[str, Any]:
         """Sharded state dict of the weights, in the format of checkpoints."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        metadata = {**CHECKPOINT_FORMAT, "dp_cp_group": group, "singleton_local_shards": False}
-        state: dict[str, Any] = self.sharded_state_dict(metadata=metadata)
+        state: dict[str, Any] = self.sharded_state_dict(
+            metadata={"dp_cp_group": group, "singleton_local_shards": False}
+        )
         return state
 
 

@@ -1,0 +1,155 @@
+"""Which part of which global tensors a rank has: parameters, or any flat range of them, as boxes of named tensors.
+
+Optimizers that split their state cut flat buffers wherever a parameter begins or ends. Stored as boxes of global
+tensors, such ranges need no other rank to be written, and any other layout can read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+
+from llmrecipes.engine.megatron.checkpoint.boxes import Box, boxes
+
+EXTRA_STATE = "_extra_state"
+"""End of the names of what layers keep besides tensors."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a parameter that belongs to one global tensor: the two halves of a gated MLP are two."""
+
+    start: int
+    """Index of its first element in the flattened parameter."""
+    shard: ShardedTensor
+    """Name, shape and offset in the global tensor; without data."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shard.local_shape)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A parameter and its parts, in the order of the flattened parameter."""
+
+    parameter: torch.nn.Parameter
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def shards(self, prefix: str, start: int, values: torch.Tensor, *, exclusive: bool) -> list[ShardedTensor]:
+        """A range of the flattened parameter, or of state of its shape, as shards of the global tensors.
+
+        Args:
+            prefix: in front of the tensors' names.
+            start: index of the range in the flattened parameter.
+            values: [n] the range; the shards are views of it.
+            exclusive: no other data-parallel rank has this range.
+        """
+        found = []
+        stop = start + values.numel()
+        for part in self.parts:
+            inside = range(max(start, part.start), min(stop, part.start + part.numel))
+            for box in boxes(part.shard.local_shape, inside.start - part.start, inside.stop - part.start):
+                first = part.start + box.start - start
+                found.append(_shard(part.shard, prefix, box, values[first : first + prod(box.shape)], exclusive))
+        return found
+
+
+@dataclass(frozen=True)
+class Owned:
+    """State of a range of a parameter."""
+
+    placement: Placement
+    start: int
+    tensors: dict[str, torch.Tensor]
+    """`param` (the fp32 master weights), `exp_avg` and `exp_avg_sq`, each [n]; writing to them changes the state."""
+
+    def copy(self) -> Owned:
+        """The same in memory of its own."""
+        return replace(self, tensors={name: tensor.clone() for name, tensor in self.tensors.items()})
+
+    def optimizer_shards(self, *, exclusive: bool) -> dict[str, list[ShardedTensor]]:
+        """The state as shards, by its names; `exclusive` as in `Placement.shards`."""
+        return {
+            name: self.placement.shards(f"optimizer.state.{name}.", self.start, values, exclusive=exclusive)
+            for name, values in self.tensors.items()
+        }
+
+
+def placements(state: dict[str, Any]) -> list[Placement]:
+    """Parameters of a sharded state dict, in its order."""
+    found: dict[torch.nn.Parameter, Placement] = {}
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.nn.Parameter):
+            found[value.data] = Placement(value.data, tuple(value.data.shape), tuple(_parts(value)))
+    return list(found.values())
+
+
+def other_state(state: dict[str, Any]) -> list[ShardedTensor | ShardedObject]:
+    """What a sharded state dict has besides parameters: buffers that training changes, layers' own objects."""
+    return [
+        value
+        for value in nested_values(state)
+        if isinstance(value, ShardedTensor | ShardedObject)
+        and not isinstance(value.data, torch.nn.Parameter)
+        and not is_extra_state(value)
+    ]
+
+
+def is_extra_state(value: Any) -> bool:
+    """Whether it is what TransformerEngine's layers keep for fp8: empty here, and unknown to local layers."""
+    return isinstance(value, ShardedObject) and value.key.endswith(EXTRA_STATE)
+
+
+def copy_loaded(loaded: Any, wanted: Any) -> None:
+    """Copy loaded tensors into those of a sharded state dict of the same structure.
+
+    Where they were read in place, that changes nothing.
+    """
+    pairs: Iterable[tuple[Any, Any]] = wanted.items() if isinstance(wanted, dict) else enumerate(wanted)
+    for key, value in pairs:
+        if isinstance(value, ShardedTensor):
+            value.data.copy_(loaded[key])
+        elif isinstance(value, dict | list) and value:  # megatron-core drops empty ones
+            copy_loaded(loaded[key], value)
+
+
+def _parts(value: ShardedTensor | ShardedTensorFactory) -> Iterator[Part]:
+    parts: list[ShardedTensor] = (
+        list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
+    )
+    start = 0
+    for part in parts:
+        # Rows in order: what megatron-core's factories for gated MLPs do.
+        yield Part(start, replace(part, data=None))
+        start += prod(part.local_shape)
+    if start != value.data.numel():
+        raise RuntimeError(f"{value.key} has {value.data.numel()} elements, and its parts have {start}")
+
+
+def _shard(whole: ShardedTensor, prefix: str, box: Box, values: torch.Tensor, exclusive: bool) -> ShardedTensor:
+    depth = whole.prepend_axis_num
+    offset = [a + b for a, b in zip(whole.global_offset[depth:], box.offset, strict=True)]
+    # All dimensions are explicit, because torch's planner takes offset and shape of an irregular shard as they are.
+    shape = (*(1 for _ in range(depth)), *box.shape)
+    replica = whole.replica_id
+    if exclusive:
+        replica = (*replica[:-1], 0) if isinstance(replica, tuple) else 0
+    return replace(
+        whole,
+        key=prefix + whole.key,
+        data=values.view(shape),
+        dtype=values.dtype,
+        local_shape=shape,
+        global_offset=(*whole.global_offset[:depth], *offset),
+        prepend_axis_num=0,
+        axis_fragmentations=None,
+        replica_id=replica,
+    )

@@ -1,0 +1,84 @@
+"""One rank's file of a checkpoint, in the layout of torch.distributed.checkpoint: what torch.save writes, in a row."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from llmrecipes.checkpoint.manifest import FileRecord
+from llmrecipes.checkpoint.writer import os_error
+from llmrecipes.engine.megatron.checkpoint.index import Chunk, Document, Span, document
+from llmrecipes.io import sync
+
+_BUFFER = 1 << 20
+
+
+def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[str, Any]) -> tuple[FileRecord, Document]:
+    """Write and sync a file.
+
+    It is hashed while it is written, so that it is not read again.
+
+    Args:
+        path: the file.
+        tensors: parts of tensors, in memory of their own.
+        objects: plain values by name.
+
+    Returns:
+        Its record for the manifest, and its index.
+
+    Raises:
+        OSError: a disk error.
+    """
+    described: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], Span] = {}
+    try:
+        with path.open("wb", buffering=_BUFFER) as file:
+            stream = _Hashed(file)
+            for shard in tensors:
+                shape = (*(1 for _ in range(shard.prepend_axis_num)), *shard.local_shape)
+                dtype = str(shard.data.dtype).removeprefix("torch.")
+                chunks = described.setdefault(shard.key, (dtype, shard.global_shape, []))[2]
+                chunks.append((shard.global_offset, shape))
+                places[shard.key, tuple(shard.global_offset)] = (path.name, *stream.store(shard.data.view(shape)))
+            for name, value in objects.items():
+                places[name, None] = (path.name, *stream.store(value))
+    except RuntimeError as error:
+        # torch's zip code raises one about positions for a failed write; the OSError is only in its context.
+        if (cause := os_error(error)) is not None:
+            raise cause from error
+        raise
+    sync(path)
+    return stream.record(), document(described, objects, places)
+
+
+class _Hashed(io.RawIOBase):
+    """A file whose SHA-256 is known when it is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._sha256, self._size = file, hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._sha256.update(data)
+        written = self._file.write(data)
+        self._size += written
+        return written
+
+    def store(self, value: Any) -> tuple[int, int]:
+        """Append a value; returns its first byte and its bytes."""
+        start = self._size
+        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
+            value = value.clone()  # torch.save writes all memory behind a view
+        torch.save(value, cast(IO[bytes], self))
+        return start, self._size - start
+
+    def record(self) -> FileRecord:
+        return FileRecord(size=self._size, sha256=self._sha256.hexdigest())

@@ -1,0 +1,205 @@
+"""What a save and a resume cost a rank: memory, messages and reads, which do not grow with the number of ranks."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.traffic import Recorder
+from llmrecipes.checkpoint import ranks as ranks_module
+from llmrecipes.checkpoint import shared_check
+from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.ranks import Ranks, row_length, sockets
+from llmrecipes.checkpoint.saver import LONGEST_SAVE, saver_group
+from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.checkpoint.writer import write_checkpoint
+from llmrecipes.engine.base import Engine, Progress
+from llmrecipes.engine.megatron.checkpoint import optimizer_state
+from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.resume import resume
+from tests.dist.table import Row
+from tests.dist.training import loaders, training
+from tests.dist.worlds import GlooWorld
+
+pytestmark = pytest.mark.dist
+
+WHOLE: dict[str, dict[str, Any]] = {"parallelism": {"use_distributed_optimizer": False}}
+OVERLAPPED: dict[str, dict[str, Any]] = {"parallelism": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
+LARGE: dict[str, dict[str, Any]] = {"model": {"hidden_size": 256}}
+"""So large that numbers, names and the index are next to nothing."""
+
+
+def info(engine: Engine, step: int) -> CheckpointInfo:
+    return CheckpointInfo(
+        step=step,
+        consumed_samples=0,
+        consumed_tokens=0,
+        layout=engine.plan.layout.as_dict(),
+        recipe_hash="scale",
+        engine=engine.name,
+    )
+
+
+def save(engine: Engine, folder: Path, step: int) -> tuple[ShardedFormat, int]:
+    """Save in this thread; returns the format and the bytes that this rank has sent."""
+    store, ranks, files = CheckpointStore(folder), saver_group(), engine.checkpoint_format()
+    assert isinstance(files, ShardedFormat)
+    sent = 0
+    pickled = ranks_module._bytes
+
+    def counted(value: Any) -> torch.Tensor:
+        nonlocal sent
+        data = pickled(value)
+        sent += data.numel()
+        return data
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks_module, "_bytes", counted)
+        with Recorder() as traffic:
+            taken = files.snapshot(engine.state(Progress(step=step)))
+            write_checkpoint(taken, store.temporary_path(step, "t"), info(engine, step), store, ranks, files)
+    assert traffic.calls == []
+    return files, sent
+
+
+def held_and_sent(recipe: Recipe, folder: Path) -> list[tuple[int, int, int]] | None:
+    """Bytes that each rank holds for a save, writes, and sends."""
+    with training(recipe) as (engine, world):
+        engine.train_step(loaders(recipe, world))
+        files, sent = save(engine, folder, 1)
+        written = (folder / "step-00000001" / f"__{world.rank}_0.distcp").stat().st_size
+        found: list[Any] = [None] * world.size
+        dist.all_gather_object(found, (files.held_bytes, written, sent))
+        return found if world.is_first else None
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [("dp4", LARGE), ("dp4", {**LARGE, **WHOLE}), ("tp2 dp2", {**LARGE, **OVERLAPPED})],
+    ids=["distributed optimizer", "whole optimizer", "overlapped"],
+)
+def test_a_rank_holds_what_it_writes_and_sends_only_names(
+    worlds: dict[int, GlooWorld], tmp_path: Path, layout: str, changes: dict[str, dict[str, Any]]
+) -> None:
+    found = worlds[4].run(held_and_sent, Row("gpt", layout, changes).recipe, tmp_path)
+    index = json.loads((tmp_path / "step-00000001" / "index.json").read_text())
+    elements = 0
+    for tensor in index["tensors"]:
+        size = 1
+        for length in tensor["shape"]:
+            size *= length
+        elements += size if not tensor["name"].startswith("random.") else 0
+    total = 4 * elements  # fp32 weights, master weights and two moments
+    held, written, sent = (list(column) for column in zip(*found, strict=True))
+    assert sum(held) == pytest.approx(total, rel=0.01)
+    assert max(held) < 1.1 * total / 4
+    assert all(file == pytest.approx(memory, rel=0.05) for file, memory in zip(written, held, strict=True))
+    assert max(sent[1:]) < total / 500, "names, places and hashes"
+
+
+def test_a_large_tensor_that_all_ranks_have_is_cut_among_them(worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
+    recipe = Row("llama", "dp4", {**LARGE, **WHOLE}).recipe
+    held = [memory for memory, _, _ in worlds[4].run(_held_with_small_pieces, recipe, tmp_path)]
+    assert max(held) < 1.02 * min(held)
+
+
+def _held_with_small_pieces(recipe: Recipe, folder: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_state, "LEAST_PIECE", 1000)
+        return held_and_sent(recipe, folder)
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def resumed_after(recipe: Recipe, folder: Path) -> list[Any] | None:
+    """Save steps 1 and 2, resume; the step, what each rank has hashed and read, and the notes of damage."""
+    with training(recipe) as (engine, world):
+        for step in (1, 2):
+            save(engine, folder, step)
+        dist.barrier()
+        if world.is_first and (folder / "damage").exists():
+            path = folder / "step-00000002" / (folder / "damage").read_text()
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        dist.barrier()
+        hashed: list[str] = []
+        compare = shared_check.mismatch
+
+        def watched(path: Path, files: Any) -> str:
+            hashed.extend(f"{path.name}/{name}" for name in files)
+            return compare(path, files)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_check, "mismatch", watched)
+            start = resume(engine, CheckpointStore(folder), world)
+        found: list[Any] = [None] * world.size
+        notes = [note.details["reason"] for note in start.notes]
+        dist.all_gather_object(found, (start.progress.step, hashed, notes))
+        return found if world.is_first else None
+
+
+def test_each_file_is_hashed_by_one_rank(worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
+    found = worlds[4].run(resumed_after, Row("gpt", "dp4", LARGE).recipe, tmp_path)
+    assert [step for step, _, _ in found] == [2] * 4
+    everything = sorted(name for _, hashed, _ in found for name in hashed)
+    (entry,) = [each for each in CheckpointStore(tmp_path).entries() if each.step == 2]
+    assert everything == sorted(f"step-00000002/{name}" for name in entry.manifest.files)
+    tensors = [sum(name.endswith(".distcp") for name in hashed) for _, hashed, _ in found]
+    assert tensors == [1] * 4
+
+
+def test_damage_that_another_rank_finds_is_known_to_all(worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
+    (tmp_path / "damage").write_text("__3_0.distcp")
+    found = worlds[4].run(resumed_after, Row("gpt", "dp4", LARGE).recipe, tmp_path)
+    assert [step for step, _, _ in found] == [1] * 4
+    assert all(reason.startswith("__3_0.distcp: SHA-256") for _, _, notes in found for reason in notes)
+    assert [len(notes) for _, _, notes in found] == [1] * 4
+    assert len(list(tmp_path.glob("damaged-step-00000002-*"))) == 1
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def _relayed(row: int) -> list[tuple[list[str] | None, str]] | None:
+    ranks = Ranks(LONGEST_SAVE, row)
+    gathered = ranks.gather("x" * ranks.rank)
+    word = ranks.broadcast("from the first" if ranks.rank == 0 else None)
+    found: list[Any] = [None] * ranks.size
+    dist.all_gather_object(found, (gathered, word))
+    return found if ranks.rank == 0 else None
+
+
+@pytest.mark.parametrize("row", [1, 2, 3, 4])
+def test_values_go_to_the_first_rank_and_back_by_rows(worlds: dict[int, GlooWorld], row: int) -> None:
+    found = worlds[4].run(_relayed, row)
+    assert found == [(["", "x", "xx", "xxx"] if rank == 0 else None, "from the first") for rank in range(4)]
+
+
+def test_no_rank_is_connected_with_all_of_many() -> None:
+    assert sockets(64) == 63
+    assert sockets(16_384) == 254
+    assert all(row_length(size) ** 2 >= size for size in (65, 1000, 16_384, 100_000))
+
+
+def _lost() -> str:
+    ranks = Ranks(timedelta(seconds=1))
+    if ranks.rank:
+        return ""
+    try:
+        ranks.gather(None)
+    except RuntimeError:
+        return "refused"
+    return "waited"
+
+
+def test_a_rank_that_does_not_answer_is_an_error(worlds: dict[int, GlooWorld]) -> None:
+    assert worlds[2].run(_lost) == "refused"
