@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -42,7 +43,8 @@ OPEN_SECONDS, PATIENCE_SECONDS = 30.0, 120.0
 LONGEST_PAUSE = 5.0
 LOCK_SECONDS = 30.0
 """How long to wait for the lock of SQLite."""
-HEARTBEAT = "llmrecipes:heartbeat"
+HEARTBEAT, WORKER_ATTRIBUTE = "llmrecipes:heartbeat", "worker"
+"""Attributes of a trial that end with its process."""
 
 
 def address(search: Search, folder: Path) -> str:
@@ -68,7 +70,7 @@ def open_storage(place: str, search: Search) -> BaseStorage:
 def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        again = RetryHeartbeatStaleTrialCallback(max_retry=retries, inherit_intermediate_values=True)
+        again = _Again(max_retry=retries, inherit_intermediate_values=True)
         if "://" not in place:
             path = Path(place)
             if path.is_dir():
@@ -95,7 +97,24 @@ def url_with_driver(url: str) -> str:
 def _engine(url: str) -> dict[str, Any]:
     if url.startswith("sqlite"):
         return {"connect_args": {"timeout": LOCK_SECONDS}}
-    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
+    # A connection that a network has dropped silently is noticed within a minute.
+    network = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
+    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10, **network}}
+
+
+class _Again(RetryHeartbeatStaleTrialCallback):
+    """Puts a lost trial back into the queue, without the signs of life of its process."""
+
+    def __call__(self, study: Study, trial: FrozenTrial) -> None:
+        trial = copy.deepcopy(trial)  # Optuna's callback appends to its history
+        trial.user_attrs = {key: value for key, value in trial.user_attrs.items() if key != WORKER_ATTRIBUTE}
+        trial.system_attrs = without_heartbeat(trial)
+        super().__call__(study, trial)
+
+
+def without_heartbeat(trial: FrozenTrial) -> dict[str, Any]:
+    """Optuna's attributes of a trial, for one that continues it: it is not stale from its beginning."""
+    return {key: value for key, value in trial.system_attrs.items() if key != HEARTBEAT}
 
 
 def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -> T:
@@ -155,6 +174,7 @@ class Journal(JournalFileBackend):
     """Optuna's journal file, which also survives a process that dies while it writes a line."""
 
     def __init__(self, path: Path) -> None:
+        path = path.absolute()  # the lock is a link to it, and a broken link would never expire
         self._own_path, self._own_lock = path, JournalFileSymlinkLock(str(path))
         super().__init__(str(path), self._own_lock)
 

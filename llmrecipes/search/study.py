@@ -28,13 +28,13 @@ from llmrecipes.recipe.search import Search
 from llmrecipes.search.length import evaluations, trial_tokens
 from llmrecipes.search.samplers import grid, pruner, sampler
 from llmrecipes.search.space import MAX_NAME, SUFFIX, distribution, own_point, parameters
-from llmrecipes.search.storage import address, open_storage, patiently
+from llmrecipes.search.storage import WORKER_ATTRIBUTE, address, open_storage, patiently, without_heartbeat
 
 logger = logging.getLogger(__name__)
 
 BASIS, WORKERS, STARTED = "llmrecipes:basis", "llmrecipes:worker:", "llmrecipes:started"
-WORKER, GIVEN_BACK, SOURCE = "worker", "given_back", "source_study"
-"""Attributes of trials: who runs it, which trials it continues, and the earlier study it is from."""
+WORKER, GIVEN_BACK, SOURCE, OUTCOME = WORKER_ATTRIBUTE, "given_back", "source_study", "outcome"
+"""Attributes of trials: who runs it, which trials it continues, the earlier study it is from, and how it ended."""
 FILLED_WITHIN = 10.0
 """Seconds that another process may take to add the known points to a study it has created."""
 UNUSED = ("description", "tracking", "checkpoint", "search")
@@ -146,11 +146,7 @@ def _no_study(name: str, where: str) -> UserError:
 
 
 def _create(storage: BaseStorage, place: Place, search: Search) -> optuna.Study:
-    study = optuna.create_study(
-        storage=storage, study_name=place.name, directions=["minimize"] * len(search.objectives)
-    )
-    study.set_metric_names(list(search.objectives))
-    return study
+    return optuna.create_study(storage=storage, study_name=place.name, directions=["minimize"] * len(search.objectives))
 
 
 def basis(recipe: Recipe) -> dict[str, Any]:
@@ -196,6 +192,7 @@ def _with_defaults(then: dict[str, Any]) -> dict[str, Any]:
 
 def _fill(study: optuna.Study, recipe: Recipe, search: Search, where: str) -> None:
     """Known points and the trials of earlier studies; may be called again after an interruption."""
+    study.set_metric_names(list(search.objectives))
     for source in search.source_studies:
         _add_earlier(study, search, source.study_name, source.storage or where)
     points = [dict(point) for point in search.enqueue_trials]
@@ -262,10 +259,12 @@ def _holds(space: optuna.distributions.BaseDistribution, value: Any) -> bool:
 
 
 def _register(study: optuna.Study) -> int:
-    """The number of this process among those that have worked on the study."""
+    """A number that no other process that works on the study has; 0 for the first."""
     mine = f"{WORKERS}{time.time():.6f}-{socket.gethostname()}-{os.getpid()}"
     study.set_user_attr(mine, True)
-    return sorted(key for key in study.user_attrs if key.startswith(WORKERS)).index(mine)
+    known = sorted(key for key in study.user_attrs if key.startswith(WORKERS))
+    # Two that register at the same moment may both see both, or only one of them; the position alone would not differ.
+    return len(known) * (len(known) - 1) // 2 + known.index(mine)
 
 
 def this_worker() -> dict[str, Any]:
@@ -296,15 +295,32 @@ def take_back(study: optuna.Study, grace: float) -> None:
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         worker = trial.user_attrs.get(WORKER)
         began = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
-        if worker is None and time.time() - began > grace:  # the answer to `ask` was lost: as if it had never been
-            with suppress(UpdateFinishedTrialError):
+        if worker is None and time.time() - began > grace:  # its process died, or the answer to `ask` was lost
+            if is_queued(trial):
+                give_back(study, trial.number)
+                continue
+            with suppress(UpdateFinishedTrialError):  # as if it had never been
                 study._storage.set_trial_user_attr(trial._trial_id, GIVEN_BACK, [trial.number])
             _end(study, trial)
         elif worker is not None and _is_gone(worker) and _end(study, trial):
             logger.warning("trial %d: its search process has ended; it is resumed", trial.number)
-            storage = heartbeats(study)
-            if storage is not None and (stale := storage.get_heartbeat_stale_trial_callback()) is not None:
-                stale(study, trial)
+    stale = None if (storage := heartbeats(study)) is None else storage.get_heartbeat_stale_trial_callback()
+    # Also those whose process was killed after ending them, and before putting them back.
+    for trial in own_trials(study):
+        if trial.state == TrialState.FAIL and OUTCOME not in trial.user_attrs and stale is not None:
+            stale(study, trial)
+
+
+def is_queued(trial: FrozenTrial) -> bool:
+    """Whether a trial was in the queue before it ran: a known point, or one that continues another."""
+    return bool(trial.params or "fixed_params" in trial.system_attrs or _continues(trial))
+
+
+def _continues(trial: FrozenTrial) -> list[int]:
+    """The trials that a trial continues."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return [*RetryHeartbeatStaleTrialCallback.retry_history(trial), *trial.user_attrs.get(GIVEN_BACK, ())]
 
 
 def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
@@ -324,7 +340,7 @@ def give_back(study: optuna.Study, number: int) -> None:
     study.add_trial(
         create_trial(
             state=TrialState.WAITING, params=trial.params, distributions=trial.distributions,
-            user_attrs={**kept, GIVEN_BACK: earlier}, system_attrs=trial.system_attrs,
+            user_attrs={**kept, GIVEN_BACK: earlier}, system_attrs=without_heartbeat(trial),
             intermediate_values=trial.intermediate_values,
         )
     )  # fmt: skip
@@ -348,13 +364,27 @@ def beat(study: optuna.Study, trial: optuna.Trial) -> None:
 
 
 def own_trials(study: optuna.Study) -> Iterator[FrozenTrial]:
-    """The trials of this study: not those of earlier ones, and of a trial that was resumed only the last part."""
+    """The trials of this study: not those of earlier ones, and of a trial that was resumed only the last part.
+
+    If a trial was put back twice, because an answer was lost or two processes did it, the first one counts.
+    """
     trials = study.get_trials(deepcopy=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        continued = {number for each in trials for number in RetryHeartbeatStaleTrialCallback.retry_history(each)}
-    continued |= {number for each in trials for number in each.user_attrs.get(GIVEN_BACK, ())}
-    yield from (each for each in trials if each.number not in continued and SOURCE not in each.user_attrs)
+    continued: set[int] = set()
+    repeated: set[int] = set()
+    for each in trials:
+        if history := _continues(each):
+            if (max(history) in continued or repeated.intersection(history)) and each.number not in history:
+                repeated.add(each.number)
+            continued.update(history)
+    for each in trials:
+        if each.number not in continued | repeated and SOURCE not in each.user_attrs:
+            yield each
+
+
+def unbegun(study: optuna.Study) -> set[int]:
+    """Trials that a process has asked for and not begun: it may have been killed, which `take_back` finds out."""
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    return {each.number for each in running if WORKER not in each.user_attrs}
 
 
 def is_infeasible(trial: FrozenTrial) -> bool:

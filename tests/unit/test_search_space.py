@@ -73,6 +73,12 @@ def norm(*choices: str) -> dict[str, Any]:
         ({"enqueue_trials": [{"optimizer.lr": 7.0}]}, "search.enqueue_trials.0", "optimizer.lr"),
         ({"storage": "postgresql://me:secret@host/db"}, "search.storage", "PGPASSWORD"),
         ({"storage": "mysql://host/db"}, "search.storage", "mysql"),
+        ({"storage": "sqlite:///:memory:"}, "search.storage", "memory"),
+        ({"storage": "sqlite://"}, "search.storage", "memory"),
+        ({"storage": ""}, "search.storage", "path"),
+        ({"grace_period": 60, "heartbeat_interval": 60}, "search.grace_period", "120"),
+        (item(key="data.sources.9.weight"), "search.space.0.key", "data.sources.9.weight"),
+        (item(when={"model.num_layers": ["two"]}), "search.space.0.when", "two"),
         ({"n_trials": None}, "search.n_trials", "timeout"),
     ],
 )  # fmt: skip

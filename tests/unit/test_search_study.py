@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy.orm
 from optuna.trial import TrialState
 
 from llmrecipes.errors import ExitCode
@@ -119,6 +121,111 @@ def test_a_killed_search_is_continued_and_its_trial_resumed(
     assert (resumed.user_attrs["run_id"], resumed.params) == ("lab-0001", again.trials[1].params)
     assert sorted(resumed.intermediate_values) == [1, 2, 3, 4]
     assert sum(1 for _ in own_trials(again)) == 4
+
+
+def dies_at_write(recipe: Recipe, folder: Path, number: int) -> None:
+    """A search that is killed at its n-th write to the storage: before it if n is odd, after it if n is even."""
+    writes = 0
+
+    def write(*arguments: Any, original: Any) -> Any:
+        nonlocal writes
+        writes += 1
+        if writes == -(-number // 2) and number % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = original(*arguments)
+        if writes == number // 2 and not number % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    for owner, name in ((storage.Journal, "append_logs"), (sqlalchemy.orm.Session, "commit")):
+        setattr(owner, name, functools.partialmethod(write, original=getattr(owner, name)))
+    search_in_a_process(recipe, folder)
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_a_search_may_be_killed_at_any_write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again, later each time: no trial is lost, none is trained twice, and their number is exact."""
+    monkeypatch.setattr("llmrecipes.search.worker.IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(study, "FILLED_WITHIN", 0.1)
+    recipe = searched(
+        n_trials=5, enqueue_trials=[{"optimizer.lr": 0.5}], pruner={"type": "NopPruner"}, max_retry=99,
+        grace_period=1, **kept(kind, tmp_path),
+    )  # fmt: skip
+    codes = []
+    for number in range(1, 99):
+        process = FORK.Process(target=dies_at_write, args=(recipe, tmp_path, number))
+        process.start()
+        process.join(60)
+        codes.append(process.exitcode)
+        if codes[-1] == 0:
+            break
+    assert codes[-1] == 0
+    assert set(codes[:-1]) == {-signal.SIGKILL}
+    assert len(codes) > 10
+    made = worker(recipe, tmp_path, resume=True)
+    trials = list(own_trials(made.study))
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 5
+    assert {1e-3, 0.5} < {trial.params["optimizer.lr"] for trial in trials}
+    assert len({trial.user_attrs["run_id"] for trial in trials}) == 5
+    for trial in trials:
+        lines = (made.place.run_dir(trial.user_attrs["run_id"]) / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == 8
+
+
+def test_a_trial_that_is_put_back_twice_runs_once(tmp_path: Path) -> None:
+    """Two processes do so at the same moment, or an answer of the storage was lost."""
+    made = worker(searched(n_trials=2, pruner={"type": "NopPruner"}), tmp_path)
+    trial = made.study.ask()
+    trial.suggest_float("optimizer.lr", 1e-4, 1.0, log=True)
+    study.give_back(made.study, trial.number)
+    study.give_back(made.study, trial.number)
+    assert made.run() == ExitCode.DONE
+    assert [each.state for each in own_trials(made.study)] == [TrialState.COMPLETE] * 2
+    assert len(Curves.submitted) == 2
+
+
+def test_a_resumed_trial_is_not_stale_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last sign of life was that of the process that was lost."""
+    made = worker(searched(n_trials=1, grace_period=100), tmp_path)
+    now = [1000.0]
+    monkeypatch.setattr(storage.time, "time", lambda: now[0])
+    trial = made.study.ask()
+    study.beat(made.study, trial)
+    trial.set_user_attr(WORKER, {"host": "elsewhere", "pid": 1, "started": 0.0})
+    now[0] += 101
+    study.take_back(made.study, 100)
+    resumed = made.study.ask()
+    study.take_back(made.study, 100)
+    assert made.study.trials[resumed.number].state == TrialState.RUNNING
+
+
+def test_each_process_has_a_number_of_its_own() -> None:
+    """Its seed: also if all register at the same moment, in another order than that of their clocks."""
+
+    class Snapshot:
+        def __init__(self, known: list[str]) -> None:
+            self.user_attrs = dict.fromkeys(known, True)
+
+        def set_user_attr(self, name: str, value: bool) -> None:
+            """Visible to others at the same moment, and they to this one."""
+            names.append(name)
+            self.user_attrs |= dict.fromkeys([name, *seen], value)
+
+    names: list[str] = []
+    numbers, seen = [], list[str]()
+    for others in ([], ["later"], ["earlier"], ["earlier", "later"]):
+        seen[:] = [f"{study.WORKERS}{'9' if other == 'later' else '0'}" for other in others]
+        numbers.append(study._register(Snapshot([])))  # type: ignore[arg-type]
+    assert numbers == [0, 1, 2, 4]
+
+
+def test_the_lock_of_a_killed_process_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage.Journal(Path("journal.log"))._own_lock.acquire()
+    made = storage.Journal(Path("journal.log"))
+    monkeypatch.setattr(made._own_lock, "grace_period", 0.1)
+    made.append_logs([{"op_code": 0}])
+    assert (tmp_path / "journal.log").read_bytes() == b'{"op_code":0}\n'
 
 
 def test_a_trial_without_signs_of_life_is_given_to_another_process(
