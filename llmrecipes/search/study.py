@@ -21,7 +21,7 @@ from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ValidationError
 
-from llmrecipes.checkpoint.compatibility import differences
+from llmrecipes.checkpoint.compatibility import Difference, differences
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
@@ -172,9 +172,13 @@ def _is_filled(study: optuna.Study) -> bool:
     return True
 
 
+def changes(study: optuna.Study, recipe: Recipe) -> list[Difference]:
+    """Keys of the recipe, the space and the objectives that have changed since a study was created."""
+    return differences(basis(recipe), _with_defaults(study.user_attrs.get(BASIS, basis(recipe))))
+
+
 def _require_same(study: optuna.Study, recipe: Recipe, where: str) -> None:
-    changed = differences(basis(recipe), _with_defaults(study.user_attrs[BASIS]))
-    if changed:
+    if changed := changes(study, recipe):
         raise UserError(
             f"the study {study.study_name} is of another recipe: {'; '.join(map(str, changed))}",
             where=where,
