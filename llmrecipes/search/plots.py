@@ -24,6 +24,7 @@ HEIGHT, WIDTH, WIDTH_OF_A_KEY = 420, 640, 170
 UNITS = {"valid_loss": "nats/token", "valid_bits_per_byte": "bits/byte", "train_seconds": "s"}
 COLOURS = {"COMPLETE": "#3b6fb6", "PRUNED": "#e8a33d", "FAIL": "#c8382e", "RUNNING": "#3a9a5b"}
 BEST = "#111111"
+NAMES = {"FAIL": "failed"}
 IMPORTANCE = "Of each key for reaching the best tenth of the completed trials (PED-ANOVA)."
 
 
@@ -111,6 +112,10 @@ def _parallel(study: optuna.Study, keys: list[str], told: dict[str, Any]) -> Fig
 def _slices(study: optuna.Study, told: dict[str, Any]) -> Figure:
     figure = visualization.plot_slice(study, **told)
     figure.for_each_xaxis(lambda axis: axis.update(title_text=_in_two_lines(axis.title.text)))
+    for points in figure.data:
+        axis = figure.layout[(points.xaxis or "x").replace("x", "xaxis")]
+        if axis.type == "log" and max(points.x) >= 10 * min(points.x):
+            axis.dtick = 1  # powers of ten; the labels between them overlap
     return figure
 
 
@@ -133,7 +138,7 @@ def _curves(study: optuna.Study, name: str) -> Figure:
         trial = trials[curve.name]
         state = "best" if trial.number in best else trial.state.name
         curve.update(
-            name=state.lower(), legendgroup=state, showlegend=state not in shown,
+            name=NAMES.get(state, state.lower()), legendgroup=state, showlegend=state not in shown,
             line={"color": COLOURS.get(state, BEST), "width": 3 if state == "best" else 1},
             marker={"color": COLOURS.get(state, BEST), "size": 5},
             opacity=1.0 if state == "best" else 0.6,
@@ -151,11 +156,9 @@ def _curves(study: optuna.Study, name: str) -> Figure:
 def _timeline(study: optuna.Study) -> Figure:
     figure = visualization.plot_timeline(study)
     for bars in figure.data:
+        colour, name = COLOURS.get(bars.name, "#999999"), NAMES.get(bars.name, bars.name.lower())
         # Optuna's text has all attributes of a trial, such as the name of the machine it ran on.
-        bars.update(
-            name=bars.name.lower(), text=[f"trial {number}" for number in bars.y],
-            hovertemplate=f"%{{text}} {bars.name.lower()}<extra></extra>",
-            marker={"color": COLOURS.get(bars.name, "#999999")},
-        )  # fmt: skip
+        text = [f"trial {number} {name}" for number in bars.y]
+        bars.update(name=name, text=text, hovertemplate="%{text}<extra></extra>", marker={"color": colour})
     figure.update_layout(xaxis_title="local time", yaxis_title="trial")
     return figure

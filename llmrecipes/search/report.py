@@ -77,7 +77,7 @@ def write_report(study: optuna.Study, recipe: Recipe, path: Path, commands: Sequ
     from plotly.offline import get_plotlyjs
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    title = f"Search {study.study_name} of {recipe.name}"
+    title = f"Hyperparameter search {study.study_name}"
     body = [_headline(study, recipe), _best(study, recipe), *_training(commands), _facts(study, recipe)]
     body += [*_sections(study), _table(study)]
     write_atomic(path, PAGE.format(title=html.escape(title), plotly=get_plotlyjs(), body="\n".join(body)))
@@ -106,7 +106,7 @@ def _headline(study: optuna.Study, recipe: Recipe) -> str:
         text += ", which has the recipe's own values"
     elif own is not None:
         gain = (own.values[0] - value) / abs(own.values[0]) if own.values[0] else 0.0
-        text += f", {gain:.1%} less than with the recipe's own values ({own.values[0]:.5g})"
+        text += f", {gain:.1%} lower than with the recipe's own values ({own.values[0]:.5g})"
     return f'<p class="headline">{text}</p>'
 
 
@@ -150,8 +150,9 @@ def _facts(study: optuna.Study, recipe: Recipe) -> str:
     budget = Budget(search.model_copy(update={"timeout": None}), tokens)  # a timeout is one of each process
     length = evaluations(recipe)
     rows = [
+        ("recipe", recipe.name),
         ("trials", ", ".join(f"{count} {name}" for name, count in Counter(map(_outcome, trials)).most_common())),
-        ("of a trial", f"{number(tokens)} tokens, {length} evaluation{'s'[: length != 1]}"),
+        ("each trial", f"{number(tokens)} tokens, {length} evaluation{'s'[: length != 1]}"),
         ("used", ", ".join(spent)),
         ("limits", budget.spent(now) or f"left: {budget.left(now)}"),
         ("sampler, pruner", f"{search.sampler.type}, {type(pruner(search, length)).__name__}"),
@@ -159,7 +160,7 @@ def _facts(study: optuna.Study, recipe: Recipe) -> str:
     ]
     searched = {each.key for each in search.space}
     if changed := [each for each in changes(study, recipe) if each.key not in searched]:
-        rows.append(("recipe", f"changed since: {'; '.join(map(str, changed))}"))
+        rows.append(("recipe has changed", "; ".join(map(str, changed))))
     lines = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>\n" for name, text in rows)
     return f'<section><h2>Study</h2><table class="facts">{lines}</table></section>'
 

@@ -17,7 +17,8 @@ from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search import dashboard, remote
 from llmrecipes.search.metrics import MetricsReader
-from llmrecipes.search.report import plots, write_report
+from llmrecipes.search.plots import plots
+from llmrecipes.search.report import write_report
 from llmrecipes.search.worker import Worker
 from llmrecipes.tracking.store import tracking_uri
 from tests.helpers import write_recipe
@@ -76,12 +77,12 @@ def test_the_report_is_one_page_with_optunas_plots(made: Worker, tmp_path: Path)
     page = Page(text)
     assert page.loaded == []
     titles = [plot.title for plot in plots(made.study)]
-    assert page.headings == [*titles, "Trials"]
+    assert page.headings == ["Study", *titles, "Trials"]
     assert len(titles) == 6
     assert text.count("Plotly.newPlot(") >= 6
     assert "killed <by>" not in text
     for trial in made.study.trials:
-        assert f"<tr><td>{trial.number}</td><td>{trial.user_attrs['outcome']}</td>" in text
+        assert f"<td>{trial.number}</td><td>{trial.user_attrs['outcome']}</td>" in text
 
 
 def test_the_report_of_several_objectives_and_of_too_few_trials(tmp_path: Path) -> None:
