@@ -28,7 +28,7 @@ from llmrecipes.recipe.search import Search
 from llmrecipes.search.length import evaluations, trial_tokens
 from llmrecipes.search.samplers import grid, pruner, sampler
 from llmrecipes.search.space import MAX_NAME, SUFFIX, distribution, own_point, parameters
-from llmrecipes.search.storage import address, open_storage, patiently
+from llmrecipes.search.storage import address, file_of, open_storage, patiently
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def load(recipe: Recipe, place: Place) -> optuna.Study:
     """
     search = require_section(recipe)
     where = address(search, place.folder)
-    if "://" not in where and not Path(where).is_file():
+    if (file := file_of(where)) is not None and not file.is_file():  # opened, it would be created
         raise _no_study(place.name, where)
     storage = open_storage(where, search)
     try:
@@ -223,7 +223,7 @@ def _add_earlier(study: optuna.Study, search: Search, name: str, where: str) -> 
     Raises:
         UserError: there is no such study, or it measures something else.
     """
-    if "://" not in where and not Path(where).is_file():
+    if (file := file_of(where)) is not None and not file.is_file():
         raise UserError("no such file", where=f"search.source_studies: {where}")
     try:
         earlier = optuna.load_study(study_name=name, storage=open_storage(where, search))

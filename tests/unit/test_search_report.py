@@ -108,6 +108,64 @@ def test_report_of_the_command(made: Worker, tmp_path: Path, capsys: pytest.Capt
         )
 
 
+def damaged(journal: bytes) -> dict[str, bytes]:
+    """A journal as a broken disk leaves it, by what happened."""
+    lines = journal.splitlines(keepends=True)
+    number = next(place for place, line in enumerate(lines) if b'"trial_id"' in line)
+
+    def instead(line: bytes) -> bytes:
+        return b"".join([*lines[:number], line, *lines[number + 1 :]])
+
+    return {
+        "cut": instead(lines[number][:9] + b"\n"), "no text": instead(b"\xff" + lines[number][1:]),
+        "zeros": instead(bytes(512) + b"\n"), "no entry": instead(b"[1]\n"),
+        "other key": instead(lines[number].replace(b"trial_id", b"trial_ie")), "not a journal": bytes(range(256)),
+    }  # fmt: skip
+
+
+def test_a_damaged_journal_is_reported_and_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = worker(searched(n_trials=1), tmp_path)
+    made.run()
+    recipe, journal = write_recipe(made.recipe, tmp_path), made.place.folder / "journal.log"
+    command = ["search", recipe, "--report", "--runs-dir", str(tmp_path / "runs")]
+    whole = journal.read_bytes()
+    for what, data in damaged(whole).items():
+        journal.write_bytes(data)
+        assert run(command) == 2, what
+        require_message(capsys.readouterr().err, journal, rule="search.study_name")
+        assert journal.read_bytes() == data
+    journal.write_bytes(whole + b'{"op_code":4,"worker')  # of a process that was killed while it wrote
+    assert run(command) == 0
+    (made.place.folder / "report.html").unlink()
+    (made.place.folder / "report.html").mkdir()
+    capsys.readouterr()
+    assert run(command) == 2
+    require_message(capsys.readouterr().err, made.place.folder / "report.html")
+
+
+def test_a_report_creates_no_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "study.db"
+    recipe = write_recipe(searched(storage=f"sqlite:///{path}"), tmp_path)
+    command = ["search", recipe, "--report", "--runs-dir", str(tmp_path / "runs")]
+    assert run(command) == 2
+    require_message(capsys.readouterr().err, path, rule="llmrecipes search")
+    assert not path.exists()
+    path.write_bytes(b"something else" * 100)
+    assert run(command) == 2  # at once: no retry helps
+    require_message(capsys.readouterr().err, path)
+
+
+def test_the_report_of_a_recipe_that_has_changed(made: Worker, tmp_path: Path) -> None:
+    """The model is another one, the range is narrower, and one key is not searched any more."""
+    changed = searched({**LR, "low": 1e-3}, n_trials=10)
+    changed = changed.model_copy(update={"model": changed.model.model_copy(update={"num_layers": 3})})
+    write_report(made.study, changed, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "model.num_layers: 2" in text
+    assert "<th>model.num_attention_heads</th>" in text
+    assert "rank_seconds" not in text  # Optuna's own timeline shows all attributes of trials, the machine among them
+
+
 def test_the_dashboard_shows_the_study(made: Worker) -> None:
     with (
         dashboard.server(str(made.place.folder / "journal.log"), 0) as (address, process),

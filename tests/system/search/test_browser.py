@@ -48,7 +48,8 @@ const plots = {};
 for (const section of document.querySelectorAll("section")) {
     const count = selector => section.querySelectorAll(selector).length;
     plots[section.querySelector("h2").textContent] = {
-        points: count(".scatterlayer path.point"), bars: count(".barlayer .point > path"), lines: count(".scatterlayer path.js-line"),
+        points: count(".scatterlayer path.point"), lines: count(".scatterlayer path.js-line"),
+        bars: count(".barlayer .point > path"),
         axes: [...section.querySelectorAll(".xtick text, .xtitle, .ytitle")].map(text => text.textContent),
     };
 }
