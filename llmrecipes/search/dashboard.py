@@ -36,7 +36,8 @@ def server(place: str, port: int) -> Iterator[tuple[str, Popen[bytes]]]:
 
 def serve(place: str, port: int = 8080) -> None:
     """Show the study until Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
+    for number in (signal.SIGINT, signal.SIGTERM):  # here a signal ends the server, it is no early end of a search
+        signal.signal(number, signal.default_int_handler)
     with server(place, port) as (address, process):
         print(f"optuna-dashboard shows the study at {address} (Ctrl-C ends it)", flush=True)
         until_interrupted(NAME, process)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -24,6 +25,7 @@ from optuna.storages import (
 from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import TrialState
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from llmrecipes.errors import UserError
@@ -76,7 +78,21 @@ def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
             if path.is_dir():
                 raise UserError("is a directory", where=place, rule="a journal is a file", fix=f"{place}/journal.log")
             path.parent.mkdir(parents=True, exist_ok=True)
-            return LivingJournal(Journal(path), interval, grace, again)
+            journal = Journal(path)
+            try:
+                return LivingJournal(journal, interval, grace, again)
+            except (
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                AssertionError,
+            ) as error:  # Optuna checks nothing
+                raise UserError(
+                    f"line {journal.line} of the journal is damaged ({type(error).__name__}: {error})",
+                    where=place, rule="each line is a complete entry",
+                    fix="restore the file from a copy, or search.study_name=NAME for a new study",
+                ) from error  # fmt: skip
         return get_storage(
             RDBStorage(
                 url_with_driver(place),
@@ -86,6 +102,13 @@ def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
                 heartbeat_stale_trial_callback=again,
             )
         )
+
+
+def file_of(place: str) -> Path | None:
+    """The file of a journal or of SQLite; None for a server."""
+    if "://" not in place:
+        return Path(place)
+    return Path(make_url(place).database or "") if place.startswith("sqlite") else None
 
 
 def url_with_driver(url: str) -> str:
@@ -135,7 +158,7 @@ def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -
     while True:
         try:
             found = call()
-        except (OSError, SQLAlchemyError, StorageInternalError, json.JSONDecodeError) as error:
+        except (OSError, SQLAlchemyError, StorageInternalError, json.JSONDecodeError, UnicodeDecodeError) as error:
             cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
             if _is_final(cause) or time.monotonic() - started + pause > seconds:
                 raise UserError(
@@ -157,12 +180,13 @@ def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -
 
 def _is_final(error: BaseException) -> bool:
     """Whether a retry cannot help: no permission, no such database, a wrong password, a damaged journal."""
-    if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError | json.JSONDecodeError):
+    if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError | ValueError):
         return True
     if not isinstance(error, DBAPIError):
         return False
     words = str(error.orig)
-    return any(text in words for text in ("authentication failed", "does not exist", "unable to open", "readonly"))
+    final = ("authentication failed", "does not exist", "unable to open", "readonly", "not a database", "malformed")
+    return any(text in words for text in final)
 
 
 def _first_line(error: BaseException) -> str:
@@ -177,6 +201,19 @@ class Journal(JournalFileBackend):
         path = path.absolute()  # the lock is a link to it, and a broken link would never expire
         self._own_path, self._own_lock = path, JournalFileSymlinkLock(str(path))
         super().__init__(str(path), self._own_lock)
+        self.line = 0
+        """The line that was read last, from 1."""
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        """Entries from a number on."""
+        entries = super().read_logs(log_number_from)
+        for number in itertools.count(log_number_from + 1):
+            self.line = number
+            try:
+                entry = next(entries)
+            except StopIteration:
+                return
+            yield entry
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Append entries; an incomplete last line, which would damage the next, is removed first."""

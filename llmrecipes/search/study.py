@@ -21,14 +21,21 @@ from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ValidationError
 
-from llmrecipes.checkpoint.compatibility import differences
+from llmrecipes.checkpoint.compatibility import Difference, differences
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.length import evaluations, trial_tokens
 from llmrecipes.search.samplers import grid, pruner, sampler
 from llmrecipes.search.space import MAX_NAME, SUFFIX, distribution, own_point, parameters
-from llmrecipes.search.storage import WORKER_ATTRIBUTE, address, open_storage, patiently, without_heartbeat
+from llmrecipes.search.storage import (
+    WORKER_ATTRIBUTE,
+    address,
+    file_of,
+    open_storage,
+    patiently,
+    without_heartbeat,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +139,7 @@ def load(recipe: Recipe, place: Place) -> optuna.Study:
     """
     search = require_section(recipe)
     where = address(search, place.folder)
-    if "://" not in where and not Path(where).is_file():
+    if (file := file_of(where)) is not None and not file.is_file():  # opened, it would be created
         raise _no_study(place.name, where)
     storage = open_storage(where, search)
     try:
@@ -168,9 +175,13 @@ def _is_filled(study: optuna.Study) -> bool:
     return True
 
 
+def changes(study: optuna.Study, recipe: Recipe) -> list[Difference]:
+    """Keys of the recipe, the space and the objectives that have changed since a study was created."""
+    return differences(basis(recipe), _with_defaults(study.user_attrs.get(BASIS, basis(recipe))))
+
+
 def _require_same(study: optuna.Study, recipe: Recipe, where: str) -> None:
-    changed = differences(basis(recipe), _with_defaults(study.user_attrs[BASIS]))
-    if changed:
+    if changed := changes(study, recipe):
         raise UserError(
             f"the study {study.study_name} is of another recipe: {'; '.join(map(str, changed))}",
             where=where,
@@ -216,7 +227,7 @@ def _add_earlier(study: optuna.Study, search: Search, name: str, where: str) -> 
     Raises:
         UserError: there is no such study, or it measures something else.
     """
-    if "://" not in where and not Path(where).is_file():
+    if (file := file_of(where)) is not None and not file.is_file():
         raise UserError("no such file", where=f"search.source_studies: {where}")
     try:
         earlier = optuna.load_study(study_name=name, storage=open_storage(where, search))

@@ -236,9 +236,8 @@ class Worker:
             self._note(each, {RANK_SECONDS: each.rank_seconds})
             self._patiently(lambda: give_back(self.study, each.number))
             return
-        reason = (
-            status.reason or f"exit code {status.exit_code}, see {each.job.logs().files or each.job.logs().command}"
-        )
+        logs = each.job.logs()
+        reason = status.reason or f"exit code {status.exit_code}, see {' '.join(map(str, logs.files or logs.command))}"
         attributes = {
             OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome, TOKENS: each.reader.progress.tokens,
             RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values),
