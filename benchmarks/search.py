@@ -47,20 +47,23 @@ from llmrecipes.tracking.jsonl import METRICS, parse
 STEPS, EVALUATIONS = 80, 8
 """Of a point of a grid."""
 WITHIN = 1.01
-PATIENCE = 1000
+PATIENCE = 200
 """Trials of a replayed search that does not get there."""
 
 Axes = Mapping[str, Sequence[float]]
-RATES = (3e-4, 6e-4, 1.2e-3, 2.4e-3, 4.8e-3, 9.6e-3, 1.9e-2, 3.8e-2)
 GRIDS: dict[str, Axes] = {
-    "2 keys": {"optimizer.lr": RATES, "scheduler.lr_warmup_iters": (1, 5, 10, 20)},
+    "2 keys": {
+        "optimizer.lr": (3e-4, 6e-4, 1.2e-3, 2.4e-3, 4.8e-3, 9.6e-3, 1.9e-2, 3.8e-2),
+        "scheduler.lr_warmup_iters": (5, 10, 20, 40),
+    },
     "4 keys": {
-        "optimizer.lr": RATES,
-        "scheduler.lr_warmup_iters": (2, 8, 20),
+        "optimizer.lr": (1.2e-3, 2.4e-3, 4.8e-3, 9.6e-3, 1.9e-2),
+        "scheduler.lr_warmup_iters": (5, 20, 40),
         "optimizer.adam_beta2": (0.9, 0.99),
-        "model.init_method_std": (0.005, 0.0125, 0.03, 0.08),
+        "model.init_method_std": (0.01, 0.03, 0.09),
     },
 }
+"""The best point of each is none of the edges of its learning rates."""
 LOG = ("optimizer.lr", "model.init_method_std")
 
 HYPERBAND = {"type": "HyperbandPruner"}
@@ -90,7 +93,7 @@ def recipe(axes: Axes, steps: int = STEPS, **section: Any) -> Recipe:
                 "eval_interval": steps // EVALUATIONS, "eval_iters": 4,
             },
             "data": {"num_workers": 0},
-            "optimizer": {"lr": RATES[2]},
+            "optimizer": {"lr": 1.2e-3},
             "scheduler": {"lr_warmup_iters": 5},
             "tracking": {"mlflow": False, "tensorboard": False},
             "search": {"space": space, "enqueue_recipe": False, "n_trials": 1000, **section},
