@@ -177,7 +177,8 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result
     from llmrecipes.search.best import best_trials
     from llmrecipes.search.space import values_of
     from llmrecipes.search.storage import address
-    from llmrecipes.search.study import own_trials, require_section
+    from llmrecipes.search.study import require_section
+    from llmrecipes.search.trials import own_trials
     from llmrecipes.tracking.store import redact
 
     section = require_section(recipe)

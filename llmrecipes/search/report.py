@@ -22,7 +22,8 @@ from llmrecipes.search.length import evaluations, trial_tokens
 from llmrecipes.search.plots import labelled, plots
 from llmrecipes.search.samplers import pruner
 from llmrecipes.search.space import own_point, parameters
-from llmrecipes.search.study import changes, own_trials, require_section
+from llmrecipes.search.study import changes, require_section
+from llmrecipes.search.trials import own_trials
 
 MOST_BEST = 12
 """Trade-offs next to each other; all of them are in the plot and the list of trials."""

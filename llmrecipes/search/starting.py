@@ -23,10 +23,12 @@ from llmrecipes.search.budget import RANK_SECONDS
 from llmrecipes.search.metrics import MetricsReader, Reader
 from llmrecipes.search.remote import MlflowReader
 from llmrecipes.search.space import Values, suggest, trial_recipe
-from llmrecipes.search.study import (
+from llmrecipes.search.study import Place
+from llmrecipes.search.target import Infeasible, Target, headroom
+from llmrecipes.search.trial import FINAL_CODES, Outcome, Running
+from llmrecipes.search.trials import (
     OUTCOME,
     WORKER,
-    Place,
     beat,
     discard,
     give_back,
@@ -35,8 +37,6 @@ from llmrecipes.search.study import (
     own_trials,
     this_worker,
 )
-from llmrecipes.search.target import Infeasible, Target, headroom
-from llmrecipes.search.trial import FINAL_CODES, Outcome, Running
 
 logger = logging.getLogger(__name__)
 

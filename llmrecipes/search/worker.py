@@ -26,10 +26,11 @@ from llmrecipes.search.space import Values
 from llmrecipes.search.starting import REASON, VALUES, Starter
 from llmrecipes.search.stop import Stop, stop_signals
 from llmrecipes.search.storage import address, patiently
-from llmrecipes.search.study import OUTCOME, Place, beat, give_back, own_trials, require_section, take_back, unbegun
+from llmrecipes.search.study import Place, require_section
 from llmrecipes.search.target import Target
 from llmrecipes.search.tracking import StudyTracker
 from llmrecipes.search.trial import Outcome, Running
+from llmrecipes.search.trials import OUTCOME, beat, give_back, own_trials, take_back, unbegun
 
 logger = logging.getLogger(__name__)
 

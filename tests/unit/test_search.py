@@ -16,7 +16,7 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.width import base_width
 from llmrecipes.search import starting, worker
-from llmrecipes.search.study import own_trials
+from llmrecipes.search.trials import own_trials
 from tests.helpers import curve, finish, start_command, tiny_on, train_lines, wait_for_step, write_recipe
 from tests.refusals import refused
 from tests.unit.search_lab import LR, Curves, bowl, curves, ran, searched, states

@@ -11,7 +11,7 @@ from llmrecipes.recipe import rules
 from llmrecipes.recipe.search import PRUNER_KEYS, SAMPLER_KEYS
 from llmrecipes.search.length import evaluation, evaluations
 from llmrecipes.search.space import trial_recipe
-from llmrecipes.search.study import own_trials
+from llmrecipes.search.trials import own_trials
 from tests.helpers import tiny
 from tests.refusals import has_token, refused
 from tests.unit.search_lab import LR, curves, ran, searched

@@ -21,7 +21,7 @@ from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search import starting, storage, study
 from llmrecipes.search.budget import used
-from llmrecipes.search.study import WORKER, own_trials
+from llmrecipes.search.trials import WORKER, own_trials
 from llmrecipes.search.worker import Worker
 from tests.refusals import refused
 from tests.unit.search_lab import LR, Curves, bowl, curves, ran, searched, states, worker

@@ -24,7 +24,7 @@ from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.plots import plots
 from llmrecipes.search.report import write_report
-from llmrecipes.search.study import own_trials
+from llmrecipes.search.trials import own_trials
 from llmrecipes.search.worker import Worker
 from tests.helpers import write_recipe
 from tests.unit.search_lab import LR, Curves, bowl, curves, searched, worker

@@ -12,7 +12,8 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.command import quiet
 from llmrecipes.search.study import load as load_study
-from llmrecipes.search.study import own_trials, place_of, require_section
+from llmrecipes.search.study import place_of, require_section
+from llmrecipes.search.trials import own_trials
 from tests.helpers import ROOT, lines, tiny_on, write_recipe
 from tests.system.slurm.conftest import Site
 
