@@ -79,7 +79,7 @@ def test_processes_share_a_study_and_never_a_trial(kind: str, tmp_path: Path) ->
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     made = worker(recipe, tmp_path, resume=True)
     trials = list(own_trials(made.study))
@@ -155,7 +155,7 @@ def test_a_search_may_be_killed_at_any_write(kind: str, tmp_path: Path, monkeypa
     for number in range(1, 99):
         process = FORK.Process(target=dies_at_write, args=(recipe, tmp_path, number))
         process.start()
-        process.join(60)
+        process.join(300)
         codes.append(process.exitcode)
         if codes[-1] == 0:
             break
