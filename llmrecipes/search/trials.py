@@ -19,6 +19,7 @@ from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from llmrecipes.search.storage import WORKER_ATTRIBUTE, without_heartbeat
+from llmrecipes.search.trial import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +65,10 @@ def take_back(study: optuna.Study, grace: float) -> None:
         elif worker is not None and _is_gone(worker) and _end(study, trial):
             logger.warning("trial %d: its search process has ended; it is resumed", trial.number)
     stale = None if (storage := heartbeats(study)) is None else storage.get_heartbeat_stale_trial_callback()
-    # Also those whose process was killed after ending them, and before putting them back.
+    # Also those whose process was killed after ending them and before putting them back, or before telling a result.
     for trial in own_trials(study):
-        if trial.state == TrialState.FAIL and OUTCOME not in trial.user_attrs and stale is not None:
+        has_failed = trial.user_attrs.get(OUTCOME) == Outcome.FAILED
+        if trial.state == TrialState.FAIL and not has_failed and stale is not None:
             stale(study, trial)
 
 

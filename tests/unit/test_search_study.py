@@ -458,16 +458,18 @@ def test_a_trial_that_was_taken_over_is_left_to_the_other_process(
     assert Curves.submitted.count("lab-0000") == 1
 
 
+@pytest.mark.parametrize("queued", [False, True])
 def test_a_trial_that_was_asked_for_and_never_began_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process died between Optuna's answer and its first sign of life."""
-    made = worker(searched(n_trials=1, grace_period=100), tmp_path)
+    """The process died between Optuna's answer and its first sign of life. A known point waits again."""
+    made = worker(searched(n_trials=1, grace_period=100, enqueue_recipe=queued), tmp_path)
     made.study.ask()
     study.take_back(made.study, 100)
     assert states(made.study) == ["RUNNING"]
     later = time.time() + 101
     monkeypatch.setattr(study.time, "time", lambda: later)
     study.take_back(made.study, 100)
-    assert states(made.study) == ["FAIL"]
-    assert list(own_trials(made.study)) == []
+    assert states(made.study) == ["FAIL", "WAITING"][: 1 + queued]
+    assert [trial.system_attrs["fixed_params"] for trial in own_trials(made.study)] == [{"optimizer.lr": 1e-3}] * queued
+    assert made.study.ask().number == 1
