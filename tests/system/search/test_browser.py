@@ -217,7 +217,8 @@ def test_the_dashboard_shows_the_study_until_ctrl_c(made: Worker, tmp_path: Path
         ]
         assert listening == ["127.0.0.1"]
         visit(browser, found[0], 1280)
-        WebDriverWait(browser, 60).until(lambda page: "lab" in page.find_element("css selector", "#root").text)
+        body = browser.find_element("css selector", "body")
+        WebDriverWait(browser, 60).until(lambda _: re.search(r"\blab\b", body.text))
         assert [each for each in browser.get_log("browser") if each["level"] == "SEVERE"] == []
         assert all(each.startswith(address) for each in requests(browser))
         os.kill(process.pid, signal.SIGINT)
