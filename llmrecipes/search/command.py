@@ -166,8 +166,8 @@ def show(recipe: Recipe, runs_dir: Path, port: int) -> None:
 
     section = require_section(recipe)
     place = place_of(recipe, section, runs_dir)
-    load(recipe, place)
-    serve(address(section, place.folder), port)
+    study = load(recipe, place)
+    serve(address(section, place.folder), study._study_id, port)
 
 
 def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result:

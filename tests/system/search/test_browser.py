@@ -205,10 +205,10 @@ def test_the_dashboard_shows_the_study_until_ctrl_c(made: Worker, tmp_path: Path
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        found = re.search(r"http://127\.0\.0\.1:(\d+)", process.stdout.readline())
+        found = re.search(r"(http://127\.0\.0\.1:(\d+))/\S+", process.stdout.readline())
         assert found is not None, process.communicate(timeout=10)
-        address, port = found[0], int(found[1])
-        assert port != taken
+        address = found[1]
+        assert int(found[2]) != taken
         listening = [
             each.laddr.ip
             for child in psutil.Process(process.pid).children(recursive=True)
@@ -216,8 +216,9 @@ def test_the_dashboard_shows_the_study_until_ctrl_c(made: Worker, tmp_path: Path
             if each.status == psutil.CONN_LISTEN
         ]
         assert listening == ["127.0.0.1"]
-        visit(browser, address, 1280)
-        WebDriverWait(browser, 60).until(lambda page: "lab" in page.find_element("css selector", "body").text)
+        visit(browser, found[0], 1280)
+        body = browser.find_element("css selector", "body")
+        WebDriverWait(browser, 60).until(lambda _: re.search(r"\blab\b", body.text))
         assert [each for each in browser.get_log("browser") if each["level"] == "SEVERE"] == []
         assert all(each.startswith(address) for each in requests(browser))
         os.kill(process.pid, signal.SIGINT)
