@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
 
 FIRST_DECISION = 4
-"""No trial is pruned in the first quarter (1 of these parts) of its evaluations. Optuna prunes from the first, during warm-up, where a short
-warm-up looks best: some searches then never finish a good trial."""
+"""No trial is pruned in the first quarter of its evaluations. Optuna prunes from the first, during warm-up, where a
+short warm-up looks best: some searches then never finish a good trial."""
 
 
 def sampler(search: Search, worker: int) -> BaseSampler:
