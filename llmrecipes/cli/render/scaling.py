@@ -35,7 +35,7 @@ def lines(found: ScalingLaw) -> Iterator[str]:
         yield "E is 0: the loss of these runs does not level off yet, and the law is not to be extrapolated"
     for coefficient in COEFFICIENTS:
         if share := fit.at_bound(coefficient):
-            yield f"{coefficient} is at a bound of the fit in {share:.0%} of the bootstrap samples: not determined"
+            yield f"{coefficient}: {share:.0%} of the bootstrap samples do not determine it (a bound of the fit)"
     yield ""
     yield f"compute-optimal for C = 6ND FLOPs: N grows with C^{law.parameter_exponent:.2f}, D with the rest"
     rows = [("FLOPs", "parameters", "90 % interval", "tokens", "90 % interval", "loss", "90 % interval")]
