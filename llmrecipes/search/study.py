@@ -149,7 +149,7 @@ def _create(storage: BaseStorage, place: Place, search: Search) -> optuna.Study:
 
 
 def basis(recipe: Recipe) -> dict[str, Any]:
-    """What makes the trials of a study comparable: the recipe without its searched keys, the space, the objectives."""
+    """What makes the trials of a study comparable: the recipe, the space, the objectives."""
     search = require_section(recipe)
     data = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in UNUSED}
     space = {each.pop("key"): each for each in search.model_dump(mode="json")["space"]}
@@ -168,8 +168,14 @@ def _is_filled(study: optuna.Study) -> bool:
 
 
 def changes(study: optuna.Study, recipe: Recipe) -> list[Difference]:
-    """Keys of the recipe, the space and the objectives that have changed since a study was created."""
-    return differences(basis(recipe), _with_defaults(study.user_attrs.get(BASIS, basis(recipe))))
+    """Keys of the recipe, the space and the objectives that have changed since a study was created.
+
+    Not keys of which each trial has a value of its own, so that the recipe may take over the best trial's.
+    """
+    now = basis(recipe)
+    searched = {each.key for each in require_section(recipe).space if not each.when}
+    found = differences(now, _with_defaults(study.user_attrs.get(BASIS, now)))
+    return [each for each in found if each.key not in searched]
 
 
 def _require_same(study: optuna.Study, recipe: Recipe, where: str) -> None:

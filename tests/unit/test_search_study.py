@@ -58,6 +58,9 @@ def test_a_study_is_continued_only_if_asked_for_and_only_by_its_recipe(tmp_path:
     with refused(tmp_path / "runs/lab-search/lab/journal.log", rule="optimizer.weight_decay"):
         ran(other, tmp_path, resume=True)
     assert len(again.trials) == 5
+    # Each trial has a value of its own, so that the recipe's may have become that of the best one.
+    best = searched(n_trials=6).model_copy(update={"optimizer": first_optimizer(lr=again.best_params["optimizer.lr"])})
+    assert len(ran(best, tmp_path, resume=True).trials) == 6
 
 
 def first_optimizer(**changes: Any) -> Any:
