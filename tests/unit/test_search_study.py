@@ -145,7 +145,7 @@ def dies_at_write(recipe: Recipe, folder: Path, number: int) -> None:
     search_in_a_process(recipe, folder)
 
 
-@pytest.mark.parametrize("kind", STORAGES)
+@pytest.mark.parametrize("kind", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
 def test_a_search_may_be_killed_at_any_write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Again and again, later each time: no trial is lost, none is trained twice, and their number is exact."""
     monkeypatch.setattr("llmrecipes.search.worker.IDLE_SECONDS", 0.05)

@@ -57,7 +57,8 @@ def test_each_trial_is_a_job(site: Site, corpus: Path) -> None:
     answer = json.loads(printed[printed.index("{") :])
     assert sum(answer["trials"].values()) == 3
     assert answer["trials"]["complete"] >= 1
-    assert load(answer["recipes"][0]).recipe.optimizer.lr == answer["best"][0]["values"]["optimizer.lr"]
+    best = load(str(site.folder / answer["recipes"][0])).recipe
+    assert best.optimizer.lr == answer["best"][0]["values"]["optimizer.lr"]
     jobs = {}
     for _, run_id in zip(range(3), outcomes(site, recipe)[1], strict=True):
         job = json.loads((site.folder / "runs/tiny-search" / run_id / "logs/submission.json").read_text())["job_id"]
