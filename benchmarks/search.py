@@ -205,13 +205,20 @@ def show_steps(name: str, table: Losses, found: dict[str, list[int | None]]) -> 
     for contender, steps in found.items():
         reached = sorted(math.inf if each is None else each for each in steps)
         low, middle, high = statistics.quantiles(reached, n=4) if len(reached) > 1 else reached * 3
-        lines.append((contender, f"{middle:,.0f}", f"{middle / whole:.2f}", f"{low:,.0f} to {high:,.0f}",
-                      f"{reached[0]:,} to {reached[-1]:,}"))  # fmt: skip
+        share = f"{middle / whole:.2f}" if math.isfinite(middle) else ""
+        lines.append(
+            (contender, _number(middle), share, f"{_number(low)} to {_number(high)}",
+             f"{_number(reached[0])} to {_number(reached[-1])}", f"{sum(map(math.isfinite, reached))}/{len(reached)}")
+        )  # fmt: skip
     good = sum(is_good(losses, goal(table)) for losses in table.values())
     show(
         f"{name}: steps until within 1 % of the grid's best, which {good} of {len(table)} points of {STEPS} steps are",
-        ("", "median", "of the grid", "middle half", "range"), lines,
+        ("", "median", "of the grid", "middle half", "range", "seeds that get there"), lines,
     )  # fmt: skip
+
+
+def _number(steps: float) -> str:
+    return f"{steps:,.0f}" if math.isfinite(steps) else "never"
 
 
 # -- time ----------------------------------------------------------------------------------------------------------
