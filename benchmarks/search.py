@@ -63,7 +63,7 @@ GRIDS: dict[str, Axes] = {
         "model.init_method_std": (0.01, 0.03, 0.09),
     },
 }
-"""The best point of each is none of the edges of its learning rates."""
+"""The best learning rate is inside each range."""
 LOG = ("optimizer.lr", "model.init_method_std")
 
 HYPERBAND = {"type": "HyperbandPruner"}
@@ -266,7 +266,7 @@ def idle_seconds(jobs: Sequence[Job], workers: int, began: float, ended: float) 
 def search_once(workers: int, folder: Path, data_dir: Path) -> dict[str, Any]:
     """Run `llmrecipes search` and read what its trials recorded."""
     job = recipe(GRIDS["2 keys"], TRIAL_STEPS, n_trials=TRIALS, sampler={"seed": 0}, pruner={"type": "NopPruner"})
-    file, runs_dir = folder / f"workers-{workers}.yaml", folder / f"runs-{workers}"
+    file, runs_dir = folder / f"{job.name}.yaml", folder / f"runs-{workers}"
     file.write_text(to_yaml(job), "utf-8")
     command = [sys.executable, "-m", "llmrecipes.cli", "search", str(file), "--workers", str(workers)]
     began = time.time()
