@@ -223,7 +223,7 @@ def _number(steps: float) -> str:
 
 # -- time ----------------------------------------------------------------------------------------------------------
 
-TRIALS, TRIAL_STEPS = 8, 400
+TRIALS, TRIAL_STEPS = 8, 480
 
 
 @dataclass(frozen=True)
@@ -289,19 +289,26 @@ def search_once(workers: int, folder: Path, data_dir: Path) -> dict[str, Any]:
 
 def show_time(measured: Sequence[dict[str, Any]]) -> None:
     """Trials an hour, and the time without a trial."""
-    rates = [3600 * TRIALS / each["seconds"] for each in measured]
-    show(
-        f"{TRIALS} trials of {TRIAL_STEPS} steps",
-        ("workers", "seconds", "trials an hour", "× one", "no trial runs", "of it first and last", "process start",
-         "training"),
-        [
-            (each["workers"], f"{each['seconds']:.1f}", f"{rate:.0f}", f"{rate / rates[0]:.2f}",
-             f"{each['idle']:.1f} s, {each['idle'] / each['places']:.1%}",
-             f"{each['before_first'] + each['after_last']:.1f} s",
+    lines = []
+    for each in measured:
+        outer = each["before_first"] + each["after_last"]
+        lines.append(
+            (each["workers"], f"{each['seconds']:.1f}", f"{3600 * TRIALS / each['seconds']:.0f}",
+             f"{measured[0]['seconds'] / each['seconds']:.2f}",
+             *(f"{seconds:.1f} s, {seconds / each['places']:.1%}" for seconds in (each["idle"], each["idle"] - outer)),
              f"{each['start_of_trial']:.1f} s", f"{each['training']:.1f} s")
-            for each, rate in zip(measured, rates, strict=True)
-        ],
-    )  # fmt: skip
+        )  # fmt: skip
+    columns = (
+        "workers",
+        "seconds",
+        "trials an hour",
+        "× one",
+        "no trial runs",
+        "between trials",
+        "process start",
+        "training",
+    )
+    show(f"{TRIALS} trials of {TRIAL_STEPS} steps", columns, lines)
 
 
 def main() -> None:
