@@ -63,7 +63,7 @@ GRIDS: dict[str, Axes] = {
         "model.init_method_std": (0.01, 0.03, 0.09),
     },
 }
-"""The best point of each is none of the edges of its learning rates."""
+"""The best learning rate is inside each range."""
 LOG = ("optimizer.lr", "model.init_method_std")
 
 HYPERBAND = {"type": "HyperbandPruner"}
@@ -205,18 +205,25 @@ def show_steps(name: str, table: Losses, found: dict[str, list[int | None]]) -> 
     for contender, steps in found.items():
         reached = sorted(math.inf if each is None else each for each in steps)
         low, middle, high = statistics.quantiles(reached, n=4) if len(reached) > 1 else reached * 3
-        lines.append((contender, f"{middle:,.0f}", f"{middle / whole:.2f}", f"{low:,.0f} to {high:,.0f}",
-                      f"{reached[0]:,} to {reached[-1]:,}"))  # fmt: skip
+        share = f"{middle / whole:.2f}" if math.isfinite(middle) else ""
+        lines.append(
+            (contender, _number(middle), share, f"{_number(low)} to {_number(high)}",
+             f"{_number(reached[0])} to {_number(reached[-1])}", f"{sum(map(math.isfinite, reached))}/{len(reached)}")
+        )  # fmt: skip
     good = sum(is_good(losses, goal(table)) for losses in table.values())
     show(
         f"{name}: steps until within 1 % of the grid's best, which {good} of {len(table)} points of {STEPS} steps are",
-        ("", "median", "of the grid", "middle half", "range"), lines,
+        ("", "median", "of the grid", "middle half", "range", "seeds that get there"), lines,
     )  # fmt: skip
+
+
+def _number(steps: float) -> str:
+    return f"{steps:,.0f}" if math.isfinite(steps) else "never"
 
 
 # -- time ----------------------------------------------------------------------------------------------------------
 
-TRIALS, TRIAL_STEPS = 8, 400
+TRIALS, TRIAL_STEPS = 8, 480
 
 
 @dataclass(frozen=True)
@@ -259,7 +266,7 @@ def idle_seconds(jobs: Sequence[Job], workers: int, began: float, ended: float) 
 def search_once(workers: int, folder: Path, data_dir: Path) -> dict[str, Any]:
     """Run `llmrecipes search` and read what its trials recorded."""
     job = recipe(GRIDS["2 keys"], TRIAL_STEPS, n_trials=TRIALS, sampler={"seed": 0}, pruner={"type": "NopPruner"})
-    file, runs_dir = folder / f"workers-{workers}.yaml", folder / f"runs-{workers}"
+    file, runs_dir = folder / f"{job.name}.yaml", folder / f"runs-{workers}"
     file.write_text(to_yaml(job), "utf-8")
     command = [sys.executable, "-m", "llmrecipes.cli", "search", str(file), "--workers", str(workers)]
     began = time.time()
@@ -282,19 +289,26 @@ def search_once(workers: int, folder: Path, data_dir: Path) -> dict[str, Any]:
 
 def show_time(measured: Sequence[dict[str, Any]]) -> None:
     """Trials an hour, and the time without a trial."""
-    rates = [3600 * TRIALS / each["seconds"] for each in measured]
-    show(
-        f"{TRIALS} trials of {TRIAL_STEPS} steps",
-        ("workers", "seconds", "trials an hour", "× one", "no trial runs", "of it first and last", "process start",
-         "training"),
-        [
-            (each["workers"], f"{each['seconds']:.1f}", f"{rate:.0f}", f"{rate / rates[0]:.2f}",
-             f"{each['idle']:.1f} s, {each['idle'] / each['places']:.1%}",
-             f"{each['before_first'] + each['after_last']:.1f} s",
+    lines = []
+    for each in measured:
+        outer = each["before_first"] + each["after_last"]
+        lines.append(
+            (each["workers"], f"{each['seconds']:.1f}", f"{3600 * TRIALS / each['seconds']:.0f}",
+             f"{measured[0]['seconds'] / each['seconds']:.2f}",
+             *(f"{seconds:.1f} s, {seconds / each['places']:.1%}" for seconds in (each["idle"], each["idle"] - outer)),
              f"{each['start_of_trial']:.1f} s", f"{each['training']:.1f} s")
-            for each, rate in zip(measured, rates, strict=True)
-        ],
-    )  # fmt: skip
+        )  # fmt: skip
+    columns = (
+        "workers",
+        "seconds",
+        "trials an hour",
+        "× one",
+        "no trial runs",
+        "between trials",
+        "process start",
+        "training",
+    )
+    show(f"{TRIALS} trials of {TRIAL_STEPS} steps", columns, lines)
 
 
 def main() -> None:

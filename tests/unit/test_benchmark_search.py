@@ -35,7 +35,7 @@ RATES, WARMUPS = AXES.values()
 
 def losses() -> Losses:
     """The best point is in the middle; the highest rate diverges after two evaluations."""
-    found = {}
+    found: Losses = {}
     for rate, warmup in itertools.product(RATES, WARMUPS):
         last = 5 + abs(RATES.index(rate) - 3) + abs(WARMUPS.index(warmup) - 1) / 2
         curve = [last + (EVALUATIONS - number) / 4 for number in range(1, EVALUATIONS + 1)]

@@ -157,22 +157,22 @@ def test_pruners(pruner: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "pruner",
     [
-        {},
+        None,
         {"type": "PercentilePruner", "percentile": 50.0},
         {"type": "SuccessiveHalvingPruner"},
         {"type": "HyperbandPruner"},
     ],
-    ids=lambda value: value.get("type", "default"),
+    ids=lambda value: value["type"] if value else "default",
 )
 @pytest.mark.parametrize(("evaluations", "first"), [(8, 2), (9, 3), (4, 1), (1, None)])
 def test_no_trial_is_pruned_in_the_first_quarter(
-    pruner: dict[str, Any], evaluations: int, first: int | None, monkeypatch: pytest.MonkeyPatch
+    pruner: dict[str, Any] | None, evaluations: int, first: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the learning rate rises, losses say little."""
     import optuna
 
     monkeypatch.setattr("optuna.pruners.HyperbandPruner._get_bracket_id", lambda *_: 0)
-    search = require_section(searched(**({"pruner": pruner} if pruner else {})))
+    search = require_section(searched(pruner=pruner))
     study = optuna.create_study(pruner=make_pruner(search, evaluations))
 
     def decisions(loss: float) -> list[bool]:
