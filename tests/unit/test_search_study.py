@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 from llmrecipes.errors import ExitCode
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.search import starting, storage, study
+from llmrecipes.search import starting, storage, study, trials
 from llmrecipes.search.budget import used
 from llmrecipes.search.trials import WORKER, own_trials
 from llmrecipes.search.worker import Worker
@@ -180,8 +180,8 @@ def test_a_trial_that_is_put_back_twice_runs_once(tmp_path: Path) -> None:
     made = worker(searched(n_trials=2, pruner={"type": "NopPruner"}), tmp_path)
     trial = made.study.ask()
     trial.suggest_float("optimizer.lr", 1e-4, 1.0, log=True)
-    study.give_back(made.study, trial.number)
-    study.give_back(made.study, trial.number)
+    trials.give_back(made.study, trial.number)
+    trials.give_back(made.study, trial.number)
     assert made.run() == ExitCode.DONE
     assert [each.state for each in own_trials(made.study)] == [TrialState.COMPLETE] * 2
     assert len(Curves.submitted) == 2
@@ -193,12 +193,12 @@ def test_a_resumed_trial_is_not_stale_from_its_beginning(tmp_path: Path, monkeyp
     now = [1000.0]
     monkeypatch.setattr(storage.time, "time", lambda: now[0])
     trial = made.study.ask()
-    study.beat(made.study, trial)
+    trials.beat(made.study, trial)
     trial.set_user_attr(WORKER, {"host": "elsewhere", "pid": 1, "started": 0.0})
     now[0] += 101
-    study.take_back(made.study, 100)
+    trials.take_back(made.study, 100)
     resumed = made.study.ask()
-    study.take_back(made.study, 100)
+    trials.take_back(made.study, 100)
     assert made.study.trials[resumed.number].state == TrialState.RUNNING
 
 
@@ -243,11 +243,11 @@ def test_a_trial_without_signs_of_life_is_given_to_another_process(
         trial = made.study.ask()
         trial.set_user_attr(WORKER, {"host": "elsewhere", "pid": 1, "started": 0.0})
         trial.suggest_float("optimizer.lr", 1e-4, 1.0, log=True)
-        study.beat(made.study, trial)
-        study.take_back(made.study, 100)
+        trials.beat(made.study, trial)
+        trials.take_back(made.study, 100)
         assert made.study.trials[trial.number].state == TrialState.RUNNING
         now[0] += 101
-        study.take_back(made.study, 100)
+        trials.take_back(made.study, 100)
         assert made.study.trials[trial.number].state == TrialState.FAIL
         waiting = [each for each in made.study.trials if each.state == TrialState.WAITING]
         assert [each.params for each in waiting] == ([made.study.trials[trial.number].params] if retried else [])
@@ -300,7 +300,7 @@ def test_a_storage_that_stays_away_is_told_once_and_nothing_is_lost(
     ended.start()
     ended.join()
     with monkeypatch.context() as patch:  # afterwards this process is another one
-        patch.setattr(starting, "this_worker", lambda: {**study.this_worker(), "pid": ended.pid})
+        patch.setattr(starting, "this_worker", lambda: {**trials.this_worker(), "pid": ended.pid})
         made = worker(recipe, tmp_path)
         with_storage_unmounted(made, tmp_path, patch)
     again = ran(recipe, tmp_path, resume=True)
@@ -452,7 +452,7 @@ def test_a_trial_that_was_taken_over_is_left_to_the_other_process(
 
     def taken(recipe: Recipe, evaluation: int) -> float:
         if len(Curves.submitted) == 1 and evaluation == 2:
-            study.give_back(made.study, 0)
+            trials.give_back(made.study, 0)
         return bowl(recipe, evaluation)
 
     monkeypatch.setattr(Curves, "loss", staticmethod(taken))
@@ -468,11 +468,11 @@ def test_a_trial_that_was_asked_for_and_never_began_does_not_count(
     """The process died between Optuna's answer and its first sign of life. A known point waits again."""
     made = worker(searched(n_trials=1, grace_period=100, enqueue_recipe=queued), tmp_path)
     made.study.ask()
-    study.take_back(made.study, 100)
+    trials.take_back(made.study, 100)
     assert states(made.study) == ["RUNNING"]
     later = time.time() + 101
-    monkeypatch.setattr(study.time, "time", lambda: later)
-    study.take_back(made.study, 100)
+    monkeypatch.setattr(trials.time, "time", lambda: later)
+    trials.take_back(made.study, 100)
     assert states(made.study) == ["FAIL", "WAITING"][: 1 + queued]
     assert [trial.system_attrs["fixed_params"] for trial in own_trials(made.study)] == [{"optimizer.lr": 1e-3}] * queued
     assert made.study.ask().number == 1
