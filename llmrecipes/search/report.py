@@ -159,8 +159,7 @@ def _facts(study: optuna.Study, recipe: Recipe) -> str:
         ("sampler, pruner", f"{search.sampler.type}, {type(pruner(search, length)).__name__}"),
         ("written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
     ]
-    searched = {each.key for each in search.space}
-    if changed := [each for each in changes(study, recipe) if each.key not in searched]:
+    if changed := changes(study, recipe):
         rows.append(("recipe has changed", "; ".join(map(str, changed))))
     lines = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>\n" for name, text in rows)
     return f'<section><h2>Study</h2><table class="facts">{lines}</table></section>'

@@ -49,6 +49,10 @@ HEARTBEAT, WORKER_ATTRIBUTE = "llmrecipes:heartbeat", "worker"
 """Attributes of a trial that end with its process."""
 
 
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
+"""What Optuna raises for a damaged journal: it does not check what it reads."""
+
+
 def address(search: Search, folder: Path) -> str:
     """The storage of a study: a URL, or the path of a journal file.
 
@@ -81,13 +85,7 @@ def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
             journal = Journal(path)
             try:
                 return LivingJournal(journal, interval, grace, again)
-            except (
-                ValueError,
-                LookupError,
-                TypeError,
-                AttributeError,
-                AssertionError,
-            ) as error:  # Optuna checks nothing
+            except _DAMAGE as error:
                 raise UserError(
                     f"line {journal.line} of the journal is damaged ({type(error).__name__}: {error})",
                     where=place, rule="each line is a complete entry",
@@ -160,7 +158,13 @@ def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -
             found = call()
         except (OSError, SQLAlchemyError, StorageInternalError, json.JSONDecodeError, UnicodeDecodeError) as error:
             cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
-            if _is_final(cause) or time.monotonic() - started + pause > seconds:
+            if _is_final(cause):
+                raise UserError(
+                    f"the storage of the study cannot be used: {_first_line(cause)}",
+                    where=redact(place),
+                    fix="correct its address, permissions or password; no finished trial is lost",
+                ) from error
+            if time.monotonic() - started + pause > seconds:
                 raise UserError(
                     f"the storage of the study does not respond: {_first_line(cause)}",
                     where=redact(place),
