@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import close, machine, parser, show
+from benchmarks.curve import last_loss
 from llmrecipes.recipe.schema import Recipe
 
 WIDTHS = (64, 128, 256, 512)
@@ -39,7 +39,7 @@ def recipe(width: int, rate: float, *, use_mup: bool, steps: int, seed: int) -> 
             },
             "train": {
                 "train_iters": steps, "micro_batch_size": 8, "global_batch_size": 8, "precision": "fp32",
-                "eval_iters": 16, "seed": seed,
+                "eval_interval": steps, "eval_iters": 16, "seed": seed,
             },
             "optimizer": {"lr": rate},
             "scheduler": {"lr_warmup_iters": steps // 10},
@@ -47,32 +47,6 @@ def recipe(width: int, rate: float, *, use_mup: bool, steps: int, seed: int) -> 
             "tracking": {"mlflow": False, "tensorboard": False},
         }
     )  # fmt: skip
-
-
-def valid_loss(job: Recipe, data_dir: Path) -> float:
-    """Train, and evaluate at the end; NaN if the training diverges."""
-    from llmrecipes.data.prepare import prepare
-    from llmrecipes.engine.registry import backend
-    from llmrecipes.hardware.cluster import detect
-    from llmrecipes.plan.derive import derive
-    from llmrecipes.train.loaders import open_loaders
-
-    prepared = prepare(job, data_dir)
-    engines = backend(job)
-    platform = engines.platform()
-    with engines.join(job, platform) as world:
-        loaders = open_loaders(job, prepared, world, pin_memory=False)
-        engine = engines.build(derive(job, world.size, detect()), platform)
-        try:
-            with closing(loaders.train(0)) as batches:
-                for _ in range(job.train.train_iters):
-                    if not math.isfinite(engine.train_step(batches).loss):
-                        return math.nan
-            assert loaders.valid is not None
-            loss = engine.evaluate(loaders.valid(), job.train.eval_iters)
-            return math.nan if loss is None else loss
-        finally:
-            engine.close()
 
 
 def key(use_mup: bool, width: int, exponent: int, seed: int) -> str:
@@ -148,7 +122,7 @@ def main() -> None:
                     if name in losses:
                         continue
                     job = recipe(width, 2.0**exponent, use_mup=use_mup, steps=arguments.steps, seed=seed)
-                    losses[name] = valid_loss(job, arguments.data_dir)
+                    losses[name] = last_loss(job, arguments.data_dir)
                     print(f"{name}: {losses[name]:.4f}", flush=True)
                     if arguments.json is not None:
                         kept = {"machine": started_on, "steps": arguments.steps, "losses": losses}

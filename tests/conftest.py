@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock
 
 from tests import selection
+from tests.dist.table import Row
 from tests.dist.worlds import GlooWorld, pool
 
 if TYPE_CHECKING:
@@ -36,7 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         slow = item.get_closest_marker("slow") is not None
         zero = item.nodeid if item.get_closest_marker("deepspeed") else ""
-        if selection.of_the_version(item.path.relative_to(HERE).as_posix(), slow, zero):
+        row = (
+            item.callspec.params.get("row") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
+        )
+        name = row.name if isinstance(row, Row) else ""
+        if selection.of_the_version(item.path.relative_to(HERE).as_posix(), slow, zero, name):
             item.add_marker(pytest.mark.version)
     items.sort(key=lambda item: selection.rank(item.nodeid))
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.dist import table
+
 TESTS = Path(__file__).parent
 
 VERSION = (
@@ -23,7 +25,9 @@ VERSION = (
 """Path prefixes of tests whose results depend on the versions of Python, torch and megatron-core."""
 
 VERSION_SLOW = ("dist/test_layouts", "unit/test_checkpoint_")
-"""Those whose slow tests do so too, and do more than start the same processes with other options."""
+"""Those whose slow tests do so too, and do more than start the same processes with other options. Of the layouts,
+every resume, and the rows of `table.of_the_version`: one that only combines what other rows have is left to
+`make test-deep`, because the combinations depend on this project's code."""
 
 VERSION_ZERO = (
     "[gpt: dp2, deepspeed, stage=2, reduce_bucket_size=20000, use_distributed_optimizer]",
@@ -44,17 +48,20 @@ FIRST = (
 """Slow groups, the slowest first, so that short ones run last."""
 
 
-def of_the_version(path: str, slow: bool = False, zero: str = "") -> bool:
+def of_the_version(path: str, slow: bool = False, zero: str = "", row: str = "") -> bool:
     """Whether a test belongs to `make test-version`.
 
     Args:
         path: of its module, relative to `tests`.
         slow: whether `make test` excludes it.
         zero: its id, if it needs DeepSpeed.
+        row: name of the layout, if it compares one with one process.
     """
-    return path.startswith(VERSION_SLOW if slow else VERSION) and (
-        not zero or any(start in zero for start in VERSION_ZERO)
-    )
+    if not path.startswith(VERSION_SLOW if slow else VERSION):
+        return False
+    if zero:
+        return any(start in zero for start in VERSION_ZERO)
+    return not row or row in table.of_the_version()
 
 
 @cache

@@ -9,7 +9,7 @@ wanted=(
     # tests/system/containers
     podman netavark aardvark-dns catatonit iptables debootstrap
     # tests/system/search
-    postgresql util-linux
+    postgresql util-linux chromium chromium-driver
     # DeepSpeed's CPU Adam and asynchronous I/O, compiled at first use
     g++ libaio-dev
 )

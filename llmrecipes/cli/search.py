@@ -62,7 +62,9 @@ def search(
     ] = None,
     report: Annotated[bool, typer.Option("--report", help="Only write the study's report (HTML).")] = False,
     ui: Annotated[bool, typer.Option("--ui", help="Only show the study in optuna-dashboard.")] = False,
-    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port of --ui, if it is free.")] = 8080,
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=1, max=65535, help="Port of --ui, if it is free.")
+    ] = 8080,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -86,7 +88,7 @@ def search(
         command.show(loaded, runs_dir, port)
         return 0
     if report:
-        path = command.report(loaded, runs_dir)
+        path = command.report(loaded, runs_dir, data_dir)
         print(json.dumps({"report": str(path)}) if as_json else path)
         return 0
     given = _given(submit or [])

@@ -93,7 +93,7 @@ class Pruner(Section):
     n_startup_trials: NonNegInt | None = None
     """Median, percentile: completed trials before any is pruned; unset: 5."""
     n_warmup_steps: NonNegInt | None = None
-    """Median, percentile: evaluations of a trial before it may be pruned; unset: 0."""
+    """Median, percentile: first evaluation after which a trial may be pruned; unset: a quarter of them."""
     interval_steps: PosInt | None = None
     """Median, percentile: evaluations between checks; unset: 1."""
     n_min_trials: PosInt | None = None
@@ -101,7 +101,7 @@ class Pruner(Section):
     percentile: Annotated[float, Field(gt=0, lt=100)] | None = None
     """Percentile: share of trials to keep, in percent; required for `PercentilePruner`."""
     min_resource: PosInt | None = None
-    """Successive halving, Hyperband: evaluations before the first decision; unset: from the first trial, or 1."""
+    """Successive halving, Hyperband: first evaluation after which a trial may be pruned; unset: a quarter of them."""
     reduction_factor: Annotated[int, Field(ge=2)] | None = None
     """Successive halving, Hyperband: one of so many trials is kept at each decision; unset: 4, or 3 for Hyperband."""
     min_early_stopping_rate: NonNegInt | None = None

@@ -37,6 +37,12 @@ def check(recipe: Recipe) -> Iterator[Problem]:
     yield from _objectives(recipe, search)
     yield from _points(search)
     yield from _storage(search)
+    if search.grace_period is not None and search.grace_period <= search.heartbeat_interval:
+        yield Problem(
+            "search.grace_period", f"{search.grace_period} s, with signs of life every {search.heartbeat_interval} s",
+            "a trial is given to another process when it has missed a sign of life",
+            f"search.grace_period: {2 * search.heartbeat_interval}",
+        )  # fmt: skip
     if search.sampler.type != "GridSampler" and all(getattr(search, name) is None for name in _LIMITS):
         yield Problem(
             "search.n_trials", "the study has no limit", f"a search has at least one of {', '.join(_LIMITS)}",
@@ -52,6 +58,10 @@ def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension
         what = "is a section" if known is not None else "is no key of a recipe"
         yield Problem(f"{where}.key", f"{key!r} {what}", "a search is over keys of the recipe", str(hint(key)))
         return
+    if not _has_place(recipe.model_dump(mode="json"), key):
+        yield Problem(f"{where}.key", f"{key} is in no item of the recipe",
+                      "a search changes items that the recipe has", "an item from 0")  # fmt: skip
+        return
     if key in FIXED or key.partition(".")[0] in FIXED_SECTIONS:
         yield Problem(
             f"{where}.key", f"{key} is the same in all trials", "trials are compared with each other",
@@ -59,7 +69,7 @@ def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension
         )  # fmt: skip
     if key in earlier:
         yield Problem(f"{where}.key", f"{key} appears twice", "a key has one range", "remove one")
-    for condition in dimension.when:
+    for condition, allowed in dimension.when.items():
         if not is_key(condition):
             yield Problem(f"{where}.when", f"{condition!r} is no key of a recipe", fix=str(hint(condition)))
         elif condition in [each.key for each in search.space[number:]]:
@@ -67,6 +77,10 @@ def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension
                 f"{where}.when", f"{condition} is not searched before {key}",
                 "a condition is on a key that has its value already", f"move {condition} up",
             )  # fmt: skip
+        else:
+            for value in allowed:
+                if reason := _misfit(recipe, condition, value):
+                    yield Problem(f"{where}.when", f"{value!r} does not fit {condition}", reason)
     if dimension.choices is not None:
         yield from _choices(recipe, where, dimension)
     else:
@@ -82,6 +96,15 @@ def _choices(recipe: Recipe, where: str, dimension: Dimension) -> Iterator[Probl
             yield Problem(f"{where}.choices", f"{choice!r} appears twice", "choices differ", "remove one")
         elif reason := _misfit(recipe, dimension.key, choice):
             yield Problem(f"{where}.choices", f"{choice!r} does not fit {dimension.key}", reason)
+
+
+def _has_place(data: Any, key: str) -> bool:
+    """Whether each number in a key is that of an item in plain recipe data."""
+    for part in key.split("."):
+        if part.isdecimal() and not (isinstance(data, list) and int(part) < len(data)):
+            return False
+        data = data[int(part)] if part.isdecimal() else data.get(part) if isinstance(data, dict) else None
+    return True
 
 
 def _misfit(recipe: Recipe, key: str, value: object) -> str:
@@ -248,12 +271,16 @@ def _storage(search: Search) -> Iterator[Problem]:
     given = [("search.storage", search.storage)]
     given += [(f"search.source_studies.{n}.storage", each.storage) for n, each in enumerate(search.source_studies)]
     for where, storage in given:
+        if storage == "":
+            yield Problem(where, "is empty", "a storage is a URL or a path", "leave it out")
         if storage is None or "://" not in storage:
             continue
         parts = urlsplit(storage)
         if parts.scheme.partition("+")[0] not in STORAGES:
             yield Problem(where, f"scheme {parts.scheme!r}", "a storage is sqlite:///FILE, postgresql://..., or a path",
                           "a path of a journal file")  # fmt: skip
+        elif parts.scheme.startswith("sqlite") and parts.path in ("", "/", "/:memory:"):
+            yield Problem(where, f"{storage} is in memory", "a study outlives its process", "sqlite:///study.db")
         elif parts.password is not None:
             yield Problem(where, "has a password", "recipes are recorded with every run",
                           "PGPASSWORD or ~/.pgpass")  # fmt: skip

@@ -32,7 +32,7 @@ INTERVAL = (5.0, 95.0)
 """Percentiles of the bootstrap."""
 RESAMPLES = 200
 LEAST_TERM = 1e-4
-"""Of a term at the centre of the runs, relative to E: a smaller one is not determined."""
+"""Of a term at the centre of the runs relative to E, and of E relative to a loss: a smaller one is not determined."""
 MOST_DRAWS = 20
 """Draws for each bootstrap sample; those that do not determine a law are drawn again."""
 STARTS = 30
@@ -41,6 +41,8 @@ _EXPONENTS = (0.0, 0.5, 1.0, 1.5, 2.0)
 _LOG_FACTORS = (0.0, 5.0, 10.0, 15.0, 20.0, 25.0)
 _LOG_E = (-1.0, -0.5, 0.0, 0.5, 1.0)
 _BOUNDS = ((-40.0, 40.0), (-40.0, 40.0), (-20.0, 20.0), (1e-3, 5.0), (1e-3, 5.0))
+_EXPONENT_OF = {"alpha": 3, "beta": 4}
+"""Places of the exponents among the fitted values."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,21 @@ class Fit:
     def optimum_interval(self, flops: float, name: str) -> tuple[float, float]:
         """90 % interval of `parameters`, `tokens` or `loss` of the optimum for a budget."""
         return self._percentiles([getattr(law.optimum(flops), name) for law in self.resampled])
+
+    def at_bound(self, name: str) -> float:
+        """Share of bootstrap samples in which E is 0, or an exponent is at a bound: they do not determine it."""
+        found = [
+            _is_at_bound(name, getattr(law, name)) if name != "E" else self._is_zero(law) for law in self.resampled
+        ]
+        return sum(found) / len(found)
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether E is above 0: otherwise the runs do not show where the loss levels off."""
+        return not self._is_zero(self.law)
+
+    def _is_zero(self, law: Law) -> bool:
+        return law.E / min(point.loss for point in self.points) < LEAST_TERM
 
     @staticmethod
     def _percentiles(values: list[float]) -> tuple[float, float]:
@@ -148,10 +165,17 @@ def _obstacle(points: Sequence[Point]) -> str | None:
     return None
 
 
+def _is_at_bound(name: str, value: float) -> bool:
+    if name not in _EXPONENT_OF:
+        return False
+    low, high = _BOUNDS[_EXPONENT_OF[name]]
+    return not low * 1.01 < value < high * 0.99
+
+
 def _require_terms(values: Array) -> None:
-    for term, exponent, name, what in ((0, 3, "A/N^alpha", "parameters"), (1, 4, "B/D^beta", "tokens")):
-        low, high = _BOUNDS[exponent]
-        if math.exp(values[term] - values[2]) < LEAST_TERM or not low * 1.01 < values[exponent] < high * 0.99:
+    for term, coefficient, name, what in ((0, "alpha", "A/N^alpha", "parameters"), (1, "beta", "B/D^beta", "tokens")):
+        exponent = float(values[_EXPONENT_OF[coefficient]])
+        if math.exp(values[term] - values[2]) < LEAST_TERM or _is_at_bound(coefficient, exponent):
             raise UserError(
                 f"these runs do not determine {name}: their loss does not fall with {what} as a power law",
                 where="RUN",

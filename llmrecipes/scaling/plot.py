@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from llmrecipes.console import number
@@ -13,6 +14,8 @@ from llmrecipes.scaling.fit import Fit
 
 FORMATS = (".svg", ".png", ".pdf")
 SAMPLES = 60
+MOST_ROWS = 18
+"""Of a column of the legend."""
 BEYOND = 100.0
 """The budgets of the figure end at this multiple of the largest run's."""
 
@@ -35,23 +38,26 @@ def draw(fit: Fit, file: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     sizes = sorted({point.parameters for point in fit.points})
     tokens = np.geomspace(min(p.tokens for p in fit.points), max(p.tokens for p in fit.points), SAMPLES)
     for place, size in enumerate(sizes):
-        colour = f"C{place % 10}"
+        colour = colormaps["viridis"](0.9 * place / max(1, len(sizes) - 1))  # its end is too light for a line
         left.plot(tokens, [fit.law.loss(size, each) for each in tokens], color=colour, linewidth=1)
         own = [point for point in fit.points if point.parameters == size]
         left.plot([p.tokens for p in own], [p.loss for p in own], "o", color=colour, label=f"{number(int(size))}")
     left.set(xscale="log", xlabel="training tokens D", ylabel="validation loss [nats/token]", title="runs and fit")
-    left.legend(title="parameters N", fontsize="small")
+    columns = -(-len(sizes) // MOST_ROWS)
+    left.legend(title="parameters N", fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.02), ncols=columns)
     budgets = np.geomspace(min(p.flops for p in fit.points), BEYOND * max(p.flops for p in fit.points), SAMPLES)
     low, high = zip(*(fit.optimum_interval(each, "parameters") for each in budgets), strict=True)
     right.fill_between(budgets, low, high, alpha=0.25, linewidth=0, label="90 % interval")
-    right.plot(budgets, [fit.law.optimum(each).parameters for each in budgets], label="compute-optimal N")
+    right.plot(budgets, [fit.law.optimum(each).parameters for each in budgets], label="optimum")
     right.plot([p.flops for p in fit.points], [p.parameters for p in fit.points], "k.", label="runs")
-    right.set(xscale="log", yscale="log", xlabel="training FLOPs C = 6ND", ylabel="parameters N", title="budget")
+    right.set(
+        xscale="log", yscale="log", xlabel="training FLOPs C = 6ND", ylabel="parameters N", title="compute-optimal size"
+    )
     right.legend(fontsize="small")
     try:
         figure.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)

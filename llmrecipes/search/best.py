@@ -14,7 +14,8 @@ from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.space import trial_recipe, values_of
-from llmrecipes.search.study import Place, own_trials, require_section
+from llmrecipes.search.study import Place, require_section
+from llmrecipes.search.trials import own_trials
 
 BEST = "-best"
 MAX_NAME = 63

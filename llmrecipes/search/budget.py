@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.console import duration, number
 from llmrecipes.recipe.search import Search
-from llmrecipes.search.study import is_infeasible
+from llmrecipes.search.trials import is_infeasible
 
 TOKENS, RANK_SECONDS = "tokens", "rank_seconds"
 """Attributes of trials: tokens trained on, and seconds times ranks."""
@@ -35,7 +35,7 @@ def used(trials: Iterable[FrozenTrial], trial_tokens: int, min_improvement: floa
     """Add up the trials of a study.
 
     Args:
-        trials: see `study.own_trials`.
+        trials: see `trials.own_trials`.
         trial_tokens: of one trial.
         min_improvement: see `search.min_improvement`.
     """

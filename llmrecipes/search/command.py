@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmrecipes.commandline import command_line
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
@@ -122,22 +123,30 @@ def search(
     return result_of(recipe, study, keeper, code)
 
 
-def report(recipe: Recipe, runs_dir: Path) -> Path:
+def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:
     """Write the report of a study, and return its path.
+
+    Args:
+        recipe: with the section `search`.
+        runs_dir, data_dir: of the study, and for the command that trains its best recipe.
 
     Raises:
         UserError: there is no such study, or it cannot be written.
     """
     require_library(recipe)
     quiet()
+    from llmrecipes.search.best import Keeper
     from llmrecipes.search.report import write_report
     from llmrecipes.search.study import load, place_of, require_section
 
     place = place_of(recipe, require_section(recipe), runs_dir)
     study = load(recipe, place)
     path = place.folder / "report.html"
+    commands = [
+        command_line("train", each, runs_dir=runs_dir, data_dir=data_dir) for each in Keeper(recipe, place).files()
+    ]
     try:
-        write_report(study, recipe, path)
+        write_report(study, recipe, path, commands)
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}", where=str(path), fix="--runs-dir DIR") from error
     return path
@@ -157,8 +166,8 @@ def show(recipe: Recipe, runs_dir: Path, port: int) -> None:
 
     section = require_section(recipe)
     place = place_of(recipe, section, runs_dir)
-    load(recipe, place)
-    serve(address(section, place.folder), port)
+    study = load(recipe, place)
+    serve(address(section, place.folder), study._study_id, port)
 
 
 def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result:
@@ -168,7 +177,8 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result
     from llmrecipes.search.best import best_trials
     from llmrecipes.search.space import values_of
     from llmrecipes.search.storage import address
-    from llmrecipes.search.study import own_trials, require_section
+    from llmrecipes.search.study import require_section
+    from llmrecipes.search.trials import own_trials
     from llmrecipes.tracking.store import redact
 
     section = require_section(recipe)

@@ -13,7 +13,11 @@ from llmrecipes.search.storage import url_with_driver
 from llmrecipes.tracking.web import HOST, free_port, started, until_interrupted
 
 NAME = "optuna-dashboard"
-SCRIPT = "import sys, optuna_dashboard as d; d.run_server(sys.argv[1], host=sys.argv[2], port=int(sys.argv[3]))"
+# As optuna-dashboard starts itself, without a line for each request.
+SCRIPT = """
+import sys, bottle, optuna_dashboard
+bottle.run(optuna_dashboard.wsgi(sys.argv[1]), host=sys.argv[2], port=int(sys.argv[3]), quiet=True)
+"""
 
 
 @contextmanager
@@ -34,9 +38,18 @@ def server(place: str, port: int) -> Iterator[tuple[str, Popen[bytes]]]:
         yield f"http://{HOST}:{port}", process
 
 
-def serve(place: str, port: int = 8080) -> None:
-    """Show the study until Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
+def serve(place: str, study_id: int, port: int = 8080) -> None:
+    """Show a study until Ctrl-C.
+
+    Args:
+        place: URL of the storage, or path of a journal file.
+        study_id: of the study in its storage, which may have many.
+        port: of the dashboard, if it is free.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # here a signal ends the server, it is no early end of a search
+        signal.signal(number, signal.default_int_handler)
     with server(place, port) as (address, process):
-        print(f"optuna-dashboard shows the study at {address} (Ctrl-C ends it)", flush=True)
+        print(
+            f"optuna-dashboard shows the study at {address}/dashboard/studies/{study_id} (Ctrl-C ends it)", flush=True
+        )
         until_interrupted(NAME, process)

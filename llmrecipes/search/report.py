@@ -1,41 +1,56 @@
-"""The report of a study: Optuna's plots in one HTML page that needs no network."""
+"""The report of a study: the best trial, how to train it, and Optuna's plots; one HTML page that needs no network."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
-from optuna import visualization
 from optuna.trial import FrozenTrial, TrialState
 
+from llmrecipes.console import duration, number
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.best import best_trials
-from llmrecipes.search.space import values_of
-from llmrecipes.search.study import is_infeasible, own_trials, require_section
+from llmrecipes.search.budget import Budget, used
+from llmrecipes.search.length import evaluations, trial_tokens
+from llmrecipes.search.plots import labelled, plots
+from llmrecipes.search.samplers import pruner
+from llmrecipes.search.space import own_point, parameters
+from llmrecipes.search.study import changes, require_section
+from llmrecipes.search.trials import own_trials
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-FEWEST = 2
-"""Completed trials without which a plot says nothing."""
+MOST_BEST = 12
+"""Trade-offs next to each other; all of them are in the plot and the list of trials."""
+# The policy lets a browser load nothing, whatever a name in the study contains.
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light">
 <title>{title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222; }}
-table {{ border-collapse: collapse; margin: 1rem 0; }}
-td, th {{ border-bottom: 1px solid #ddd; padding: .2rem .8rem .2rem 0; text-align: left; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222; background: #fff; }}
+h1, h2 {{ line-height: 1.2; overflow-wrap: anywhere; }}
+h2 {{ font-size: 1.2rem; margin-bottom: .3rem; }}
+table {{ border-collapse: collapse; }}
+td, th {{ border-bottom: 1px solid #ddd; padding: .2rem 1.2rem .2rem 0; text-align: left; vertical-align: top; }}
 th {{ font-weight: 600; }}
+pre {{ background: #f4f4f4; padding: .6rem .8rem; overflow-x: auto; }}
 section {{ margin: 2rem 0; }}
+.headline {{ font-size: 1.3rem; margin: .5rem 0 1rem; }}
+.note {{ color: #666; margin: 0; }}
 .scroll {{ overflow-x: auto; }}
+.trials td {{ white-space: nowrap; }}
+tr.best {{ background: #eef4fb; }}
+tr.other td {{ color: #767676; }}
 </style>
 <script>{plotly}</script>
 </head>
@@ -44,19 +59,18 @@ section {{ margin: 2rem 0; }}
 {body}
 </body>
 </html>
-"""
+"""  # noqa: E501
+CONFIG = {"responsive": True, "displaylogo": False}
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A plot of the report."""
-
-    title: str
-    draw: Callable[[], Figure]
-
-
-def write_report(study: optuna.Study, recipe: Recipe, path: Path) -> None:
+def write_report(study: optuna.Study, recipe: Recipe, path: Path, commands: Sequence[str] = ()) -> None:
     """Write the report.
+
+    Args:
+        study: the study.
+        recipe: with the section `search`; its values are compared with the best ones.
+        path: of the page.
+        commands: that train the best recipes.
 
     Raises:
         OSError: it cannot be written.
@@ -64,90 +78,143 @@ def write_report(study: optuna.Study, recipe: Recipe, path: Path) -> None:
     from plotly.offline import get_plotlyjs
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    title = f"{study.study_name}: search of {recipe.name}"
-    body = "\n".join([_summary(study, recipe), *_sections(study), _table(study, recipe)])
-    write_atomic(path, PAGE.format(title=html.escape(title), plotly=get_plotlyjs(), body=body))
+    title = f"Hyperparameter search {study.study_name}"
+    body = [_headline(study, recipe), _best(study, recipe), *_training(commands), _facts(study, recipe)]
+    body += [*_sections(study), _table(study)]
+    write_atomic(path, PAGE.format(title=html.escape(title), plotly=get_plotlyjs(), body="\n".join(body)))
 
 
-def plots(study: optuna.Study) -> list[Plot]:
-    """The plots that the trials of a study are enough for."""
-    names = study.metric_names or ["objective"]
-    trials = study.get_trials(deepcopy=False)
-    complete = [each for each in trials if each.state == TrialState.COMPLETE]
-    found: list[Plot] = []
-    if len(complete) >= FEWEST:
-        for index, name in enumerate(names):
-            found += _of_objective(study, complete, name, None if len(names) == 1 else index)
-        if len(names) > 1:
-            found.append(Plot("Trade-offs", partial(visualization.plot_pareto_front, study)))
-    if any(each.intermediate_values for each in trials):
-        found.append(Plot("Curves, pruned ones among them", partial(visualization.plot_intermediate_values, study)))
-    found.append(Plot("Timeline", partial(visualization.plot_timeline, study)))
-    return found
+def _names(study: optuna.Study) -> list[str]:
+    return study.metric_names or ["objective"]
 
 
-def _of_objective(study: optuna.Study, complete: list[FrozenTrial], name: str, index: int | None) -> Iterator[Plot]:
-    told: dict[str, Any] = {"target_name": name}
-    if index is not None:
-        told["target"] = partial(_value, index)
-    yield Plot(f"History of {name}", partial(visualization.plot_optimization_history, study, **told))
-    searched = {key for each in complete for key in each.params}
-    if not any(len({str(each.params.get(key)) for each in complete}) > 1 for key in searched):
-        return
-    drawn: dict[str, Callable[..., Figure]] = {
-        f"Importance for {name}": visualization.plot_param_importances,
-        f"Parallel coordinates, {name}": visualization.plot_parallel_coordinate,
-        f"Slices, {name}": visualization.plot_slice,
-    }
-    for title, plot in drawn.items():
-        yield Plot(title, partial(plot, study, **told))
+def _own_trial(study: optuna.Study, recipe: Recipe) -> FrozenTrial | None:
+    """The trial of the recipe's own values, if it is complete."""
+    own = own_point(recipe, require_section(recipe))
+    done = (each for each in own_trials(study) if each.state == TrialState.COMPLETE)
+    return None if own is None else next((each for each in done if each.params == parameters(own)), None)
 
 
-def _value(index: int, trial: FrozenTrial) -> float:
-    return float(trial.values[index])
+def _headline(study: optuna.Study, recipe: Recipe) -> str:
+    best, own = best_trials(study), _own_trial(study, recipe)
+    if not best:
+        return '<p class="headline">No trial is complete.</p>'
+    if len(study.directions) > 1:
+        return f'<p class="headline"><b>{len(best)} best trade-offs</b> of {html.escape(", ".join(_names(study)))}</p>'
+    value = best[0].values[0]
+    text = f"<b>{html.escape(labelled(_names(study)[0]))} {value:.5g}</b> in trial {best[0].number}"
+    if own is not None and own.number == best[0].number:
+        text += ", which has the recipe's own values"
+    elif own is not None:
+        gain = (own.values[0] - value) / abs(own.values[0]) if own.values[0] else 0.0
+        text += f", {gain:.1%} lower than with the recipe's own values ({own.values[0]:.5g})"
+    return f'<p class="headline">{text}</p>'
+
+
+def _best(study: optuna.Study, recipe: Recipe) -> str:
+    best, search = best_trials(study), require_section(recipe)
+    if not best:
+        return ""
+    own, trial = own_point(recipe, search), _own_trial(study, recipe)
+    shown = best[:MOST_BEST]
+    head = ["", *(f"trial {each.number}" for each in shown), "recipe"]
+    rows = [
+        [
+            labelled(name),
+            *(f"{each.values[index]:.5g}" for each in shown),
+            f"{trial.values[index]:.5g}" if trial else "",
+        ]
+        for index, name in enumerate(_names(study))
+    ]
+    compared = parameters(own or {})
+    rows += [[key, *(_text(each.params.get(key)) for each in shown), _text(compared.get(key))] for key in _keys(best)]
+    lines = "".join(f"<tr><th>{html.escape(first)}</th>{_cells(rest)}</tr>\n" for first, *rest in rows)
+    left_out = f'<p class="note">and {len(best) - MOST_BEST} more</p>' if len(best) > MOST_BEST else ""
+    return f'<div class="scroll"><table class="best"><tr>{_cells(head, "th")}</tr>\n{lines}</table></div>{left_out}'
+
+
+def _training(commands: Sequence[str]) -> Iterator[str]:
+    if commands:
+        yield f"<p>To train it:</p><pre>{html.escape(chr(10).join(commands))}</pre>"
+
+
+def _facts(study: optuna.Study, recipe: Recipe) -> str:
+    search = require_section(recipe)
+    trials = list(own_trials(study))
+    tokens = trial_tokens(recipe, search)
+    now = used(trials, tokens, search.min_improvement)
+    starts = [each.datetime_start for each in trials if each.datetime_start]
+    ends = [each.datetime_complete for each in trials if each.datetime_complete]
+    spent = [f"{number(now.tokens)} tokens", f"{now.gpu_hours:.3g} GPU-hours"]
+    if starts and ends:
+        spent.append(f"{duration((max(ends) - min(starts)).total_seconds())} from the first trial to the last")
+    budget = Budget(search.model_copy(update={"timeout": None}), tokens)  # a timeout is one of each process
+    length = evaluations(recipe)
+    rows = [
+        ("recipe", recipe.name),
+        ("trials", ", ".join(f"{count} {name}" for name, count in Counter(map(_outcome, trials)).most_common())),
+        ("each trial", f"{number(tokens)} tokens, {length} evaluation{'s'[: length != 1]}"),
+        ("used", ", ".join(spent)),
+        ("limits", budget.spent(now) or f"left: {budget.left(now)}"),
+        ("sampler, pruner", f"{search.sampler.type}, {type(pruner(search, length)).__name__}"),
+        ("written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
+    ]
+    if changed := changes(study, recipe):
+        rows.append(("recipe has changed", "; ".join(map(str, changed))))
+    lines = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>\n" for name, text in rows)
+    return f'<section><h2>Study</h2><table class="facts">{lines}</table></section>'
 
 
 def _sections(study: optuna.Study) -> Iterator[str]:
-    for number, plot in enumerate(plots(study)):
+    for place, plot in enumerate(plots(study)):
         try:
-            drawn = plot.draw().to_html(full_html=False, include_plotlyjs=False, div_id=f"plot-{number}")
-        except (ValueError, RuntimeError) as error:  # Optuna refuses, for example, an importance of equal values
+            figure = plot.figure()
+            drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=f"plot-{place}", config=CONFIG)
+        except (ValueError, RuntimeError) as error:
             drawn = f"<p>{html.escape(str(error))}</p>"
-        yield f"<section><h2>{html.escape(plot.title)}</h2>\n{drawn}</section>"
+        note = f'<p class="note">{html.escape(plot.note)}</p>' if plot.note else ""
+        yield (
+            f"<section><h2>{html.escape(plot.title)}</h2>{note}\n"
+            f'<div class="scroll"><div style="min-width: {plot.width}px">{drawn}</div></div></section>'
+        )
 
 
-def _summary(study: optuna.Study, recipe: Recipe) -> str:
-    search = require_section(recipe)
+def _table(study: optuna.Study) -> str:
     trials = list(own_trials(study))
-    done = sum(each.state == TrialState.COMPLETE for each in trials)
-    infeasible = sum(map(is_infeasible, trials))
-    pruned = sum(each.state == TrialState.PRUNED for each in trials) - infeasible
-    failed = sum(each.state == TrialState.FAIL for each in trials)
-    rows = [
-        ("recipe", recipe.name),
-        ("sampler, pruner", f"{search.sampler.type}, {search.pruner.type if search.pruner else 'default'}"),
-        ("trials", f"{done} complete, {pruned} pruned, {infeasible} that cannot run, {failed} failed"),
-    ]
-    for best in best_trials(study):
-        values = ", ".join(f"{key}={value}" for key, value in values_of(best.params, search).items())
-        measured = ", ".join(f"{name} {value:.5g}" for name, value in zip(search.objectives, best.values, strict=True))
-        rows.append((f"best: trial {best.number}", f"{measured} with {values}"))
-    cells = "\n".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in rows)
-    return f"<table>{cells}</table>"
+    names, keys = _names(study), _keys(trials)
+    curves = any(each.intermediate_values for each in trials)
+    reasons = any("reason" in each.user_attrs for each in trials)
+    best = {each.number for each in best_trials(study)}
+    head = ["trial", "outcome", *map(labelled, names), *["evaluations"] * curves, *keys, *["reason"] * reasons]
+    lines = []
+    for each in trials:
+        values = [f"{value:.5g}" for value in each.values or ()]
+        cells = [str(each.number), _outcome(each), *values, *[""] * (len(names) - len(values))]
+        cells += [str(len(each.intermediate_values))] * curves
+        cells += [_text(each.params.get(key)) for key in keys]
+        cells += [str(each.user_attrs.get("reason", "")).partition("\n")[0]] * reasons
+        kind = "best" if each.number in best else "complete" if each.state == TrialState.COMPLETE else "other"
+        lines.append(f'<tr class="{kind}">{_cells(cells)}</tr>\n')
+    table = f'<table class="trials"><tr>{_cells(head, "th")}</tr>\n{"".join(lines)}</table>'
+    note = "In grey: not completed; a value is that of the last evaluation."
+    return f'<section><h2>Trials</h2><p class="note">{note}</p><div class="scroll">{table}</div></section>'
 
 
-def _table(study: optuna.Study, recipe: Recipe) -> str:
-    search = require_section(recipe)
-    keys = [each.key for each in search.space]
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("trial", "outcome", *search.objectives, *keys))
-    rows = "\n".join(f"<tr>{_row(each, keys, len(search.objectives))}</tr>" for each in own_trials(study))
-    return f'<section><h2>Trials</h2><div class="scroll"><table><tr>{head}</tr>\n{rows}</table></div></section>'
+def _outcome(trial: FrozenTrial) -> str:
+    return str(trial.user_attrs.get("outcome", trial.state.name.lower()))
 
 
-def _row(trial: FrozenTrial, keys: list[str], objectives: int) -> str:
-    values = [f"{value:.5g}" for value in trial.values] if trial.values else []
-    params = [trial.params.get(key, "") for key in keys]
-    shown = [f"{each:.5g}" if isinstance(each, float) else str(each) for each in params]
-    outcome = str(trial.user_attrs.get("outcome", trial.state.name.lower()))
-    cells = [str(trial.number), outcome, *values, *[""] * (objectives - len(values)), *shown]
-    return "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+def _keys(trials: Iterable[FrozenTrial]) -> list[str]:
+    """Keys of these trials, which may be fewer than are searched, in the order of the space."""
+    return list(dict.fromkeys(key for each in trials for key in each.params))
+
+
+def _text(value: Any) -> str:
+    """A value as in a recipe; nothing for a key that is not searched in a trial."""
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+
+
+def _cells(texts: Iterable[str], tag: str = "td") -> str:
+    return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)

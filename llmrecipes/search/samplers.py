@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
+FIRST_DECISION = 4
+"""No trial is pruned in the first quarter of its evaluations. Optuna prunes from the first, during warm-up, where a
+short warm-up looks best: some searches then never finish a good trial."""
+
 
 def sampler(search: Search, worker: int) -> BaseSampler:
     """The sampler of a search.
@@ -95,6 +99,9 @@ def _plain_pruner(wanted: Pruner, kind: PrunerType, evaluations: int) -> BasePru
     from optuna import pruners
 
     given: dict[str, Any] = {key: value for key in PRUNER_KEYS[kind] if (value := getattr(wanted, key)) is not None}
+    for key in ("n_warmup_steps", "min_resource"):
+        if key in PRUNER_KEYS[kind]:
+            given.setdefault(key, -(-evaluations // FIRST_DECISION))
     if kind == "HyperbandPruner":
         given["max_resource"] = evaluations
     found: BasePruner = getattr(pruners, kind)(**given)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from llmrecipes.errors import UserError
@@ -21,21 +23,25 @@ from llmrecipes.search.budget import RANK_SECONDS
 from llmrecipes.search.metrics import MetricsReader, Reader
 from llmrecipes.search.remote import MlflowReader
 from llmrecipes.search.space import Values, suggest, trial_recipe
-from llmrecipes.search.study import (
+from llmrecipes.search.study import Place
+from llmrecipes.search.target import Infeasible, Target, headroom
+from llmrecipes.search.trial import FINAL_CODES, Outcome, Running
+from llmrecipes.search.trials import (
+    OUTCOME,
     WORKER,
-    Place,
     beat,
     discard,
     give_back,
     is_infeasible,
+    is_queued,
     own_trials,
     this_worker,
 )
-from llmrecipes.search.target import Infeasible, Target, headroom
-from llmrecipes.search.trial import FINAL_CODES, Outcome, Running
+
+logger = logging.getLogger(__name__)
 
 INFEASIBLE_IN_A_ROW = 200
-OUTCOME, REASON, RUN_ID, VALUES, FITS = "outcome", "reason", "run_id", "values", "fits"
+REASON, RUN_ID, VALUES, FITS = "reason", "run_id", "values", "fits"
 """Attributes of trials, and the name of the constraint."""
 
 
@@ -83,9 +89,17 @@ class Starter:
             UserError: the first trial cannot be submitted, or too many in a row cannot run.
         """
         trial = self.patiently(self._ask)
+        try:
+            return self._begin(trial, slot)
+        except UpdateFinishedTrialError:  # this process was away for longer than the grace period
+            logger.warning("trial %d was taken over by another process", trial.number)
+            return NotStarted(trial.number)
+
+    def _begin(self, trial: optuna.Trial, slot: int) -> Running | NotStarted:
         attributes = trial.user_attrs
-        self.patiently(lambda: trial.set_user_attr(WORKER, this_worker()))
+        # In this order: a trial that has a process but no sign of life would never be taken for lost.
         self.patiently(lambda: beat(self.study, trial))
+        self.patiently(lambda: trial.set_user_attr(WORKER, this_worker()))
         if self._is_surplus(trial):
             return NotStarted(trial.number)
         values = self.patiently(lambda: suggest(trial, self.recipe, self.search))
@@ -97,6 +111,7 @@ class Starter:
         self.patiently(lambda: trial.set_constraint(FITS, min(0.0, headroom(plan))))
         run_id = attributes.get(RUN_ID) or self.place.run_id(trial.number)
         self.patiently(lambda: trial.set_user_attr(RUN_ID, run_id))
+        self.patiently(lambda: beat(self.study, trial))  # the sampler and the plan may have taken a while
         run_dir = self.place.run_dir(run_id)
         known = record.read(run_dir)
         try:
@@ -139,17 +154,18 @@ class Starter:
     def _is_surplus(self, trial: optuna.Trial) -> bool:
         """Whether other processes have asked for the last trials at the same moment; it is ended then."""
         trials = self.patiently(lambda: self.study.get_trials(deepcopy=False))
-        is_queued = bool(trials[trial.number].params or "fixed_params" in trials[trial.number].system_attrs)
-        if self.search.sampler.type == "GridSampler" and not is_queued:
+        was_queued = is_queued(trials[trial.number])
+        own = self.patiently(lambda: list(own_trials(self.study)))
+        is_repeated = all(each.number != trial.number for each in own)
+        if is_repeated or (self.search.sampler.type == "GridSampler" and not was_queued):
             self.patiently(lambda: discard(self.study, trial))
             return True
         if self.search.n_trials is None:
             return False
-        own = self.patiently(lambda: list(own_trials(self.study)))
         counted = [each.number for each in own if each.state != TrialState.WAITING and not is_infeasible(each)]
         if sum(number < trial.number for number in counted) < self.search.n_trials:
             return False
-        self.patiently(lambda: give_back(self.study, trial.number) if is_queued else discard(self.study, trial))
+        self.patiently(lambda: give_back(self.study, trial.number) if was_queued else discard(self.study, trial))
         return True
 
     def _planned(self, values: Values) -> tuple[Recipe, Plan]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -23,6 +25,7 @@ from optuna.storages import (
 from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import TrialState
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from llmrecipes.errors import UserError
@@ -42,7 +45,12 @@ OPEN_SECONDS, PATIENCE_SECONDS = 30.0, 120.0
 LONGEST_PAUSE = 5.0
 LOCK_SECONDS = 30.0
 """How long to wait for the lock of SQLite."""
-HEARTBEAT = "llmrecipes:heartbeat"
+HEARTBEAT, WORKER_ATTRIBUTE = "llmrecipes:heartbeat", "worker"
+"""Attributes of a trial that end with its process."""
+
+
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
+"""What Optuna raises for a damaged journal: it does not check what it reads."""
 
 
 def address(search: Search, folder: Path) -> str:
@@ -68,13 +76,21 @@ def open_storage(place: str, search: Search) -> BaseStorage:
 def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        again = RetryHeartbeatStaleTrialCallback(max_retry=retries, inherit_intermediate_values=True)
+        again = _Again(max_retry=retries, inherit_intermediate_values=True)
         if "://" not in place:
             path = Path(place)
             if path.is_dir():
                 raise UserError("is a directory", where=place, rule="a journal is a file", fix=f"{place}/journal.log")
             path.parent.mkdir(parents=True, exist_ok=True)
-            return LivingJournal(Journal(path), interval, grace, again)
+            journal = Journal(path)
+            try:
+                return LivingJournal(journal, interval, grace, again)
+            except _DAMAGE as error:
+                raise UserError(
+                    f"line {journal.line} of the journal is damaged ({type(error).__name__}: {error})",
+                    where=place, rule="each line is a complete entry",
+                    fix="restore the file from a copy, or search.study_name=NAME for a new study",
+                ) from error  # fmt: skip
         return get_storage(
             RDBStorage(
                 url_with_driver(place),
@@ -86,6 +102,13 @@ def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
         )
 
 
+def file_of(place: str) -> Path | None:
+    """The file of a journal or of SQLite; None for a server."""
+    if "://" not in place:
+        return Path(place)
+    return Path(make_url(place).database or "") if place.startswith("sqlite") else None
+
+
 def url_with_driver(url: str) -> str:
     """`postgresql://` with the driver that the extra `search` installs."""
     parts = urlsplit(url)
@@ -95,7 +118,24 @@ def url_with_driver(url: str) -> str:
 def _engine(url: str) -> dict[str, Any]:
     if url.startswith("sqlite"):
         return {"connect_args": {"timeout": LOCK_SECONDS}}
-    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
+    # A connection that a network has dropped silently is noticed within a minute.
+    network = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
+    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10, **network}}
+
+
+class _Again(RetryHeartbeatStaleTrialCallback):
+    """Puts a lost trial back into the queue, without the signs of life of its process."""
+
+    def __call__(self, study: Study, trial: FrozenTrial) -> None:
+        trial = copy.deepcopy(trial)  # Optuna's callback appends to its history
+        trial.user_attrs = {key: value for key, value in trial.user_attrs.items() if key != WORKER_ATTRIBUTE}
+        trial.system_attrs = without_heartbeat(trial)
+        super().__call__(study, trial)
+
+
+def without_heartbeat(trial: FrozenTrial) -> dict[str, Any]:
+    """Optuna's attributes of a trial, for one that continues it: it is not stale from its beginning."""
+    return {key: value for key, value in trial.system_attrs.items() if key != HEARTBEAT}
 
 
 def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -> T:
@@ -116,9 +156,15 @@ def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -
     while True:
         try:
             found = call()
-        except (OSError, SQLAlchemyError, StorageInternalError, json.JSONDecodeError) as error:
+        except (OSError, SQLAlchemyError, StorageInternalError, json.JSONDecodeError, UnicodeDecodeError) as error:
             cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
-            if _is_final(cause) or time.monotonic() - started + pause > seconds:
+            if _is_final(cause):
+                raise UserError(
+                    f"the storage of the study cannot be used: {_first_line(cause)}",
+                    where=redact(place),
+                    fix="correct its address, permissions or password; no finished trial is lost",
+                ) from error
+            if time.monotonic() - started + pause > seconds:
                 raise UserError(
                     f"the storage of the study does not respond: {_first_line(cause)}",
                     where=redact(place),
@@ -138,12 +184,13 @@ def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -
 
 def _is_final(error: BaseException) -> bool:
     """Whether a retry cannot help: no permission, no such database, a wrong password, a damaged journal."""
-    if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError | json.JSONDecodeError):
+    if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError | ValueError):
         return True
     if not isinstance(error, DBAPIError):
         return False
     words = str(error.orig)
-    return any(text in words for text in ("authentication failed", "does not exist", "unable to open", "readonly"))
+    final = ("authentication failed", "does not exist", "unable to open", "readonly", "not a database", "malformed")
+    return any(text in words for text in final)
 
 
 def _first_line(error: BaseException) -> str:
@@ -155,8 +202,22 @@ class Journal(JournalFileBackend):
     """Optuna's journal file, which also survives a process that dies while it writes a line."""
 
     def __init__(self, path: Path) -> None:
+        path = path.absolute()  # the lock is a link to it, and a broken link would never expire
         self._own_path, self._own_lock = path, JournalFileSymlinkLock(str(path))
         super().__init__(str(path), self._own_lock)
+        self.line = 0
+        """The line that was read last, from 1."""
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        """Entries from a number on."""
+        entries = super().read_logs(log_number_from)
+        for number in itertools.count(log_number_from + 1):
+            self.line = number
+            try:
+                entry = next(entries)
+            except StopIteration:
+                return
+            yield entry
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Append entries; an incomplete last line, which would damage the next, is removed first."""

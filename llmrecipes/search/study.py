@@ -6,35 +6,34 @@ import logging
 import os
 import socket
 import time
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
-import psutil
-from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, UpdateFinishedTrialError
-from optuna.storages import BaseStorage, RetryHeartbeatStaleTrialCallback, fail_stale_trials
-from optuna.storages._heartbeat import BaseHeartbeat
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.exceptions import DuplicatedStudyError
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState, create_trial
 from pydantic import ValidationError
 
-from llmrecipes.checkpoint.compatibility import differences
+from llmrecipes.checkpoint.compatibility import Difference, differences
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.length import evaluations, trial_tokens
 from llmrecipes.search.samplers import grid, pruner, sampler
 from llmrecipes.search.space import MAX_NAME, SUFFIX, distribution, own_point, parameters
-from llmrecipes.search.storage import address, open_storage, patiently
+from llmrecipes.search.storage import (
+    address,
+    file_of,
+    open_storage,
+    patiently,
+)
+from llmrecipes.search.trials import SOURCE
 
 logger = logging.getLogger(__name__)
 
 BASIS, WORKERS, STARTED = "llmrecipes:basis", "llmrecipes:worker:", "llmrecipes:started"
-WORKER, GIVEN_BACK, SOURCE = "worker", "given_back", "source_study"
-"""Attributes of trials: who runs it, which trials it continues, and the earlier study it is from."""
 FILLED_WITHIN = 10.0
 """Seconds that another process may take to add the known points to a study it has created."""
 UNUSED = ("description", "tracking", "checkpoint", "search")
@@ -132,7 +131,7 @@ def load(recipe: Recipe, place: Place) -> optuna.Study:
     """
     search = require_section(recipe)
     where = address(search, place.folder)
-    if "://" not in where and not Path(where).is_file():
+    if (file := file_of(where)) is not None and not file.is_file():  # opened, it would be created
         raise _no_study(place.name, where)
     storage = open_storage(where, search)
     try:
@@ -146,15 +145,11 @@ def _no_study(name: str, where: str) -> UserError:
 
 
 def _create(storage: BaseStorage, place: Place, search: Search) -> optuna.Study:
-    study = optuna.create_study(
-        storage=storage, study_name=place.name, directions=["minimize"] * len(search.objectives)
-    )
-    study.set_metric_names(list(search.objectives))
-    return study
+    return optuna.create_study(storage=storage, study_name=place.name, directions=["minimize"] * len(search.objectives))
 
 
 def basis(recipe: Recipe) -> dict[str, Any]:
-    """What makes the trials of a study comparable: the recipe without its searched keys, the space, the objectives."""
+    """What makes the trials of a study comparable: the recipe, the space, the objectives."""
     search = require_section(recipe)
     data = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in UNUSED}
     space = {each.pop("key"): each for each in search.model_dump(mode="json")["space"]}
@@ -172,9 +167,19 @@ def _is_filled(study: optuna.Study) -> bool:
     return True
 
 
+def changes(study: optuna.Study, recipe: Recipe) -> list[Difference]:
+    """Keys of the recipe, the space and the objectives that have changed since a study was created.
+
+    Not keys of which each trial has a value of its own, so that the recipe may take over the best trial's.
+    """
+    now = basis(recipe)
+    searched = {each.key for each in require_section(recipe).space if not each.when}
+    found = differences(now, _with_defaults(study.user_attrs.get(BASIS, now)))
+    return [each for each in found if each.key not in searched]
+
+
 def _require_same(study: optuna.Study, recipe: Recipe, where: str) -> None:
-    changed = differences(basis(recipe), _with_defaults(study.user_attrs[BASIS]))
-    if changed:
+    if changed := changes(study, recipe):
         raise UserError(
             f"the study {study.study_name} is of another recipe: {'; '.join(map(str, changed))}",
             where=where,
@@ -196,6 +201,7 @@ def _with_defaults(then: dict[str, Any]) -> dict[str, Any]:
 
 def _fill(study: optuna.Study, recipe: Recipe, search: Search, where: str) -> None:
     """Known points and the trials of earlier studies; may be called again after an interruption."""
+    study.set_metric_names(list(search.objectives))
     for source in search.source_studies:
         _add_earlier(study, search, source.study_name, source.storage or where)
     points = [dict(point) for point in search.enqueue_trials]
@@ -219,7 +225,7 @@ def _add_earlier(study: optuna.Study, search: Search, name: str, where: str) -> 
     Raises:
         UserError: there is no such study, or it measures something else.
     """
-    if "://" not in where and not Path(where).is_file():
+    if (file := file_of(where)) is not None and not file.is_file():
         raise UserError("no such file", where=f"search.source_studies: {where}")
     try:
         earlier = optuna.load_study(study_name=name, storage=open_storage(where, search))
@@ -262,101 +268,9 @@ def _holds(space: optuna.distributions.BaseDistribution, value: Any) -> bool:
 
 
 def _register(study: optuna.Study) -> int:
-    """The number of this process among those that have worked on the study."""
+    """A number that no other process that works on the study has; 0 for the first."""
     mine = f"{WORKERS}{time.time():.6f}-{socket.gethostname()}-{os.getpid()}"
     study.set_user_attr(mine, True)
-    return sorted(key for key in study.user_attrs if key.startswith(WORKERS)).index(mine)
-
-
-def this_worker() -> dict[str, Any]:
-    """What identifies this process, for others on this machine."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
-
-
-def _is_gone(worker: Mapping[str, Any]) -> bool:
-    """Whether a process was on this machine and has ended; its trials need not wait for the grace period."""
-    if worker.get("host") != socket.gethostname():
-        return False
-    try:
-        return abs(psutil.Process(worker["pid"]).create_time() - worker["started"]) > 1.0
-    except psutil.Error:
-        return True
-
-
-def take_back(study: optuna.Study, grace: float) -> None:
-    """Put the trials of lost processes back into the queue; their jobs are found again by their runs.
-
-    Args:
-        study: the study.
-        grace: seconds after which a trial that was asked for but never began is given up.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        fail_stale_trials(study)
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        worker = trial.user_attrs.get(WORKER)
-        began = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
-        if worker is None and time.time() - began > grace:  # the answer to `ask` was lost: as if it had never been
-            with suppress(UpdateFinishedTrialError):
-                study._storage.set_trial_user_attr(trial._trial_id, GIVEN_BACK, [trial.number])
-            _end(study, trial)
-        elif worker is not None and _is_gone(worker) and _end(study, trial):
-            logger.warning("trial %d: its search process has ended; it is resumed", trial.number)
-            storage = heartbeats(study)
-            if storage is not None and (stale := storage.get_heartbeat_stale_trial_callback()) is not None:
-                stale(study, trial)
-
-
-def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
-    """End a trial of another process; False if somebody else has."""
-    try:
-        study.tell(trial.number, state=TrialState.FAIL)
-    except (ValueError, UpdateFinishedTrialError):
-        return False
-    return True
-
-
-def give_back(study: optuna.Study, number: int) -> None:
-    """Put a trial of this process back into the queue: whoever asks next resumes its run."""
-    trial = study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
-    earlier = [*trial.user_attrs.get(GIVEN_BACK, ()), trial.number]
-    kept = {key: value for key, value in trial.user_attrs.items() if key != WORKER}
-    study.add_trial(
-        create_trial(
-            state=TrialState.WAITING, params=trial.params, distributions=trial.distributions,
-            user_attrs={**kept, GIVEN_BACK: earlier}, system_attrs=trial.system_attrs,
-            intermediate_values=trial.intermediate_values,
-        )
-    )  # fmt: skip
-
-
-def discard(study: optuna.Study, trial: optuna.Trial) -> None:
-    """End a trial that was one too many, as if it had never been."""
-    trial.set_user_attr(GIVEN_BACK, [trial.number])
-    study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
-
-
-def heartbeats(study: optuna.Study) -> BaseHeartbeat | None:
-    """The storage of a study, which takes signs of life."""
-    return study._storage if isinstance(study._storage, BaseHeartbeat) else None
-
-
-def beat(study: optuna.Study, trial: optuna.Trial) -> None:
-    """A sign of life of a running trial."""
-    if (storage := heartbeats(study)) is not None:
-        storage.record_heartbeat(trial._trial_id)
-
-
-def own_trials(study: optuna.Study) -> Iterator[FrozenTrial]:
-    """The trials of this study: not those of earlier ones, and of a trial that was resumed only the last part."""
-    trials = study.get_trials(deepcopy=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        continued = {number for each in trials for number in RetryHeartbeatStaleTrialCallback.retry_history(each)}
-    continued |= {number for each in trials for number in each.user_attrs.get(GIVEN_BACK, ())}
-    yield from (each for each in trials if each.number not in continued and SOURCE not in each.user_attrs)
-
-
-def is_infeasible(trial: FrozenTrial) -> bool:
-    """Whether the plan has said that a trial cannot run."""
-    return any(violation > 0 for violation in trial.constraints.values())
+    known = sorted(key for key in study.user_attrs if key.startswith(WORKERS))
+    # Two that register at the same moment may both see both, or only one of them; the position alone would not differ.
+    return len(known) * (len(known) - 1) // 2 + known.index(mine)

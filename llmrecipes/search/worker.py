@@ -23,13 +23,14 @@ from llmrecipes.search.best import Keeper
 from llmrecipes.search.budget import RANK_SECONDS, TOKENS, Budget, Used, used
 from llmrecipes.search.length import trial_tokens
 from llmrecipes.search.space import Values
-from llmrecipes.search.starting import OUTCOME, REASON, VALUES, Starter
+from llmrecipes.search.starting import REASON, VALUES, Starter
 from llmrecipes.search.stop import Stop, stop_signals
 from llmrecipes.search.storage import address, patiently
-from llmrecipes.search.study import Place, beat, give_back, own_trials, require_section, take_back
+from llmrecipes.search.study import Place, require_section
 from llmrecipes.search.target import Target
 from llmrecipes.search.tracking import StudyTracker
 from llmrecipes.search.trial import Outcome, Running
+from llmrecipes.search.trials import OUTCOME, beat, give_back, own_trials, take_back, unbegun
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,10 @@ class Worker:
                 while not stop.requested:
                     self._start_trials(stop)
                     if self._spent and not self.running:
-                        break
+                        if not self._may_be_lost():
+                            break
+                        stop.wait(IDLE_SECONDS)
+                        continue
                     stop.wait(self._pause)
                     self._look()
                 if self.running:
@@ -128,6 +132,13 @@ class Worker:
                 self._not_before = time.monotonic() + IDLE_SECONDS
                 return
             self._start_one()
+
+    def _may_be_lost(self) -> bool:
+        """Whether a limit is reached only by trials that others have asked for and perhaps never begun."""
+        trials = self._patiently(lambda: list(own_trials(self.study)))
+        asked = self._patiently(lambda: unbegun(self.study))
+        begun = (each for each in trials if each.number not in asked)
+        return bool(asked) and not self.budget.spent(used(begun, self.budget.trial_tokens, self.search.min_improvement))
 
     def _start_one(self) -> None:
         slot = min(set(range(self.target.workers)) - {each.slot for each in self.running})
@@ -226,9 +237,8 @@ class Worker:
             self._note(each, {RANK_SECONDS: each.rank_seconds})
             self._patiently(lambda: give_back(self.study, each.number))
             return
-        reason = (
-            status.reason or f"exit code {status.exit_code}, see {each.job.logs().files or each.job.logs().command}"
-        )
+        logs = each.job.logs()
+        reason = status.reason or f"exit code {status.exit_code}, see {' '.join(map(str, logs.files or logs.command))}"
         attributes = {
             OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome, TOKENS: each.reader.progress.tokens,
             RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values),
@@ -303,8 +313,9 @@ class Worker:
                 each.job.cancel()
             else:
                 self.running.remove(each)
-                self._note(each, {RANK_SECONDS: each.rank_seconds})
-                self._patiently(lambda each=each: give_back(self.study, each.number))  # type: ignore[misc]
+                with suppress(UpdateFinishedTrialError):  # taken over by another process
+                    self._note(each, {RANK_SECONDS: each.rank_seconds})
+                    self._patiently(lambda each=each: give_back(self.study, each.number))  # type: ignore[misc]
         stop.again()
         while self.running:
             stop.wait(self._pause)

@@ -44,7 +44,14 @@ class ScalingLaw:
         """Plain data for JSON."""
         law = self.fit.law
         return {
-            "law": {name: {"value": getattr(law, name), "interval": self.fit.interval(name)} for name in COEFFICIENTS},
+            "law": {
+                name: {
+                    "value": getattr(law, name),
+                    "interval": self.fit.interval(name),
+                    "at_bound": self.fit.at_bound(name),
+                }
+                for name in COEFFICIENTS
+            },
             "residual": self.fit.residual,
             "optima": [asdict(optimum) for optimum in self.optima],
             "runs": [

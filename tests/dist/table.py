@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from llmrecipes.recipe.schema import Recipe
@@ -382,6 +383,37 @@ CORE = frozenset(
     )
 )
 """Names of the rows and resumes of `make test`; the others are left to `make test-deep`."""
+
+
+SIMILAR = {
+    "gpt of 6 layers", "gpt of width 128", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm",
+    "gpt in bf16", "gpt in fp16", "moe with muP", "moe with shared experts", "moe in every second layer",
+    "moe in the last layer", "moe in bf16", "moe with room for all", "moe with padded capacity", "mixtral", "mtp",
+}  # fmt: skip
+"""Models that differ little from one of the core, for a layout."""
+
+
+def news(row: Row) -> set[object]:
+    """What a row may be the only one to have: its model, its options, and for a model of its own each kind of
+    parallelism, because megatron-core has code for the two together (replicas and what belongs to another kind aside).
+    """
+    found: set[object] = {row.variant}
+    found |= {f"{section}.{key}={value}" for section, keys in row.changes.items() for key, value in keys.items()}
+    if row.variant not in SIMILAR:
+        found |= {(row.variant, kind) for kind in row.degrees if kind not in ("dp", "sp", "etp")}
+    return found
+
+
+@cache
+def of_the_version() -> frozenset[str]:
+    """Names of megatron-core's rows that `make test-version` runs: the core, and the first with anything new."""
+    rows = [row for row in ROWS if row.engine == "megatron" and not row.nccl]
+    names, known = {row.name for row in rows if row.core}, set[object]()
+    for row in sorted(rows, key=lambda row: not row.core):
+        if not news(row) <= known:
+            names.add(row.name)
+            known |= news(row)
+    return frozenset(names)
 
 
 def _engine(changes: Sections) -> str:

@@ -14,7 +14,7 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.suite import Suite
-from tests.dist.table import BOUND, CORE, NVME_ROW, RESUMES, ROWS, VARIANTS, Resume, Row
+from tests.dist.table import BOUND, CORE, NVME_ROW, RESUMES, ROWS, SIMILAR, VARIANTS, Resume, Row
 from tests.dist.training import loaders, training
 from tests.dist.worlds import ROOT, GlooWorld, WorldFailed, say
 
@@ -23,13 +23,6 @@ pytestmark = pytest.mark.dist
 HERE = [row for row in ROWS if not row.nccl]
 DEGREES = ("cp", "dp", "ep", "pp", "tp")
 PAIRS = [*combinations(DEGREES, 2), *((name, "vpp") for name in ("cp", "dp", "ep", "tp"))]
-
-SIMILAR = {
-    "gpt of 6 layers", "gpt of width 128", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm",
-    "gpt in bf16", "gpt in fp16", "moe with muP", "moe with shared experts", "moe in every second layer",
-    "moe in the last layer", "moe in bf16", "moe with room for all", "moe with padded capacity", "mixtral", "mtp",
-}  # fmt: skip
-"""Models that differ little from one of the core, for a layout."""
 
 
 def cases(table: Sequence[Row | Resume]) -> list[Any]:

@@ -105,6 +105,9 @@ class _Curve:
         lines = path.read_text().splitlines() if path.exists() else []
         train = self.recipe.train
         step = len(lines) // 2 * train.eval_interval + train.eval_interval
+        if step > train.train_iters:  # it was resumed after its last step
+            self.status = JobStatus(JobState.COMPLETED, 0)
+            return
         found = Curves.loss(self.recipe, step // train.eval_interval)
         if isinstance(found, JobStatus):
             self.status = found

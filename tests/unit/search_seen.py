@@ -16,7 +16,8 @@ from llmrecipes.search.length import trial_tokens
 from llmrecipes.search.samplers import pruner, sampler
 from llmrecipes.search.space import Values, suggest, trial_recipe
 from llmrecipes.search.storage import address, open_storage
-from llmrecipes.search.study import basis, open_study, own_trials, place_of, require_section
+from llmrecipes.search.study import basis, open_study, place_of, require_section
+from llmrecipes.search.trials import own_trials
 
 BASE: dict[str, Any] = {
     "search.space": [{"key": "optimizer.lr", "low": 1e-4, "high": 1e-2}],

@@ -103,6 +103,20 @@ def test_what_decides_where_and_how_long_may_change(change: dict[str, Any]) -> N
     require_compatible(recipe(**change), recipe(), where="runs/tiny/1")
 
 
+SPACE = [{"key": "optimizer.lr", "low": 1e-4, "high": 1e-2}]
+
+
+@pytest.mark.parametrize("now", [None, {"space": SPACE, "n_trials": 3}, {"space": SPACE, "timeout": 60.0}])
+@pytest.mark.parametrize("then", ["absent", None, {"space": SPACE, "n_trials": 3}])
+def test_a_search_is_no_part_of_a_training(now: Any, then: Any) -> None:
+    """Also a run that was started before recipes had the section resumes."""
+    before = recipe(search=None if then == "absent" else then)
+    if then == "absent":
+        del before["search"]
+        assert Recipe.model_validate(before).search is None
+    require_compatible(recipe(search=now), before, where="runs/tiny/1")
+
+
 def test_the_same_recipe_is_compatible_however_its_tuples_are_written() -> None:
     now = recipe()
     now["data"]["split"] = tuple(now["data"]["split"])

@@ -6,7 +6,7 @@ import random
 
 from llmrecipes.faults.spikes import LossWatch
 
-# gpt-tiny, the first 60 steps.
+# gpt-tiny before its search, the first 60 steps.
 HEALTHY = [
     8.376, 8.39, 8.285, 8.205, 8.121, 8.038, 7.936, 7.971, 7.906, 7.809, 7.76, 7.774, 7.58, 7.543, 7.391, 7.46, 7.198,
     7.214, 7.123, 7.012, 6.894, 6.808, 6.771, 6.664, 6.48, 6.767, 6.59, 6.528, 6.553, 6.467, 6.352, 6.559, 6.4, 6.459,

@@ -458,7 +458,7 @@ CASES: dict[str, Case] = {
     "search.pruner.interval_steps": Case(2, search, PERCENTILE),
     "search.pruner.n_min_trials": Case(2, search, PERCENTILE),
     "search.pruner.percentile": Case(50.0, search, PERCENTILE),
-    "search.pruner.min_resource": Case(2, search, HALVING),
+    "search.pruner.min_resource": Case(3, search, HALVING),
     "search.pruner.reduction_factor": Case(2, search, HALVING),
     "search.pruner.min_early_stopping_rate": Case(1, search, HALVING),
     "search.pruner.bootstrap_count": Case(1, search, HALVING, {"search.pruner.min_resource": 1}),

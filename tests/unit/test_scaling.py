@@ -14,6 +14,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from llmrecipes.cli.app import run
+from llmrecipes.cli.render.scaling import lines
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
@@ -21,9 +22,11 @@ from llmrecipes.recipe.shape import shape
 from llmrecipes.scaling import fit as fitting
 from llmrecipes.scaling.fit import fit
 from llmrecipes.scaling.law import Law, Point
+from llmrecipes.scaling.runs import Selection
 from llmrecipes.tracking.mlflow.database import require_database
 from llmrecipes.tracking.mlflow.sink import flatten
 from llmrecipes.tracking.store import artifact_root, tracking_uri
+from llmrecipes.workflow.scaling import COEFFICIENTS, ScalingLaw
 from tests.helpers import tiny
 from tests.refusals import refused, require_message
 
@@ -75,6 +78,19 @@ def test_the_optimum_is_the_minimum_for_its_budget() -> None:
         )
         assert math.log(best.parameters) == pytest.approx(found.x, abs=1e-3)
         assert best.loss == pytest.approx(found.fun)
+
+
+def test_coefficients_that_are_not_determined_are_said() -> None:
+    below = Law(E=-0.15, A=406.4, B=410.7, alpha=0.34, beta=0.28)  # falls faster than a law that levels off at 0
+    found = fit(points(below, 0.002), resamples=10)
+    assert not found.has_offset
+    assert found.at_bound("E") > 0.5
+    determined = fit(points(CHINCHILLA, 0.002), resamples=10)
+    assert determined.has_offset
+    assert [determined.at_bound(name) for name in COEFFICIENTS] == [0.0] * 5
+    law = ScalingLaw(found, Selection(("run",) * 20, found.points, ()), ())
+    assert law.as_dict()["law"]["E"]["at_bound"] == found.at_bound("E")
+    assert sum(line.startswith(("E is 0", "E: ")) for line in lines(law)) == 2
 
 
 def test_the_gradient_is_that_of_the_objective() -> None:
@@ -154,6 +170,7 @@ def test_runs_in_directories(runs_dir: Path, tmp_path: Path, capsys: pytest.Capt
     assert scaling(runs_dir, "tiny", "--json", "--plot", str(figure), "--flops", "1e12", "--flops", "1e15") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["law"]["alpha"]["value"] == pytest.approx(SMALL.alpha, rel=0.05)
+    assert found["law"]["alpha"]["at_bound"] == 0.0
     expected = sorted(figures(recipe)[:2] for recipe in all_recipes)
     assert [(each["parameters"], each["tokens"]) for each in found["runs"]] == expected
     assert {each["run"] for each in found["left_out"]} == {"tiny/stopped", "tiny/worse"}

@@ -16,7 +16,7 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.width import base_width
 from llmrecipes.search import starting, worker
-from llmrecipes.search.study import own_trials
+from llmrecipes.search.trials import own_trials
 from tests.helpers import curve, finish, start_command, tiny_on, train_lines, wait_for_step, write_recipe
 from tests.refusals import refused
 from tests.unit.search_lab import LR, Curves, bowl, curves, ran, searched, states
@@ -246,7 +246,7 @@ def test_a_proxy_has_a_width_and_a_layout_of_its_own(key: str, corpus: Path) -> 
 def test_a_killed_search_finds_its_job_again(tmp_path: Path, corpus: Path, data_dir: Path) -> None:
     """The training outlives the search process, and is followed by the next one from where it is."""
     space = {"space": [{"key": "optimizer.lr", "low": 1e-3, "high": 1e-2, "log": True}], "n_trials": 1}
-    recipe = tiny_on(corpus, train={"train_iters": 300, "eval_interval": 100}, search=space)
+    recipe = tiny_on(corpus, train={"train_iters": 100, "eval_interval": 50}, search=space)
     command = [
         "search",
         write_recipe(recipe, tmp_path),
@@ -263,5 +263,5 @@ def test_a_killed_search_finds_its_job_again(tmp_path: Path, corpus: Path, data_
     printed = finish(start_command(*command, "--resume", "--json"), 0)
     answer = json.loads(printed[printed.index("{") :])
     assert answer["trials"] == {"complete": 1}
-    assert [line["step"] for line in train_lines(run_dir)] == list(range(1, 301))
+    assert [line["step"] for line in train_lines(run_dir)] == list(range(1, 101))
     assert len(list((run_dir / "logs").glob("local-*.out"))) == 1

@@ -17,7 +17,8 @@ from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search import dashboard, remote
 from llmrecipes.search.metrics import MetricsReader
-from llmrecipes.search.report import plots, write_report
+from llmrecipes.search.plots import plots
+from llmrecipes.search.report import write_report
 from llmrecipes.search.worker import Worker
 from llmrecipes.tracking.store import tracking_uri
 from tests.helpers import write_recipe
@@ -76,12 +77,12 @@ def test_the_report_is_one_page_with_optunas_plots(made: Worker, tmp_path: Path)
     page = Page(text)
     assert page.loaded == []
     titles = [plot.title for plot in plots(made.study)]
-    assert page.headings == [*titles, "Trials"]
+    assert page.headings == ["Study", *titles, "Trials"]
     assert len(titles) == 6
     assert text.count("Plotly.newPlot(") >= 6
     assert "killed <by>" not in text
     for trial in made.study.trials:
-        assert f"<tr><td>{trial.number}</td><td>{trial.user_attrs['outcome']}</td>" in text
+        assert f"<td>{trial.number}</td><td>{trial.user_attrs['outcome']}</td>" in text
 
 
 def test_the_report_of_several_objectives_and_of_too_few_trials(tmp_path: Path) -> None:
@@ -105,6 +106,64 @@ def test_report_of_the_command(made: Worker, tmp_path: Path, capsys: pytest.Capt
         require_message(
             capsys.readouterr().err, tmp_path / "nothing/lab-search/lab/journal.log", rule="llmrecipes search"
         )
+
+
+def damaged(journal: bytes) -> dict[str, bytes]:
+    """A journal as a broken disk leaves it, by what happened."""
+    lines = journal.splitlines(keepends=True)
+    number = next(place for place, line in enumerate(lines) if b'"trial_id"' in line)
+
+    def instead(line: bytes) -> bytes:
+        return b"".join([*lines[:number], line, *lines[number + 1 :]])
+
+    return {
+        "cut": instead(lines[number][:9] + b"\n"), "no text": instead(b"\xff" + lines[number][1:]),
+        "zeros": instead(bytes(512) + b"\n"), "no entry": instead(b"[1]\n"),
+        "other key": instead(lines[number].replace(b"trial_id", b"trial_ie")), "not a journal": bytes(range(256)),
+    }  # fmt: skip
+
+
+def test_a_damaged_journal_is_reported_and_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = worker(searched(n_trials=1), tmp_path)
+    made.run()
+    recipe, journal = write_recipe(made.recipe, tmp_path), made.place.folder / "journal.log"
+    command = ["search", recipe, "--report", "--runs-dir", str(tmp_path / "runs")]
+    whole = journal.read_bytes()
+    for what, data in damaged(whole).items():
+        journal.write_bytes(data)
+        assert run(command) == 2, what
+        require_message(capsys.readouterr().err, journal, rule="search.study_name")
+        assert journal.read_bytes() == data
+    journal.write_bytes(whole + b'{"op_code":4,"worker')  # of a process that was killed while it wrote
+    assert run(command) == 0
+    (made.place.folder / "report.html").unlink()
+    (made.place.folder / "report.html").mkdir()
+    capsys.readouterr()
+    assert run(command) == 2
+    require_message(capsys.readouterr().err, made.place.folder / "report.html")
+
+
+def test_a_report_creates_no_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "study.db"
+    recipe = write_recipe(searched(storage=f"sqlite:///{path}"), tmp_path)
+    command = ["search", recipe, "--report", "--runs-dir", str(tmp_path / "runs")]
+    assert run(command) == 2
+    require_message(capsys.readouterr().err, path, rule="llmrecipes search")
+    assert not path.exists()
+    path.write_bytes(b"something else" * 100)
+    assert run(command) == 2  # at once: no retry helps
+    require_message(capsys.readouterr().err, path)
+
+
+def test_the_report_of_a_recipe_that_has_changed(made: Worker, tmp_path: Path) -> None:
+    """The model is another one, the range is narrower, and one key is not searched any more."""
+    changed = searched({**LR, "low": 1e-3}, n_trials=10)
+    changed = changed.model_copy(update={"model": changed.model.model_copy(update={"num_layers": 3})})
+    write_report(made.study, changed, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "model.num_layers: 2" in text
+    assert "<th>model.num_attention_heads</th>" in text
+    assert "rank_seconds" not in text  # Optuna's own timeline shows all attributes of trials, the machine among them
 
 
 def test_the_dashboard_shows_the_study(made: Worker) -> None:

@@ -10,8 +10,10 @@ import pytest
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.search import PRUNER_KEYS, SAMPLER_KEYS
 from llmrecipes.search.length import evaluation, evaluations
+from llmrecipes.search.samplers import pruner as make_pruner
 from llmrecipes.search.space import trial_recipe
-from llmrecipes.search.study import own_trials
+from llmrecipes.search.study import require_section
+from llmrecipes.search.trials import own_trials
 from tests.helpers import tiny
 from tests.refusals import has_token, refused
 from tests.unit.search_lab import LR, curves, ran, searched
@@ -73,6 +75,12 @@ def norm(*choices: str) -> dict[str, Any]:
         ({"enqueue_trials": [{"optimizer.lr": 7.0}]}, "search.enqueue_trials.0", "optimizer.lr"),
         ({"storage": "postgresql://me:secret@host/db"}, "search.storage", "PGPASSWORD"),
         ({"storage": "mysql://host/db"}, "search.storage", "mysql"),
+        ({"storage": "sqlite:///:memory:"}, "search.storage", "memory"),
+        ({"storage": "sqlite://"}, "search.storage", "memory"),
+        ({"storage": ""}, "search.storage", "path"),
+        ({"grace_period": 60, "heartbeat_interval": 60}, "search.grace_period", "120"),
+        (item(key="data.sources.9.weight"), "search.space.0.key", "data.sources.9.weight"),
+        (item(when={"model.num_layers": ["two"]}), "search.space.0.when", "two"),
         ({"n_trials": None}, "search.n_trials", "timeout"),
     ],
 )  # fmt: skip
@@ -144,6 +152,41 @@ def test_pruners(pruner: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mon
     study = ran(recipe, tmp_path)
     assert any(trial.state.name == "PRUNED" for trial in study.trials)
     assert study.best_trial.number == 0
+
+
+@pytest.mark.parametrize(
+    "pruner",
+    [
+        None,
+        {"type": "PercentilePruner", "percentile": 50.0},
+        {"type": "SuccessiveHalvingPruner"},
+        {"type": "HyperbandPruner"},
+    ],
+    ids=lambda value: value["type"] if value else "default",
+)
+@pytest.mark.parametrize(("evaluations", "first"), [(8, 2), (9, 3), (4, 1), (1, None)])
+def test_no_trial_is_pruned_in_the_first_quarter(
+    pruner: dict[str, Any] | None, evaluations: int, first: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the learning rate rises, losses say little."""
+    import optuna
+
+    monkeypatch.setattr("optuna.pruners.HyperbandPruner._get_bracket_id", lambda *_: 0)
+    search = require_section(searched(pruner=pruner))
+    study = optuna.create_study(pruner=make_pruner(search, evaluations))
+
+    def decisions(loss: float) -> list[bool]:
+        trial, found = study.ask(), []
+        for number in range(1, evaluations + 1):
+            trial.report(loss, number)
+            found.append(number < evaluations and trial.should_prune())
+        study.tell(trial, loss)
+        return found
+
+    for loss in range(1, 7):
+        decisions(float(loss))
+    found = decisions(100.0)
+    assert (found.index(True) + 1 if True in found else None) == first
 
 
 def test_every_sampler_and_pruner_is_optunas() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -12,14 +13,15 @@ from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy.orm
 from optuna.trial import TrialState
 
 from llmrecipes.errors import ExitCode
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.search import starting, storage, study
+from llmrecipes.search import starting, storage, study, trials
 from llmrecipes.search.budget import used
-from llmrecipes.search.study import WORKER, own_trials
+from llmrecipes.search.trials import WORKER, own_trials
 from llmrecipes.search.worker import Worker
 from tests.refusals import refused
 from tests.unit.search_lab import LR, Curves, bowl, curves, ran, searched, states, worker
@@ -56,6 +58,9 @@ def test_a_study_is_continued_only_if_asked_for_and_only_by_its_recipe(tmp_path:
     with refused(tmp_path / "runs/lab-search/lab/journal.log", rule="optimizer.weight_decay"):
         ran(other, tmp_path, resume=True)
     assert len(again.trials) == 5
+    # Each trial has a value of its own, so that the recipe's may have become that of the best one.
+    best = searched(n_trials=6).model_copy(update={"optimizer": first_optimizer(lr=again.best_params["optimizer.lr"])})
+    assert len(ran(best, tmp_path, resume=True).trials) == 6
 
 
 def first_optimizer(**changes: Any) -> Any:
@@ -77,7 +82,7 @@ def test_processes_share_a_study_and_never_a_trial(kind: str, tmp_path: Path) ->
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     made = worker(recipe, tmp_path, resume=True)
     trials = list(own_trials(made.study))
@@ -121,6 +126,111 @@ def test_a_killed_search_is_continued_and_its_trial_resumed(
     assert sum(1 for _ in own_trials(again)) == 4
 
 
+def dies_at_write(recipe: Recipe, folder: Path, number: int) -> None:
+    """A search that is killed at its n-th write to the storage: before it if n is odd, after it if n is even."""
+    writes = 0
+
+    def write(*arguments: Any, original: Any) -> Any:
+        nonlocal writes
+        writes += 1
+        if writes == -(-number // 2) and number % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = original(*arguments)
+        if writes == number // 2 and not number % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    for owner, name in ((storage.Journal, "append_logs"), (sqlalchemy.orm.Session, "commit")):
+        setattr(owner, name, functools.partialmethod(write, original=getattr(owner, name)))
+    search_in_a_process(recipe, folder)
+
+
+@pytest.mark.parametrize("kind", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
+def test_a_search_may_be_killed_at_any_write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again, later each time: no trial is lost, none is trained twice, and their number is exact."""
+    monkeypatch.setattr("llmrecipes.search.worker.IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(study, "FILLED_WITHIN", 0.1)
+    recipe = searched(
+        n_trials=5, enqueue_trials=[{"optimizer.lr": 0.5}], pruner={"type": "NopPruner"}, max_retry=99,
+        grace_period=1, **kept(kind, tmp_path),
+    )  # fmt: skip
+    codes = []
+    for number in range(1, 99):
+        process = FORK.Process(target=dies_at_write, args=(recipe, tmp_path, number))
+        process.start()
+        process.join(300)
+        codes.append(process.exitcode)
+        if codes[-1] == 0:
+            break
+    assert codes[-1] == 0
+    assert set(codes[:-1]) == {-signal.SIGKILL}
+    assert len(codes) > 10
+    made = worker(recipe, tmp_path, resume=True)
+    trials = list(own_trials(made.study))
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 5
+    assert {1e-3, 0.5} < {trial.params["optimizer.lr"] for trial in trials}
+    assert len({trial.user_attrs["run_id"] for trial in trials}) == 5
+    for trial in trials:
+        lines = (made.place.run_dir(trial.user_attrs["run_id"]) / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == 8
+
+
+def test_a_trial_that_is_put_back_twice_runs_once(tmp_path: Path) -> None:
+    """Two processes do so at the same moment, or an answer of the storage was lost."""
+    made = worker(searched(n_trials=2, pruner={"type": "NopPruner"}), tmp_path)
+    trial = made.study.ask()
+    trial.suggest_float("optimizer.lr", 1e-4, 1.0, log=True)
+    trials.give_back(made.study, trial.number)
+    trials.give_back(made.study, trial.number)
+    assert made.run() == ExitCode.DONE
+    assert [each.state for each in own_trials(made.study)] == [TrialState.COMPLETE] * 2
+    assert len(Curves.submitted) == 2
+
+
+def test_a_resumed_trial_is_not_stale_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last sign of life was that of the process that was lost."""
+    made = worker(searched(n_trials=1, grace_period=100), tmp_path)
+    now = [1000.0]
+    monkeypatch.setattr(storage.time, "time", lambda: now[0])
+    trial = made.study.ask()
+    trials.beat(made.study, trial)
+    trial.set_user_attr(WORKER, {"host": "elsewhere", "pid": 1, "started": 0.0})
+    now[0] += 101
+    trials.take_back(made.study, 100)
+    resumed = made.study.ask()
+    trials.take_back(made.study, 100)
+    assert made.study.trials[resumed.number].state == TrialState.RUNNING
+
+
+def test_each_process_has_a_number_of_its_own() -> None:
+    """Its seed: also if all register at the same moment, in another order than that of their clocks."""
+
+    class Snapshot:
+        def __init__(self, known: list[str]) -> None:
+            self.user_attrs = dict.fromkeys(known, True)
+
+        def set_user_attr(self, name: str, value: bool) -> None:
+            """Visible to others at the same moment, and they to this one."""
+            names.append(name)
+            self.user_attrs |= dict.fromkeys([name, *seen], value)
+
+    names: list[str] = []
+    numbers, seen = [], list[str]()
+    for others in ([], ["later"], ["earlier"], ["earlier", "later"]):
+        seen[:] = [f"{study.WORKERS}{'9' if other == 'later' else '0'}" for other in others]
+        numbers.append(study._register(Snapshot([])))  # type: ignore[arg-type]
+    assert numbers == [0, 1, 2, 4]
+
+
+def test_the_lock_of_a_killed_process_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage.Journal(Path("journal.log"))._own_lock.acquire()
+    made = storage.Journal(Path("journal.log"))
+    monkeypatch.setattr(made._own_lock, "grace_period", 0.1)
+    made.append_logs([{"op_code": 0}])
+    assert (tmp_path / "journal.log").read_bytes() == b'{"op_code":0}\n'
+
+
 def test_a_trial_without_signs_of_life_is_given_to_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,11 +243,11 @@ def test_a_trial_without_signs_of_life_is_given_to_another_process(
         trial = made.study.ask()
         trial.set_user_attr(WORKER, {"host": "elsewhere", "pid": 1, "started": 0.0})
         trial.suggest_float("optimizer.lr", 1e-4, 1.0, log=True)
-        study.beat(made.study, trial)
-        study.take_back(made.study, 100)
+        trials.beat(made.study, trial)
+        trials.take_back(made.study, 100)
         assert made.study.trials[trial.number].state == TrialState.RUNNING
         now[0] += 101
-        study.take_back(made.study, 100)
+        trials.take_back(made.study, 100)
         assert made.study.trials[trial.number].state == TrialState.FAIL
         waiting = [each for each in made.study.trials if each.state == TrialState.WAITING]
         assert [each.params for each in waiting] == ([made.study.trials[trial.number].params] if retried else [])
@@ -190,7 +300,7 @@ def test_a_storage_that_stays_away_is_told_once_and_nothing_is_lost(
     ended.start()
     ended.join()
     with monkeypatch.context() as patch:  # afterwards this process is another one
-        patch.setattr(starting, "this_worker", lambda: {**study.this_worker(), "pid": ended.pid})
+        patch.setattr(starting, "this_worker", lambda: {**trials.this_worker(), "pid": ended.pid})
         made = worker(recipe, tmp_path)
         with_storage_unmounted(made, tmp_path, patch)
     again = ran(recipe, tmp_path, resume=True)
@@ -342,7 +452,7 @@ def test_a_trial_that_was_taken_over_is_left_to_the_other_process(
 
     def taken(recipe: Recipe, evaluation: int) -> float:
         if len(Curves.submitted) == 1 and evaluation == 2:
-            study.give_back(made.study, 0)
+            trials.give_back(made.study, 0)
         return bowl(recipe, evaluation)
 
     monkeypatch.setattr(Curves, "loss", staticmethod(taken))
@@ -351,16 +461,18 @@ def test_a_trial_that_was_taken_over_is_left_to_the_other_process(
     assert Curves.submitted.count("lab-0000") == 1
 
 
+@pytest.mark.parametrize("queued", [False, True])
 def test_a_trial_that_was_asked_for_and_never_began_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process died between Optuna's answer and its first sign of life."""
-    made = worker(searched(n_trials=1, grace_period=100), tmp_path)
+    """The process died between Optuna's answer and its first sign of life. A known point waits again."""
+    made = worker(searched(n_trials=1, grace_period=100, enqueue_recipe=queued), tmp_path)
     made.study.ask()
-    study.take_back(made.study, 100)
+    trials.take_back(made.study, 100)
     assert states(made.study) == ["RUNNING"]
     later = time.time() + 101
-    monkeypatch.setattr(study.time, "time", lambda: later)
-    study.take_back(made.study, 100)
-    assert states(made.study) == ["FAIL"]
-    assert list(own_trials(made.study)) == []
+    monkeypatch.setattr(trials.time, "time", lambda: later)
+    trials.take_back(made.study, 100)
+    assert states(made.study) == ["FAIL", "WAITING"][: 1 + queued]
+    assert [trial.system_attrs["fixed_params"] for trial in own_trials(made.study)] == [{"optimizer.lr": 1e-3}] * queued
+    assert made.study.ask().number == 1

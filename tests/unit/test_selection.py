@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist import table
 from tests.selection import RANKS, TESTS, group, missing_package, of_the_version, rank
 
 
@@ -26,6 +27,19 @@ def test_tests_that_use_torch_or_megatron_core_belong_to_the_version() -> None:
                 imported.add((node.module or "").partition(".")[0])
         known = of_the_version(name) or not imported & {"torch", "megatron"}
         assert known, f"{name}: add it to VERSION in tests/selection.py"
+
+
+def test_another_version_runs_every_model_option_and_kind_of_parallelism_of_a_model() -> None:
+    rows = [row for row in table.ROWS if row.engine == "megatron" and not row.nccl]
+    chosen = [row for row in rows if of_the_version("dist/test_layouts.py", slow=True, row=row.name)]
+    assert {row.name for row in rows if row.core} < {row.name for row in chosen}
+    assert set().union(*map(table.news, chosen)) == set().union(*map(table.news, rows))
+    assert {row.variant for row in rows} == {row.variant for row in chosen}
+    # Where the two versions have differed.
+    for variant, kind in (("mtp without weight tying", "cp"), ("mla", "cp"), ("moe with seq_aux_loss", "cp")):
+        assert any(row.variant == variant and kind in row.degrees for row in chosen)
+    # What is left out has another row with each of its parts.
+    assert len(chosen) < len(rows) / 2
 
 
 def test_modules_stay_together_and_ranks_come_first() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmrecipes.cli.render.table import aligned
 from llmrecipes.console import number
+from llmrecipes.workflow.scaling import COEFFICIENTS
 
 if TYPE_CHECKING:
     from llmrecipes.workflow.scaling import Interval, ScalingLaw
@@ -26,10 +27,15 @@ def lines(found: ScalingLaw) -> Iterator[str]:
     yield ""
     yield f"L = E + A/N^alpha + B/D^beta over {len(selection.points)} runs, residual {fit.residual:.2%}"
     rows = [("", "fit", "90 % interval")]
-    for coefficient in ("E", "A", "B", "alpha", "beta"):
+    for coefficient in COEFFICIENTS:
         low, high = fit.interval(coefficient)
         rows.append((coefficient, f"{getattr(law, coefficient):.4g}", f"{low:.4g} to {high:.4g}"))
     yield from aligned(rows)
+    if not fit.has_offset:
+        yield "E is 0: the loss of these runs does not level off yet, and the law is not to be extrapolated"
+    for coefficient in COEFFICIENTS:
+        if share := fit.at_bound(coefficient):
+            yield f"{coefficient}: {share:.0%} of the bootstrap samples do not determine it (a bound of the fit)"
     yield ""
     yield f"compute-optimal for C = 6ND FLOPs: N grows with C^{law.parameter_exponent:.2f}, D with the rest"
     rows = [("FLOPs", "parameters", "90 % interval", "tokens", "90 % interval", "loss", "90 % interval")]

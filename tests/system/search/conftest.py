@@ -1,4 +1,4 @@
-"""A PostgreSQL server for the tests of this folder."""
+"""A PostgreSQL server and a browser for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
@@ -68,3 +72,21 @@ def postgres() -> Iterator[Server]:
         server.start()
         yield server
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chrome]:
+    """Chromium without a window; it records its console and its requests."""
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip("a browser: apt-get install chromium chromium-driver")
+    from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+
+    options = ChromeOptions()
+    options.binary_location = binary
+    for argument in ("--headless", "--disable-dev-shm-usage", *["--no-sandbox"] * (os.geteuid() == 0)):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = Chrome(options, ChromeService(driver))
+    yield started
+    started.quit()

@@ -13,7 +13,7 @@ import pytest
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search import storage
-from llmrecipes.search.study import own_trials
+from llmrecipes.search.trials import own_trials
 from tests.refusals import refused
 from tests.system.search.conftest import Server
 from tests.unit.search_lab import Curves, bowl, curves, ran, searched, states, worker

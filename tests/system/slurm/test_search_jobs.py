@@ -12,7 +12,8 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.command import quiet
 from llmrecipes.search.study import load as load_study
-from llmrecipes.search.study import own_trials, place_of, require_section
+from llmrecipes.search.study import place_of, require_section
+from llmrecipes.search.trials import own_trials
 from tests.helpers import ROOT, lines, tiny_on, write_recipe
 from tests.system.slurm.conftest import Site
 
@@ -56,7 +57,8 @@ def test_each_trial_is_a_job(site: Site, corpus: Path) -> None:
     answer = json.loads(printed[printed.index("{") :])
     assert sum(answer["trials"].values()) == 3
     assert answer["trials"]["complete"] >= 1
-    assert load(answer["recipes"][0]).recipe.optimizer.lr == answer["best"][0]["values"]["optimizer.lr"]
+    best = load(str(site.folder / answer["recipes"][0])).recipe
+    assert best.optimizer.lr == answer["best"][0]["values"]["optimizer.lr"]
     jobs = {}
     for _, run_id in zip(range(3), outcomes(site, recipe)[1], strict=True):
         job = json.loads((site.folder / "runs/tiny-search" / run_id / "logs/submission.json").read_text())["job_id"]
