@@ -65,7 +65,7 @@ def base_width(recipe: Recipe) -> Recipe:
     base = model.mup_base_hidden_size if model.use_mup else None
     if base is None or base >= model.hidden_size:
         raise UserError(
-            f"{base} with hidden_size {model.hidden_size}" if base else "unset" if model.use_mup else "no use_mup",
+            f"{base} with hidden_size {model.hidden_size}" if base else "unset" if model.use_mup else "false",
             where="model.mup_base_hidden_size" if model.use_mup else "model.use_mup",
             rule="a proxy is narrower, and values transfer only with the maximal-update parametrisation",
             fix="model.use_mup=true model.mup_base_hidden_size=256 model.mup_base_head_dim=CHANNELS_OF_A_HEAD",
