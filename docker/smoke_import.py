@@ -18,6 +18,7 @@ MODULES = (
     "mlflow",
     "psycopg2",
     "llmrecipes.train.worker",
+    "llmrecipes.search.worker",
 )
 
 

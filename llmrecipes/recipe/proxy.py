@@ -7,6 +7,7 @@ from typing import Any
 
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.names import suffixed
 from llmrecipes.recipe.proxy_model import Device, small_layout, small_model
 from llmrecipes.recipe.schema import (
     Checkpoint,
@@ -22,7 +23,6 @@ from llmrecipes.recipe.schema import (
 from llmrecipes.recipe.zero import Zero
 
 SUFFIX = "-smoke"
-MAX_NAME = 63
 ITERS = 20
 # Elements: of a reduction, of what ZeRO-3 gathers at a time, and of parameters that it leaves whole.
 MAX_BUCKET = 1_000_000
@@ -48,7 +48,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     model = small_model(recipe, parallel)
     return recipe.model_copy(
         update={
-            "name": recipe.name[: MAX_NAME - len(SUFFIX)] + SUFFIX,
+            "name": suffixed(recipe.name, SUFFIX),
             "description": f"rehearsal of {recipe.name}",
             "model": model,
             "parallelism": parallel,

@@ -77,7 +77,7 @@ SAME: dict[str, str] = {
     "zero.offload_optimizer": "cpu_offload offload_optimizer_device",
     "zero.offload_param": "cpu_offload_param offload_param_device",
     "train.train_iters": "max_steps train_steps training_steps total_steps num_train_steps max_iters num_steps steps "
-    "train_samples train_tokens max_tokens num_train_epochs num_epochs epochs",
+    "train_samples train_tokens num_train_epochs num_epochs epochs",
     "train.micro_batch_size": "mbs local_batch_size device_batch_size per_device_train_batch_size "
     "train_micro_batch_size_per_gpu batch_size",
     "train.global_batch_size": "gbs train_batch_size total_batch_size global_train_batch_size batch_size "
@@ -131,7 +131,7 @@ NOTES: tuple[tuple[str, str], ...] = (
     ),
     ("warmup_ratio warmup_fraction lr_warmup_fraction", "a number of steps: the share × train.train_iters"),
     (
-        "num_train_epochs num_epochs epochs train_tokens train_samples max_tokens lr_warmup_samples lr_decay_samples",
+        "num_train_epochs num_epochs epochs train_tokens train_samples lr_warmup_samples lr_decay_samples",
         "a run is counted in steps of global_batch_size × seq_length tokens",
     ),
     (

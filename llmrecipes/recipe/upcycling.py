@@ -13,11 +13,11 @@ from pathlib import Path
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.load import Loaded, load
+from llmrecipes.recipe.names import suffixed
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.recipe.shape import shape
 
 SUFFIX = "-moe"
-MAX_NAME = 63
 
 
 def load_upcycled(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Recipe]:
@@ -31,7 +31,7 @@ def load_upcycled(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Recipe]
         UserError: the result is not a valid recipe, or does not continue the dense model exactly; all problems at once.
     """
     dense = load(str(path)).recipe
-    name = f"name={dense.name[: MAX_NAME - len(SUFFIX)]}{SUFFIX}"
+    name = f"name={suffixed(dense.name, SUFFIX)}"
     loaded = load(str(path), [name, *overrides])
     if found := list(check(dense, loaded.recipe)):
         raise _error(found, loaded)

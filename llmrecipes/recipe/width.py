@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.names import suffixed
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Parallelism, Recipe
 from llmrecipes.recipe.shape import shape
 
 PROXY = "-proxy"
-MAX_NAME = 63
 _HEADS = ("num_attention_heads", "num_query_groups")
 _SCALED = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 _UNSCALED = ("kv_channels", "mup_base_hidden_size", "mup_base_head_dim")
@@ -65,7 +65,7 @@ def base_width(recipe: Recipe) -> Recipe:
     base = model.mup_base_hidden_size if model.use_mup else None
     if base is None or base >= model.hidden_size:
         raise UserError(
-            f"{base} with hidden_size {model.hidden_size}" if base else "unset" if model.use_mup else "no use_mup",
+            f"{base} with hidden_size {model.hidden_size}" if base else "unset" if model.use_mup else "false",
             where="model.mup_base_hidden_size" if model.use_mup else "model.use_mup",
             rule="a proxy is narrower, and values transfer only with the maximal-update parametrisation",
             fix="model.use_mup=true model.mup_base_hidden_size=256 model.mup_base_head_dim=CHANNELS_OF_A_HEAD",
@@ -79,7 +79,7 @@ def base_width(recipe: Recipe) -> Recipe:
     kept = {name: getattr(recipe.parallelism, name) for name in _REDUCTION}
     narrow = at_width(recipe, base).model_copy(
         update={
-            "name": recipe.name[: MAX_NAME - len(PROXY)] + PROXY,
+            "name": suffixed(recipe.name, PROXY),
             "parallelism": Parallelism().model_copy(update=kept),
         }
     )

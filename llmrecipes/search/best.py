@@ -12,13 +12,13 @@ from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import to_yaml
+from llmrecipes.recipe.names import suffixed
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.space import trial_recipe, values_of
 from llmrecipes.search.study import Place, require_section
 from llmrecipes.search.trials import own_trials
 
 BEST = "-best"
-MAX_NAME = 63
 
 
 def best_trials(study: optuna.Study) -> list[FrozenTrial]:
@@ -55,7 +55,7 @@ class Keeper:
     @property
     def name(self) -> str:
         """Name of the best recipe; with several objectives, the beginning of their names."""
-        return self.recipe.name[: MAX_NAME - len(BEST) - 5] + BEST
+        return suffixed(self.recipe.name, BEST, spare=5)
 
     def files(self) -> list[Path]:
         """The recipes that have been written."""

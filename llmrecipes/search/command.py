@@ -17,8 +17,6 @@ from llmrecipes.recipe.schema import Recipe
 if TYPE_CHECKING:
     from llmrecipes.search.target import Target
 
-PACKAGES = ("optuna", "cmaes", "plotly", "optuna_dashboard")
-
 
 @dataclass(frozen=True)
 class Result:
@@ -50,13 +48,19 @@ class Result:
         }  # fmt: skip
 
 
-def require_library(recipe: Recipe) -> None:
-    """Refuse a search without the packages of the extra.
+def require_library(recipe: Recipe, *more: str) -> None:
+    """Refuse a search without the packages of the extra that it needs.
+
+    Args:
+        recipe: of the search.
+        more: packages that are needed besides Optuna and what the recipe names.
 
     Raises:
         UserError: one is missing.
     """
-    needed = [*PACKAGES]
+    needed = ["optuna", *more]
+    if recipe.search is not None and recipe.search.sampler.type == "CmaEsSampler":
+        needed.append("cmaes")
     if recipe.search is not None and (recipe.search.storage or "").startswith("postgresql"):
         needed.append("psycopg2")
     missing = [package for package in needed if find_spec(package) is None]
@@ -133,7 +137,7 @@ def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:
     Raises:
         UserError: there is no such study, or it cannot be written.
     """
-    require_library(recipe)
+    require_library(recipe, "plotly")
     quiet()
     from llmrecipes.search.best import Keeper
     from llmrecipes.search.report import write_report
@@ -158,7 +162,7 @@ def show(recipe: Recipe, runs_dir: Path, port: int) -> None:
     Raises:
         UserError: there is no such study, or the dashboard does not start.
     """
-    require_library(recipe)
+    require_library(recipe, "optuna_dashboard")
     quiet()
     from llmrecipes.search.dashboard import serve
     from llmrecipes.search.storage import address

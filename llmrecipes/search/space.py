@@ -11,6 +11,7 @@ from pydantic import JsonValue, ValidationError
 from llmrecipes.errors import UserError
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.explain import explain
+from llmrecipes.recipe.names import suffixed
 from llmrecipes.recipe.overrides import Override, apply
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Dimension
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 Values = dict[str, JsonValue]
 """Values of searched keys."""
 SUFFIX = "-search"
-MAX_NAME = 63
 
 Plain = None | bool | int | float | str
 """What Optuna stores as a choice."""
@@ -135,7 +135,7 @@ def trial_recipe(recipe: Recipe, search: Search, values: Mapping[str, JsonValue]
     for key, value in values.items():
         if problem := apply(data, Override(key, value, "")):
             raise UserError(problem.what, where=problem.key, rule=problem.rule, fix=problem.fix)
-    data |= {"name": recipe.name[: MAX_NAME - len(SUFFIX)] + SUFFIX, "search": None}
+    data |= {"name": suffixed(recipe.name, SUFFIX), "search": None}
     try:
         found = Recipe.model_validate(data)
     except ValidationError as error:

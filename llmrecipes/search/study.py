@@ -18,11 +18,12 @@ from pydantic import ValidationError
 
 from llmrecipes.checkpoint.compatibility import Difference, differences
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.names import suffixed
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.length import evaluations, trial_tokens
 from llmrecipes.search.samplers import grid, pruner, sampler
-from llmrecipes.search.space import MAX_NAME, SUFFIX, distribution, own_point, parameters
+from llmrecipes.search.space import SUFFIX, distribution, own_point, parameters
 from llmrecipes.search.storage import (
     address,
     file_of,
@@ -70,7 +71,7 @@ class Place:
 
 def place_of(recipe: Recipe, search: Search, runs_dir: Path) -> Place:
     """Where the study of a recipe is."""
-    group = recipe.name[: MAX_NAME - len(SUFFIX)] + SUFFIX
+    group = suffixed(recipe.name, SUFFIX)
     return Place(runs_dir, group, search.study_name or recipe.name[:40])
 
 

@@ -483,7 +483,7 @@ CASES: dict[str, Case] = {
     "search.min_improvement": Case(0.5, search, SEARCH),
     "search.max_retry": Case(1, search, SEARCH),
     "search.heartbeat_interval": Case(1, search, SEARCH),
-    "search.grace_period": Case(1, search, SEARCH),
+    "search.grace_period": Case(90, search, SEARCH),
     "search.keep_checkpoints": Case("none", search, SEARCH),
 }
 """One line for each key. A new key gets one here, or it has no effect that anybody has seen."""

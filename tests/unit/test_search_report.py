@@ -15,14 +15,15 @@ import pytest
 from llmrecipes.cli.app import run
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.search import dashboard, remote
+from llmrecipes.search import command, dashboard, remote
+from llmrecipes.search.command import require_library
 from llmrecipes.search.metrics import MetricsReader
 from llmrecipes.search.plots import plots
 from llmrecipes.search.report import write_report
 from llmrecipes.search.worker import Worker
 from llmrecipes.tracking.store import tracking_uri
 from tests.helpers import write_recipe
-from tests.refusals import require_message
+from tests.refusals import refused, require_message
 from tests.unit.search_lab import LR, Curves, bowl, curves, searched, worker
 
 __all__ = ["curves"]
@@ -253,3 +254,22 @@ def test_metrics_of_a_resumed_run_are_read_again(tmp_path: Path) -> None:
     new.write_text(step(1))
     new.rename(path)
     assert (reader.read().step, reader.read().evaluations) == (1, {})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "missing"),
+    [
+        (searched(), ("plotly",), "plotly"),
+        (searched(), ("optuna_dashboard",), "optuna_dashboard"),
+        (searched(storage="postgresql://me@host/studies"), (), "psycopg2"),
+    ],
+)
+def test_a_package_is_required_only_where_it_is_used(
+    recipe: Recipe, more: tuple[str, ...], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images have Optuna for the workers, and nothing that draws."""
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == missing else True)
+    with refused("search") as caught:
+        require_library(recipe, *more)
+    assert caught.value.what.split()[0] == missing
+    require_library(searched())

@@ -71,7 +71,7 @@ class Site:
         """Run the program; returns what it printed."""
         done = subprocess.run(
             [sys.executable, "-m", "llmrecipes.cli", *arguments], env={**self.variables, **variables},
-            cwd=self.folder, capture_output=True, text=True, timeout=120, check=False,
+            cwd=self.folder, capture_output=True, text=True, timeout=400, check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
