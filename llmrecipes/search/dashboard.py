@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from subprocess import Popen
 
 from llmrecipes.search.storage import url_with_driver
-from llmrecipes.tracking.web import HOST, free_port, started, until_interrupted
+from llmrecipes.tracking.web import HOST, reserved, started, until_interrupted
 
 NAME = "optuna-dashboard"
 # As optuna-dashboard starts itself, without a line for each request.
@@ -31,11 +31,11 @@ def server(place: str, port: int) -> Iterator[tuple[str, Popen[bytes]]]:
     Raises:
         UserError: it does not start.
     """
-    port = free_port(port)
     storage = url_with_driver(place) if "://" in place else place
-    command = [sys.executable, "-c", SCRIPT, storage, HOST, str(port)]
-    with started(NAME, command, port, "/api/studies", os.environ) as process:
-        yield f"http://{HOST}:{port}", process
+    with reserved(port) as port:
+        command = [sys.executable, "-c", SCRIPT, storage, HOST, str(port)]
+        with started(NAME, command, port, "/api/studies", os.environ) as process:
+            yield f"http://{HOST}:{port}", process
 
 
 def serve(place: str, study_id: int, port: int = 8080) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from llmrecipes.errors import UserError
-from llmrecipes.tracking.web import HOST, free_port, started, until_interrupted
+from llmrecipes.tracking.web import HOST, reserved, started, until_interrupted
 
 NAME = "TensorBoard"
 FOLDER = "tensorboard"
@@ -45,13 +45,13 @@ def server(run_dirs: Sequence[Path], port: int) -> Iterator[tuple[str, int, subp
             link = Path(folder, run_dir.resolve().parent.name, run_dir.resolve().name)
             link.parent.mkdir(exist_ok=True)
             link.symlink_to((run_dir / FOLDER).resolve(), target_is_directory=True)
-        port = free_port(port)
-        command = [sys.executable, "-m", "tensorboard.main", "--logdir", folder, "--host", HOST, "--port", str(port)]
-        # Use the Python reader: the Rust one does not follow links.
-        command += ["--load_fast", "false", "--reload_interval", "10"]
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONWARNINGS": "ignore"}
-        with started(NAME, command, port, "/data/environment", environment) as process:
-            yield f"http://{HOST}:{port}", len(shown), process
+        with reserved(port) as port:
+            command = [sys.executable, "-m", "tensorboard.main", "--logdir", folder, "--host", HOST]
+            # Use the Python reader: the Rust one does not follow links.
+            command += ["--port", str(port), "--load_fast", "false", "--reload_interval", "10"]
+            with started(NAME, command, port, "/data/environment", environment) as process:
+                yield f"http://{HOST}:{port}", len(shown), process
 
 
 def serve(run_dirs: Sequence[Path], port: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from llmrecipes.errors import UserError
 from llmrecipes.tracking.mlflow.database import require_database
 from llmrecipes.tracking.store import artifact_root, is_local, process_environment, redact, tracking_uri
-from llmrecipes.tracking.web import HOST, free_port, started, until_interrupted
+from llmrecipes.tracking.web import HOST, reserved, started, until_interrupted
 
 NAME = "the MLflow server"
 TRAINING = "#/experiments?workflowType=machine_learning"
@@ -31,12 +31,12 @@ def server(runs_dir: Path, port: int) -> Iterator[tuple[str, subprocess.Popen[by
         raise UserError("no runs yet", where=str(runs_dir), fix="train something first: make train")
     if is_local(uri):
         require_database(uri, artifact_root(runs_dir))
-    port = free_port(port)
-    command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
-    command += ["--default-artifact-root", artifact_root(runs_dir), "--uvicorn-opts", "--log-level warning"]
     environment = process_environment() | {"MLFLOW_BACKEND_STORE_URI": uri}  # may hold a password: not an argument
-    with started(NAME, command, port, "/health", environment) as process:
-        yield f"http://{HOST}:{port}", process
+    with reserved(port) as port:
+        command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+        command += ["--default-artifact-root", artifact_root(runs_dir), "--uvicorn-opts", "--log-level warning"]
+        with started(NAME, command, port, "/health", environment) as process:
+            yield f"http://{HOST}:{port}", process
 
 
 def serve(runs_dir: Path, port: int = 5000) -> None:

@@ -17,16 +17,25 @@ HOST = "127.0.0.1"
 START_SECONDS = 60.0
 
 
-def free_port(wanted: int) -> int:
-    """`wanted` if it is free, else any free port."""
+@contextmanager
+def reserved(wanted: int) -> Iterator[int]:
+    """`wanted` if it is free, else any free port; no other program gets it while the context is open.
+
+    A server may need many seconds before it binds its port. Linux leaves out ports that a socket holds when it chooses
+    one for another program, but lets a server with `SO_REUSEADDR` bind it, because nobody listens there.
+
+    Raises:
+        UserError: no port is free.
+    """
     for port in (wanted, 0):
-        with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as holder:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((HOST, port))
+                holder.bind((HOST, port))
             except OSError:
                 continue
-            return int(probe.getsockname()[1])
+            yield int(holder.getsockname()[1])
+            return
     raise UserError(f"no free port on {HOST}")
 
 

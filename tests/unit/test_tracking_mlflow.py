@@ -9,6 +9,7 @@ import math
 import os
 import shlex
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -299,6 +300,14 @@ def test_resuming_at_once_after_a_kill_waits_for_the_mirror_left_behind(runs_dir
     assert [number for number, _ in history(uri, run.info.run_id, "loss")] == list(range(1, 13))
 
 
+def test_a_reserved_port_is_for_its_server_only() -> None:
+    with web.reserved(0) as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((web.HOST, port))
+        with socket.create_server((web.HOST, port)), web.reserved(port) as another:  # create_server sets SO_REUSEADDR
+            assert another != port
+
+
 @pytest.mark.slow
 def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -307,7 +316,8 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
     server_dir.mkdir()
     with ui.server(server_dir, 0) as (address, process):
         port = int(address.rpartition(":")[2])
-        assert web.free_port(port) != port  # taken: another one is chosen
+        with web.reserved(port) as other:
+            assert other != port  # taken: another one is chosen
         with urllib.request.urlopen(address) as page:  # noqa: S310  # http on loopback
             assert b"MLflow" in page.read()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
@@ -328,20 +338,22 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
         assert not (runs / "mlflow.db").exists()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    slowest = 0.0
-    for number in range(12, 31):
-        before = time.perf_counter()
-        tracker.step(step(number))
-        slowest = max(slowest, time.perf_counter() - before)
-    wait_for(lambda: "retrying in the background" in caplog.text)
-    tracker.close("KILLED")
-    assert slowest < 1.0
-    assert caplog.text.count("retrying") == 1  # said once
-    assert "20 point(s) lost" in caplog.text
-    assert len((runs / "tiny" / "r" / "metrics.jsonl").read_text().splitlines()) == 30
+    with ExitStack() as stack:
+        stack.enter_context(web.reserved(port))  # for the server that replaces the dead one
+        slowest = 0.0
+        for number in range(12, 31):
+            before = time.perf_counter()
+            tracker.step(step(number))
+            slowest = max(slowest, time.perf_counter() - before)
+        wait_for(lambda: "retrying in the background" in caplog.text)
+        tracker.close("KILLED")
+        assert slowest < 1.0
+        assert caplog.text.count("retrying") == 1  # said once
+        assert "20 point(s) lost" in caplog.text
+        assert len((runs / "tiny" / "r" / "metrics.jsonl").read_text().splitlines()) == 30
 
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the server's own store is the local one
-    with ui.server(server_dir, port) as (again, _):
+        monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the server's own store is the local one
+        again, _ = stack.enter_context(ui.server(server_dir, port))
         assert again == address
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         with start(runs, recipe(experiment, system_metrics_interval=None), "r", resumed_step=25) as tracker:
@@ -357,7 +369,8 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
 def test_an_unreachable_server_costs_a_warning_without_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:sesame@127.0.0.1:{web.free_port(0)}")
+    with web.reserved(0) as port:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:sesame@127.0.0.1:{port}")
     run_dir = tmp_path / "tiny" / "r"
     run_dir.mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')  # may be in MLflow since an earlier attempt
