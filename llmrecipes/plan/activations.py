@@ -259,7 +259,7 @@ class _PerToken:
             # Rotation or norm allocate new queries and keys, while the values keep the full projection alive.
             inner += element * (s.query_size + s.key_size) * (rope or model.qk_layernorm)
             inner += self._heads(rotated=rope)
-            tables = 4 * element * s.kv_channels if rope else 0.0  # cosines and sines, for queries and for keys
+            tables = 4.0 * element * s.kv_channels if rope else 0.0  # cosines and sines, for queries and for keys
         tables /= self.recipe.train.micro_batch_size  # all sequences have the same
         if self.layout.context_parallel_size > 1 and self.device == "cpu":
             # Our attention gathers keys and values of the full sequence; TransformerEngine's uses a ring.
