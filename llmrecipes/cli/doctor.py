@@ -125,7 +125,15 @@ def _hosts(nodes: str | None) -> tuple[str, ...]:
     if int(os.environ.get("SLURM_NNODES", "1")) == 1 or "SLURM_PROCID" not in os.environ:
         return (socket.gethostname(),)
     listing = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-    return tuple(subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split())
+    try:
+        return tuple(subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split())
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(
+            f"which hosts are {os.environ['SLURM_JOB_NODELIST']}? scontrol cannot be asked: {error}",
+            where="--nodes",
+            rule="the doctor of several nodes knows their names; a container usually has no scontrol",
+            fix="outside of the container: --nodes $(scontrol show hostnames $SLURM_JOB_NODELIST | paste -sd,)",
+        ) from error
 
 
 def _number(hosts: tuple[str, ...]) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from llmrecipes.doctor import data, fabric, gpus, limits, network, storage, versions, zero
 from llmrecipes.doctor.finding import Finding, fail
+from llmrecipes.hardware import torch_build
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.recipe.schema import Recipe
 
@@ -63,7 +64,7 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
         yield from gpus.check(states, subject.profile)
     pins = versions.locked(versions.lock_file(ROOT, len(states)))
     packages = versions.installed()
-    yield from versions.check(packages, sys.version_info[:2], driver, len(states), pins)
+    yield from versions.check(packages, sys.version_info[:2], driver, len(states), pins, torch_build.cuda_version())
     yield from zero.check(packages.get("deepspeed"), subject.recipe)
     yield from fabric.check(fabric.ports(), subject.profile)
     ranks = len(states) or (subject.profile.gpus_per_node if subject.profile else 0)

@@ -28,7 +28,12 @@ def installed() -> dict[str, str]:
 
 
 def check(
-    versions: Mapping[str, str], python: tuple[int, int], driver: str | None, gpus: int, locked: Mapping[str, str]
+    versions: Mapping[str, str],
+    python: tuple[int, int],
+    driver: str | None,
+    gpus: int,
+    locked: Mapping[str, str],
+    cuda: str | None,
 ) -> Iterator[Finding]:
     """Find incompatible versions.
 
@@ -38,6 +43,7 @@ def check(
         driver: GPU driver version according to nvidia-smi; None without one.
         gpus: number of GPUs of this machine.
         locked: see `locked`; empty without a lock file.
+        cuda: `torch.version.cuda`; None for a build without CUDA.
     """
     for name in ("torch", "megatron-core"):
         if name not in versions:
@@ -45,7 +51,7 @@ def check(
     if "megatron-core" in versions:
         yield _megatron(versions["megatron-core"], python)
     if "torch" in versions:
-        yield from _torch(versions, driver, gpus)
+        yield from _torch(versions["torch"], cuda, driver, gpus)
     yield from _transformer_engine(versions)
     nccl = {name: version for name, version in versions.items() if name.startswith("nvidia-nccl")}
     if len(nccl) > 1:
@@ -82,9 +88,7 @@ def _megatron(version: str, python: tuple[int, int]) -> Finding:
     return warn("version of megatron-core", what, f"pip install 'megatron-core~={tested[-1]}.0', or make setup")
 
 
-def _torch(versions: Mapping[str, str], driver: str | None, gpus: int) -> Iterator[Finding]:
-    version = versions["torch"]
-    cuda = _cuda(versions)
+def _torch(version: str, cuda: str | None, driver: str | None, gpus: int) -> Iterator[Finding]:
     if gpus and cuda is None:
         yield fail(
             "version of torch", f"{version} is a CPU build, but there are {gpus} GPUs", "make setup LOCK=py311-cuda"
@@ -93,7 +97,7 @@ def _torch(versions: Mapping[str, str], driver: str | None, gpus: int) -> Iterat
     if not gpus or cuda is None:
         yield ok("version of torch", version)
         return
-    oldest = DRIVER.get(cuda)
+    oldest = DRIVER.get(int(cuda.partition(".")[0]))
     if driver is None or oldest is None:
         yield skip("CUDA driver", f"driver {driver or 'unknown'}, torch {version} for CUDA {cuda}")
         return
@@ -102,17 +106,6 @@ def _torch(versions: Mapping[str, str], driver: str | None, gpus: int) -> Iterat
         yield fail("CUDA driver", what, f"a driver >= {oldest[0]}.{oldest[1]}, or a torch build for an older CUDA")
     else:
         yield ok("CUDA driver", f"{driver}, torch {version} for CUDA {cuda}")
-
-
-def _cuda(versions: Mapping[str, str]) -> int | None:
-    """CUDA major version that torch was built for; None for a CPU build."""
-    local = versions["torch"].partition("+")[2]
-    if local == "cpu":
-        return None
-    if found := re.match(r"cu(\d\d)\d", local):
-        return int(found[1])
-    runtimes = [version for name, version in versions.items() if name.startswith("nvidia-cuda-runtime")]
-    return int(runtimes[0].partition(".")[0]) if runtimes else None
 
 
 def _transformer_engine(versions: Mapping[str, str]) -> Iterator[Finding]:

@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+import ast
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import visible_gpus
+
+
+def cuda_version() -> str | None:
+    """`torch.version.cuda` of the installed torch, such as `13.0`; None for a build without CUDA, or without torch.
+
+    The version of the package does not tell: NVIDIA's own builds are called `2.13.0a0+8145d630e8.nv26.06`.
+    """
+    spec = find_spec("torch")
+    return None if spec is None or spec.origin is None else cuda_of(Path(spec.origin).with_name("version.py"))
+
+
+def cuda_of(version_file: Path) -> str | None:
+    """The value of `cuda` in torch's `version.py`, which is generated at build time; None if it has none."""
+    try:
+        tree = ast.parse(version_file.read_text("utf-8"))
+    except (OSError, SyntaxError):
+        return None
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == "cuda" for target in targets):
+            value = node.value  # type: ignore[union-attr]  # an assignment has one
+            return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+    return None
 
 
 def require_gpu_build() -> None:
@@ -14,9 +42,8 @@ def require_gpu_build() -> None:
     Raises:
         UserError: it is one.
     """
-    version = metadata.version("torch")
-    if version.endswith("+cpu") and (gpus := visible_gpus()):
-        raise unusable(f"{len(gpus)} × {gpus[0].name}, and torch {version} is a CPU build")
+    if cuda_version() is None and find_spec("torch") is not None and (gpus := visible_gpus()):
+        raise unusable(f"{len(gpus)} × {gpus[0].name}, and torch {metadata.version('torch')} is a CPU build")
 
 
 def unusable(what: str) -> UserError:

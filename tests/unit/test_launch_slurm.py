@@ -230,10 +230,11 @@ def batch(tmp_path: Path, script: str, *arguments: str, **variables: str) -> tup
         programs, "srun",
         f'for word; do printf "%s\\0" "$word"; done >> "{tmp_path}/calls"; printf "\\1" >> "{tmp_path}/calls"\n'
         f'case "$*" in *" begin "*) mkdir -p {runs}; [ -n "$FINISHED" ] || echo {runs}/job.json; exit $BEGIN;; '
+        f'*" doctor "*) [ -z "$BAD" ] || echo $BAD > "{tmp_path}/runs/.doctor-7"; exit $DOCTOR;; '
         f'*) [ -z "$OUTCOME" ] || echo $OUTCOME > {runs}/outcome; exit $RANKS;; esac',
     )  # fmt: skip
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_ON_NODE": "8"}
-    codes = {"BEGIN": "0", "RANKS": "0", "OUTCOME": "0", "FINISHED": ""}
+    codes = {"BEGIN": "0", "RANKS": "0", "OUTCOME": "0", "FINISHED": "", "DOCTOR": "0", "BAD": ""}
     done = subprocess.run(
         ["bash", str(ROOT / "slurm" / script), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False,
         env={"PATH": f"{programs}:/usr/bin:/bin", **job, **codes, **variables},
@@ -257,6 +258,29 @@ def test_batch_scripts_pass_on_what_they_are_given(tmp_path: Path, value: str) -
     assert code == 0
     assert prepare[-3:] == ["--", "gpt-1b", f"data.x={value}"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "data", "runs"]
+
+
+def test_the_doctor_gets_the_nodes_because_a_container_has_no_scontrol(tmp_path: Path) -> None:
+    _, (doctor, *_), _ = batch(tmp_path, "train.sbatch", "gpt-1b")
+    assert doctor[doctor.index("--nodes") + 1] == "n1,n2"
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "held"),
+    [
+        ({"DOCTOR": "1", "BAD": "n2"}, 93, True),
+        ({"DOCTOR": "2", "BAD": "n2"}, 93, True),  # n2 could not join the others, and the first node has reported it
+        ({"DOCTOR": "2"}, 2, False),
+        ({"DOCTOR": "1"}, 93, False),  # a traceback
+        ({"DOCTOR": "127"}, 93, False),
+    ],
+)
+def test_a_doctor_that_cannot_check_stops_the_job(
+    tmp_path: Path, variables: dict[str, str], code: int, held: bool
+) -> None:
+    found, calls, said = batch(tmp_path, "train.sbatch", "gpt-1b", **variables)
+    assert (found, len(calls)) == (code, 1), said
+    assert ("scontrol requeuehold 7" in said) is held
 
 
 def test_accepted_changes_reach_the_check(tmp_path: Path) -> None:
