@@ -63,6 +63,7 @@ def doctor(
     data_dir: DataOption = DATA,
 ) -> int:
     """Check a node, or all nodes of a job, and suggest fixes."""
+    from llmrecipes.doctor.differing import compared
     from llmrecipes.doctor.examine import DoctorContext, examine
     from llmrecipes.doctor.nodes import Meeting, meet
     from llmrecipes.hardware.load import load_profile
@@ -85,7 +86,7 @@ def doctor(
         gathered = meet(Meeting(hosts, number, port, runs_dir, patience), found)
         if gathered is None:
             return int(ExitCode.DONE)
-        found = gathered
+        found = compared(gathered)
     bad = bad_nodes(found)
     if bad_nodes_file is not None:
         bad_nodes_file.write_text(",".join(bad), "utf-8")

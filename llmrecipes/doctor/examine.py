@@ -6,13 +6,28 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmrecipes.doctor import data, fabric, gpus, limits, network, storage, versions, zero
-from llmrecipes.doctor.finding import Finding, fail
-from llmrecipes.hardware import torch_build
+from llmrecipes.doctor import (
+    data,
+    differing,
+    fabric,
+    gpudirect,
+    gpus,
+    kernel,
+    limits,
+    network,
+    nvlink,
+    roce,
+    storage,
+    versions,
+    zero,
+)
+from llmrecipes.doctor.finding import Finding, fail, skip
+from llmrecipes.hardware import adapters, torch_build
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.recipe.schema import Recipe
 
@@ -62,11 +77,20 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
         if report is not None:
             driver, states = gpus.parse(report)
         yield from gpus.check(states, subject.profile)
+    if states:
+        yield from _nvlinks(subject.profile)
+        yield from kernel.check(kernel.records(), time.clock_gettime(time.CLOCK_MONOTONIC))
     pins = versions.locked(versions.lock_file(ROOT, len(states)))
     packages = versions.installed()
     yield from versions.check(packages, sys.version_info[:2], driver, len(states), pins, torch_build.cuda_version())
     yield from zero.check(packages.get("deepspeed"), subject.recipe)
-    yield from fabric.check(fabric.ports(), subject.profile)
+    yield differing.inventory(packages, driver)
+    ports = adapters.ports()
+    yield from fabric.check(ports, subject.profile, os.environ)
+    yield from roce.check(ports, subject.profile, os.environ)
+    yield from gpudirect.check(gpudirect.support(), subject.profile)
+    if ports and states:
+        yield from gpudirect.access_control()
     ranks = len(states) or (subject.profile.gpus_per_node if subject.profile else 0)
     yield from limits.check(limits.read(), subject.profile, ranks)
     chosen = {name: str(value) for name, value in (subject.profile.environment if subject.profile else {}).items()}
@@ -78,3 +102,12 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
         yield fail("runs", f"{subject.runs_dir} is on {kind}, which other nodes cannot see", fix)
     if subject.recipe is not None:
         yield from data.check(subject.recipe, subject.data_dir)
+
+
+def _nvlinks(profile: Profile | None) -> Iterator[Finding]:
+    try:
+        report = nvlink.query()
+    except (OSError, subprocess.SubprocessError) as error:
+        yield skip("NVLink", f"nvidia-smi nvlink: {type(error).__name__}")
+    else:
+        yield from nvlink.check(nvlink.parse(report or ""), profile)

@@ -1,92 +1,104 @@
-"""InfiniBand, RoCE and EFA ports that are missing, down or slow, according to the kernel."""
+"""InfiniBand, RoCE and EFA ports that are missing, down, slow or count errors, according to the kernel."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
-from llmrecipes.doctor.finding import Finding, fail, ok, warn
+from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
+from llmrecipes.hardware.adapters import RDMA, Port, choose, expected
 from llmrecipes.hardware.profile import Profile
 
-SYSTEM = Path("/sys/class/infiniband")
-RDMA = ("infiniband", "roce", "efa")
 FLAPS = 10
-"""Times a link may have gone down since the machine started."""
+"""Times a link may have gone down since the driver was loaded."""
+ERRORS = {
+    "symbol_error": 10,
+    "link_error_recovery": 10,
+    "port_rcv_errors": 10,
+    "local_link_integrity_errors": 10,
+    "excessive_buffer_overrun_errors": 10,
+    "port_rcv_remote_physical_errors": 100,
+    "port_xmit_constraint_errors": 100,
+    "port_rcv_constraint_errors": 100,
+}
+"""Counts from which a link is worth a look: the defaults of infiniband-diags' ibcheckerrors."""
+SURELY_BAD = 100_000
+"""Errors after which a link is no longer used: each costs a retransmission that all ranks wait for."""
 
 
-@dataclass(frozen=True)
-class Port:
-    """One port of an adapter."""
-
-    name: str
-    """`mlx5_0/1`."""
-    state: str
-    """`ACTIVE`, `DOWN`, `INIT`, …"""
-    gb_per_s: float
-    """Link rate in 1e9 bytes a second."""
-    downed: int
-    """Times the link went down."""
-
-
-def ports(system: Path = SYSTEM) -> list[Port]:
-    """Ports of all adapters, in order."""
-    folders = sorted(system.glob("*/ports/*")) if system.is_dir() else []
-    return [_port(folder) for folder in folders]
-
-
-def check(found: list[Port], profile: Profile | None) -> Iterator[Finding]:
+def check(found: Sequence[Port], profile: Profile | None, user: Mapping[str, str]) -> Iterator[Finding]:
     """Check the ports.
 
     Args:
         found: ports of this node.
         profile: which ports training uses, and their rate; None: no expectation.
+        user: the environment of the user, whose NCCL_IB_HCA decides which ports are used.
     """
-    wanted = profile is not None and profile.inter_node.kind in RDMA
-    if profile is not None and wanted:
-        pattern = str(profile.environment.get("NCCL_IB_HCA", ""))
-        found = [port for port in found if _used(port, pattern)]
-        if not found:
-            what = f"none, but {profile.name} has {profile.inter_node.kind}"
-            yield fail("adapters", what, "load the driver, or pass /dev/infiniband to the container")
-            return
+    if profile is not None and profile.inter_node.kind in RDMA:
+        yield from _check_wanted(found, profile, user)
+        return
     for port in found:
-        check_name = f"adapter {port.name}"
         if port.state != "ACTIVE":
-            verdict = fail if wanted else warn
-            yield verdict(check_name, f"port is {port.state}", "check cable and switch port; see ibstat")
-        elif profile is not None and wanted and port.gb_per_s < 0.9 * profile.inter_node.gb_per_s:
-            what = f"{port.gb_per_s:g} GB/s, but {profile.name} has {profile.inter_node.gb_per_s:g}"
-            yield fail(check_name, what, "a cable or switch port negotiated a lower rate; see ibstat")
-        if port.downed > FLAPS:
-            yield warn(check_name, f"link went down {port.downed} times since the machine started", "replace the cable")
+            yield _down(port, bad=False)
+        yield from _errors(port, bad=False)
     if found and all(port.state == "ACTIVE" for port in found):
-        yield ok("adapters", f"{len(found)} ports active, {found[0].gb_per_s:g} GB/s each")
+        yield ok("adapters", f"{len(found)} ports active, {_rates(found)}")
 
 
-def _used(port: Port, pattern: str) -> bool:
-    """NCCL_IB_HCA: prefixes, or with = whole names; ^ excludes."""
-    exclude, exact = pattern.startswith("^"), "=" in pattern[:2]
-    names = [name.partition(":")[0] for name in pattern.lstrip("^=").split(",") if name]
-    if not names:
-        return True
-    device = port.name.partition("/")[0]
-    match = device in names if exact else device.startswith(tuple(names))
-    return match != exclude
+def _check_wanted(found: Sequence[Port], profile: Profile, user: Mapping[str, str]) -> Iterator[Finding]:
+    wanted, choice = expected(profile), choose(found, profile, user)
+    for name in choice.absent:
+        there = ", ".join(sorted({port.device for port in found})) or "none"
+        yield fail(f"adapter {name}", f"not there, but chosen by {choice.reason}", f"adapters of this node: {there}")
+    if not choice.ports:
+        what = f"none is chosen by {choice.reason}, but {profile.name} has {profile.inter_node.kind}"
+        yield fail("adapters", what, "load the driver, or pass /dev/infiniband to the container")
+        return
+    good = [port for port in choice.ports if port.state == "ACTIVE" and port.gb_per_s >= 0.9 * wanted.gb_per_s]
+    # Chosen by their kind alone, ports of storage may be among them.
+    spare = not choice.exact and len(good) >= wanted.ports
+    for port in choice.ports:
+        if port.state != "ACTIVE":
+            yield _down(port, bad=not spare, more=_which(profile) if spare else "")
+        elif port not in good:
+            what = f"{port.gb_per_s:g} GB/s, but {profile.name} has {wanted.gb_per_s:g} a port"
+            fix = _which(profile) if spare else "a cable or switch port negotiated a lower rate; see ibstat"
+            yield (warn if spare else fail)(f"adapter {port.name}", what, fix)
+        yield from _errors(port, bad=not spare or port in good)
+    if len(good) < wanted.ports:
+        what = f"{len(good)} of {wanted.ports} ports are active at {wanted.gb_per_s:g} GB/s, by {choice.reason}"
+        if choice.by_user:
+            yield warn("adapters", what, f"unset NCCL_IB_HCA to use all of {profile.name}")
+        else:
+            yield fail("adapters", what, f"see ibstat; or adapters.ports in {profile.name}, if its nodes have fewer")
+    elif len(good) == len(choice.ports):
+        yield ok("adapters", f"{len(good)} ports active, {_rates(good)}, by {choice.reason}")
+    else:
+        yield skip("adapters", f"{len(good)} of {len(choice.ports)} ports are as in {profile.name}, by {choice.reason}")
 
 
-def _port(folder: Path) -> Port:
-    # `4: ACTIVE` and `400 Gb/sec (4X NDR)`.
-    state = _read(folder / "state").partition(": ")[2] or "unknown"
-    rate = re.match(r"[\d.]+", _read(folder / "rate"))
-    downed = _read(folder / "counters" / "link_downed")
-    name = f"{folder.parents[1].name}/{folder.name}"
-    return Port(name, state, float(rate[0]) / 8 if rate else 0.0, int(downed) if downed.isdecimal() else 0)
+def _down(port: Port, *, bad: bool, more: str = "") -> Finding:
+    verdict = fail if bad else warn
+    return verdict(f"adapter {port.name}", f"port is {port.state}", more or "check cable and switch port; see ibstat")
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+def _which(profile: Profile) -> str:
+    return f"if training does not use this port: adapters.names in {profile.name}; otherwise see ibstat"
+
+
+def _errors(port: Port, *, bad: bool) -> Iterator[Finding]:
+    name = f"adapter {port.name}"
+    downed = port.counters.get("link_downed", 0)
+    if downed > FLAPS:
+        yield warn(name, f"link went down {downed} times since the driver was loaded", "replace the cable")
+    many = {key: port.counters[key] for key, least in ERRORS.items() if port.counters.get(key, 0) > least}
+    if many:
+        what = ", ".join(f"{key} {count:,}" for key, count in many.items())
+        fix = (
+            "clean or replace cable and transceiver, then perfquery -R resets the counters; switch side: ibqueryerrors"
+        )
+        yield (fail if bad and max(many.values()) >= SURELY_BAD else warn)(name, what, fix)
+
+
+def _rates(found: Sequence[Port]) -> str:
+    rates = sorted({port.gb_per_s for port in found})
+    return " and ".join(f"{rate:g}" for rate in rates) + " GB/s" + (" each" if len(rates) == 1 else "")

@@ -14,6 +14,8 @@ TAKEN_MIB = 1024
 """An idle GPU uses a few hundred MiB at most."""
 THROTTLES = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 
+GENERATIONS = ("current_link_gen", "max_link_gen", "max_device_link_gen")
+
 
 @dataclass(frozen=True)
 class GpuState:
@@ -31,6 +33,14 @@ class GpuState:
     """PCIe lanes now and at most."""
     fabric: str | None
     """State of the NVLink fabric, on machines with an NVSwitch."""
+    link_gen: tuple[int, int, int] | None = None
+    """PCIe generation now, at most in this slot, and at most of this GPU."""
+    state: str = ""
+    """Performance state: an idle GPU may lower its PCIe generation, one in P0 may not."""
+    power_watts: tuple[float, float] | None = None
+    """Power limit, and the default one."""
+    clock_mhz: tuple[int, int] | None = None
+    """Clock that applications get, and the default one."""
 
 
 def query(timeout: float = 60) -> str | None:
@@ -98,6 +108,18 @@ def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
         )
     if gpu.link_width and gpu.link_width[0] < gpu.link_width[1]:
         yield warn(name, f"PCIe with {gpu.link_width[0]} of {gpu.link_width[1]} lanes", "reseat the GPU")
+    if gpu.link_gen:
+        now, slot, own = gpu.link_gen
+        if slot < own:
+            yield warn(name, f"PCIe generation {slot} of {own}", "BIOS settings, riser or slot limit it")
+        elif now < slot and gpu.state == "P0":
+            yield warn(name, f"PCIe generation {now} of {slot}", "reseat the GPU; check the riser and the BIOS")
+    if gpu.power_watts and gpu.power_watts[0] < gpu.power_watts[1]:
+        limit, usual = gpu.power_watts
+        fix = f"nvidia-smi -pl {usual:.0f}, unless the site limits all GPUs; the slowest sets the pace"
+        yield warn(name, f"power limit {limit:.0f} W of {usual:.0f}", fix)
+    if gpu.clock_mhz and gpu.clock_mhz[0] < gpu.clock_mhz[1]:
+        yield warn(name, f"clock limited to {gpu.clock_mhz[0]} MHz of {gpu.clock_mhz[1]}", "nvidia-smi -rac, and -rgc")
     if gpu.fabric not in (None, "Completed", "N/A"):
         yield fail(name, f"NVLink fabric: {gpu.fabric}", "restart nvidia-fabricmanager")
 
@@ -113,6 +135,8 @@ def _state(gpu: ElementTree.Element) -> GpuState:
         _number(gpu.findtext("pci/pci_gpu_link_info/link_widths/current_link_width", "").rstrip("x")),
         _number(gpu.findtext("pci/pci_gpu_link_info/link_widths/max_link_width", "").rstrip("x")),
     )
+    gens = [_number(gpu.findtext(f"pci/pci_gpu_link_info/pcie_gen/{name}", "")) for name in GENERATIONS]
+    clocks = [_number(gpu.findtext(f"{name}applications_clocks/graphics_clock", "")) for name in ("", "default_")]
     return GpuState(
         name=gpu.findtext("product_name", "unknown"),
         used_mib=_number(gpu.findtext("fb_memory_usage/used", "")),
@@ -124,7 +148,20 @@ def _state(gpu: ElementTree.Element) -> GpuState:
         temperature=_number(gpu.findtext("temperature/gpu_temp", "")),
         link_width=(widths[0], widths[1]) if widths[0] and widths[1] else None,
         fabric=gpu.findtext("fabric/state"),
+        link_gen=(gens[0], gens[1], gens[2]) if gens[0] and gens[1] and gens[2] else None,
+        state=gpu.findtext("performance_state", ""),
+        power_watts=_power(gpu),
+        clock_mhz=(clocks[0], clocks[1]) if clocks[0] and clocks[1] else None,
     )
+
+
+def _power(gpu: ElementTree.Element) -> tuple[float, float] | None:
+    # Older drivers call the section power_readings, and its limit power_limit.
+    for section, limit in (("gpu_power_readings", "current_power_limit"), ("power_readings", "power_limit")):
+        words = [gpu.findtext(f"{section}/{name}", "").partition(" ")[0] for name in (limit, "default_power_limit")]
+        if all(word.replace(".", "", 1).isdecimal() for word in words):
+            return float(words[0]), float(words[1])
+    return None
 
 
 def _number(text: str) -> int | None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmrecipes.doctor.fabric import RDMA
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
+from llmrecipes.hardware.adapters import RDMA
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.units import GIB
 

@@ -13,10 +13,15 @@ from llmrecipes.doctor.finding import Finding, fail, ok, warn
 from llmrecipes.units import GIB, MIB
 
 TRIED_BYTES = 64 * MIB
+FILES, FILES_SECONDS = 100, 2.0
+"""Small files that are written and removed, and the time above which metadata slow down checkpoints of many ranks."""
+FULL = 0.95
+"""Used share above which shared file systems become slow."""
 SLOW = 100e6
 """Bytes per second below which checkpoints and logs slow training down."""
 CHECKPOINTS = 3
 """Checkpoints that have to fit: those kept by default, and the one being written."""
+SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs")
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 
 
@@ -35,14 +40,19 @@ def check(directory: Path, name: str, checkpoint_bytes: int = 0, *, measured: bo
             yield from _operations(Path(folder), name)
             if measured:
                 yield _speed(Path(folder), name)
+                yield from _metadata(Path(folder), name)
     except OSError as error:
         yield fail(name, f"{there} is not writable: {error.strerror}", "use another directory, or fix its permissions")
         return
-    free, needed = shutil.disk_usage(there).free, CHECKPOINTS * checkpoint_bytes
+    disk = shutil.disk_usage(there)
+    free, needed = disk.free, CHECKPOINTS * checkpoint_bytes
     if free < max(needed, GIB):
         what = f"{free / GIB:.1f} GiB free in {there}"
         what += f", but {CHECKPOINTS} checkpoints need {needed / GIB:.1f}" if needed else ""
         yield fail(name, what, "free some space, or use another directory")
+    elif disk.used > FULL * disk.total and _file_system(there) in SHARED:
+        what = f"{there} is {disk.used / disk.total:.0%} full, {free / GIB:,.0f} GiB free, {_file_system(there)}"
+        yield warn(name, what, "free some space: Lustre and GPFS are slow when nearly full, and others fill the rest")
     else:
         yield ok(name, f"{there}: {free / GIB:,.0f} GiB free, {_file_system(there)}")
     if os.statvfs(there).f_files and os.statvfs(there).f_favail < 1000:
@@ -88,6 +98,20 @@ def _speed(folder: Path, name: str) -> Finding:
     if speed < SLOW:
         return warn(f"{name} speed", f"writes {speed / 1e6:.0f} MB/s", "use a faster file system, or save less often")
     return ok(f"{name} speed", f"writes {speed / 1e6:,.0f} MB/s")
+
+
+def _metadata(folder: Path, name: str) -> Iterator[Finding]:
+    started = time.monotonic()
+    for number in range(FILES):
+        (folder / f"{number}").write_text("x", "ascii")
+    for number in range(FILES):
+        (folder / f"{number}").unlink()
+    seconds = time.monotonic() - started
+    if seconds > FILES_SECONDS:
+        what = f"{FILES} small files take {seconds:.1f} s"
+        yield warn(
+            f"{name} files", what, "look for a busy metadata server: other jobs, or a folder with millions of files"
+        )
 
 
 def _file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:

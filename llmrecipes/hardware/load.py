@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from llmrecipes.hardware.adapters import RDMA
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.recipe import document, files
 from llmrecipes.recipe.document import Problem, clip
@@ -79,6 +80,7 @@ def check(profile: Profile, stem: str) -> list[Problem]:
         rule = "an NVLink domain is a number of whole nodes"
         what = f"{domain} with gpus_per_node {profile.gpus_per_node}"
         found.append(Problem("nvlink_domain", what, rule, "a multiple of gpus_per_node, or leave it out"))
+    found += _adapters(profile)
     kubernetes = profile.kubernetes
     if bool(kubernetes.rdma_resource) != bool(kubernetes.rdma_count):
         rule = "rdma_resource and rdma_count come together"
@@ -96,4 +98,28 @@ def check(profile: Profile, stem: str) -> list[Problem]:
             found.append(
                 Problem(key, f"{clip(str(value))!r} does not fit", "a value is one line of printable characters")
             )
+    return found
+
+
+def _adapters(profile: Profile) -> list[Problem]:
+    adapters, link = profile.adapters, profile.inter_node
+    if adapters is None:
+        return []
+    if link.kind not in RDMA:
+        rule = f"only {', '.join(RDMA)} have such ports"
+        return [Problem("adapters", f"with inter_node.kind {link.kind}", rule, "leave it out")]
+    found = []
+    gpus = profile.gpus_per_node or 1
+    if adapters.ports * adapters.gb_per_s < 0.9 * gpus * link.gb_per_s:
+        what = f"{adapters.ports} × {adapters.gb_per_s:g} GB/s with inter_node.gb_per_s {link.gb_per_s:g} a GPU"
+        rule = "the ports of a node carry what its GPUs send"
+        found.append(
+            Problem("adapters.ports", what, rule, f"inter_node.gb_per_s is the send bandwidth of one of {gpus}")
+        )
+    if adapters.names and len(adapters.names) != adapters.ports:
+        what = f"{len(adapters.names)} names for {adapters.ports} ports"
+        found.append(Problem("adapters.names", what, "each port is named, or none", "mlx5_0, or mlx5_0:1 and mlx5_0:2"))
+    if adapters.names and "NCCL_IB_HCA" in profile.environment:
+        rule = "adapters.names sets NCCL_IB_HCA"
+        found.append(Problem("adapters.names", "and environment.NCCL_IB_HCA", rule, "one of the two"))
     return found

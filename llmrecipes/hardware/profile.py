@@ -37,6 +37,17 @@ class Link(Section):
     """Gigabytes (1e9 bytes) per second that one GPU can send while all others send as well; from a data sheet."""
 
 
+class Adapters(Section):
+    """InfiniBand, RoCE or EFA ports of a node."""
+
+    ports: PosInt
+    """Ports that training uses."""
+    gb_per_s: PosFloat
+    """Gigabytes (1e9 bytes) per second of one port."""
+    names: Annotated[tuple[Word, ...], Field(strict=False)] = ()
+    """Such as `mlx5_0` or `mlx5_0:1`, for NCCL_IB_HCA; unset: all ports with the link layer of `inter_node`."""
+
+
 class Slurm(Section):
     """Defaults of jobs that `llmrecipes submit --to slurm` submits to this site."""
 
@@ -109,6 +120,8 @@ class Profile(Section):
     """Between GPUs of a node, or of an NVLink domain."""
     inter_node: Link
     """Between GPUs of different nodes."""
+    adapters: Adapters | None = None
+    """Ports behind `inter_node`; unset: one for each GPU."""
     environment: dict[Variable, str | int] = Field(default_factory=dict)
     """Variables of every rank: NCCL, UCX, GLOO, libfabric."""
     slurm: Slurm = Slurm()

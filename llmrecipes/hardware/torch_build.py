@@ -27,11 +27,13 @@ def cuda_of(version_file: Path) -> str | None:
     except (OSError, SyntaxError):
         return None
     for node in tree.body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets, value = [node.target], node.value
+        else:
+            continue
         if any(isinstance(target, ast.Name) and target.id == "cuda" for target in targets):
-            value = node.value  # type: ignore[union-attr]  # an assignment has one
             return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
     return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from llmrecipes.hardware.adapters import RDMA, nccl_ib_hca
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
@@ -20,6 +21,8 @@ MOST_THREADS = 16
 """Maximum OpenMP threads of a rank with a GPU, where the CPU only prepares work."""
 BLACKWELL = frozenset({"B200", "B300", "GB200", "GB300"})
 """Words in the names of GPUs that need no single queue to overlap communication."""
+FABRIC = "LLMRECIPES_FABRIC"
+"""Variable with the kind of network that ranks of different nodes must use; each proves it at the start."""
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 """Names under which a user may have set a variable, by the one that is set here."""
 
@@ -37,9 +40,12 @@ def environment(profile: Profile, plan: Plan, ranks_per_node: int, logs: Path | 
     libfabric's.
     """
     gpu = "" if profile.gpu is None else profile.gpu.name
+    adapters = nccl_ib_hca(profile)
     return {
         "OMP_NUM_THREADS": str(threads(profile.cpu_cores, ranks_per_node, on_gpus=bool(gpu))),
         **(_for_gpus(plan, logs, gpu) if gpu else {}),
+        **_for_fabric(profile, plan, ranks_per_node),
+        **({} if adapters is None else {"NCCL_IB_HCA": adapters}),
         **{name: str(value) for name, value in profile.environment.items()},
     }
 
@@ -64,6 +70,21 @@ def missing(wanted: Mapping[str, str], there: Mapping[str, str]) -> dict[str, st
     """The variables to set: those that the user has not set."""
     return {
         name: value for name, value in wanted.items() if name not in there and OLDER_NAMES.get(name, name) not in there
+    }
+
+
+def _for_fabric(profile: Profile, plan: Plan, ranks_per_node: int) -> dict[str, str]:
+    """The network that NCCL must use, and its log, which says what it uses; nothing where no network is needed."""
+    ranks = plan.layout.world_size
+    kind = profile.inter_node.kind
+    if profile.gpu is None or kind not in RDMA or ranks <= max(ranks_per_node, profile.nvlink_domain or 0):
+        return {}
+    return {
+        FABRIC: kind,
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
+        # On the node: one file a rank would be too many for a shared file system.
+        "NCCL_DEBUG_FILE": "/tmp/llmrecipes-nccl-%h-%p.log",  # noqa: S108
     }
 
 

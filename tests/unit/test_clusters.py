@@ -93,7 +93,15 @@ def test_every_key_is_read_somewhere() -> None:
                     read.add(node.attr)
                 elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
                     read.add(str(node.slice.value))
-    sections = (profile.Profile, profile.Gpu, profile.Link, profile.Slurm, profile.Kubernetes, profile.Measured)
+    sections = (
+        profile.Profile,
+        profile.Gpu,
+        profile.Link,
+        profile.Adapters,
+        profile.Slurm,
+        profile.Kubernetes,
+        profile.Measured,
+    )
     assert [
         f"{section.__name__}.{key}" for section in sections for key in section.model_fields if key not in read
     ] == []
@@ -130,6 +138,34 @@ def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (("cpu_cores: 8", "cpu_cores: 8\nkubernetes: {rdma_count: 1}"), ": kubernetes.rdma_count", "rdma_resource"),
         (("cpu_cores: 8", "cpu_cores: 8\nslurm: {gres: '-x'}"), ": slurm.gres", "'-x'"),
         (("cpu_cores: 8", "cpu_cores: 8\nslurm: {mounts: [relative]}"), ": slurm.mounts.0", "'relative'"),
+        (
+            ("environment:", "adapters: {ports: 2, gb_per_s: 1}\nenvironment:"),
+            ":15: adapters.ports",
+            ("2 × 1", "inter_node.gb_per_s"),
+        ),
+        (
+            ("environment:", "adapters: {ports: 2, gb_per_s: 50, names: [mlx5_0]}\nenvironment:"),
+            "adapters.names",
+            ("1", "2", "mlx5_0"),
+        ),
+        (
+            ("environment:", "adapters: {ports: 2, gb_per_s: 50, names: ['^x', b]}\nenvironment:"),
+            "adapters.names.0",
+            (),
+        ),
+        (
+            ("NCCL_IB_TIMEOUT: 22", "NCCL_IB_HCA: mlx5\nadapters: {ports: 2, gb_per_s: 50, names: [mlx5_0, mlx5_1]}"),
+            "adapters.names",
+            "NCCL_IB_HCA",
+        ),
+        (
+            (
+                "  kind: infiniband\n  gb_per_s: 50",
+                "  kind: ethernet\n  gb_per_s: 50\nadapters: {ports: 2, gb_per_s: 50}",
+            ),
+            "adapters",
+            "inter_node.kind",
+        ),
         (("name: mine", "name: yours"), ":1: name", ("'yours'", "mine.yaml")),
     ],
 )
@@ -171,6 +207,24 @@ def test_tensor_parallelism_stays_in_a_node_or_in_an_nvlink_domain() -> None:
     with refused("parallelism.tensor_model_parallel_size", rule=("8", "4")):
         layout(recipe, 8, machine(load_profile("ethernet"), 2))
     assert layout(recipe, 8, machine(load_profile("gb200-nvl72"), 2)).tensor_model_parallel_size == 8
+
+
+def test_adapters_are_passed_to_nccl_by_their_whole_names(write: Callable[[str], str]) -> None:
+    """A prefix such as mlx5 matches storage adapters too."""
+    for name in SHIPPED:
+        assert not str(load_profile(name).environment.get("NCCL_IB_HCA", "=")).startswith("mlx5")
+    named = GOOD.replace(
+        "environment:", "adapters: {ports: 2, gb_per_s: 50, names: [mlx5_0, 'mlx5_3:1']}\nenvironment:"
+    )
+    found = environment(load_profile(write(named)), plan_on("h100-ib", 2), 8)
+    assert found["NCCL_IB_HCA"] == "=mlx5_0,mlx5_3:1"
+    assert "NCCL_IB_HCA" not in environment(load_profile(write(GOOD)), plan_on("h100-ib", 2), 8)
+
+
+@pytest.mark.parametrize("name", ["a100-roce", "h100-ib", "h200-ib"])
+def test_ucx_reaches_the_own_process_its_node_and_gpu_memory_too(name: str) -> None:
+    transports = str(load_profile(name).environment["UCX_TLS"]).split(",")
+    assert {"self", "sm", "rc", "cuda_copy"} <= set(transports)
 
 
 def test_environment_comes_from_profile_and_plan() -> None:

@@ -18,7 +18,9 @@ import pytest
 from llmrecipes.cli.app import run
 from llmrecipes.doctor import data, fabric, gpus, limits, network, nodes, storage, versions
 from llmrecipes.doctor.finding import Finding
+from llmrecipes.hardware.adapters import ports
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.profile import Adapters, Link, Profile
 from tests.helpers import tiny_on, write_recipe
 from tests.refusals import require_message
 
@@ -164,29 +166,114 @@ def test_a_driver_that_does_not_answer_is_a_finding(
 # -- adapters and limits ---------------------------------------------------------------------------------------------
 
 
-def adapters(folder: Path, **states: tuple[str, str, int]) -> list[fabric.Port]:
-    for name, (state, rate, downed) in states.items():
-        port = folder / name / "ports" / "1"
-        (port / "counters").mkdir(parents=True)
-        (port / "state").write_text(f"4: {state}\n", "ascii")
-        (port / "rate").write_text(f"{rate} Gb/sec (4X NDR)\n", "ascii")
-        (port / "counters" / "link_downed").write_text(f"{downed}\n", "ascii")
-    return fabric.ports(folder)
+def adapter(
+    folder: Path, name: str, rate: str = "400 Gb/sec (4X NDR)", state: str = "4: ACTIVE", layer: str = "InfiniBand",
+    counters: dict[str, int] | None = None, kind: str = "counters",
+) -> None:  # fmt: skip
+    """Files as of drivers/infiniband/core/sysfs.c: `state` and `rate` with these words, a number in each counter."""
+    port = folder / name / "ports" / "1"
+    (port / kind).mkdir(parents=True)
+    for file, text in {"state": state, "rate": rate, "link_layer": layer}.items():
+        (port / file).write_text(f"{text}\n", "ascii")
+    for file, value in (counters or {"link_downed": 0}).items():
+        (port / kind / file).write_text(f"{value}\n", "ascii")
 
 
-def test_missing_down_or_slow_adapters_are_reported(tmp_path: Path) -> None:
-    good = ("ACTIVE", "400", 0)
-    assert said(fabric.check(adapters(tmp_path / "a", mlx5_0=good, mlx5_1=good), H100)) == {}
-    bad = adapters(tmp_path / "b", mlx5_0=("DOWN", "400", 0), mlx5_1=("ACTIVE", "100", 0), mlx5_2=("ACTIVE", "400", 99))
-    found = said(fabric.check(bad, H100))
-    assert "DOWN" in found["fail adapter mlx5_0/1"]
-    assert found["fail adapter mlx5_1/1"] == "12.5 GB/s, but h100-ib has 50"
-    assert "99 times" in found["warn adapter mlx5_2/1"]
-    assert list(said(fabric.check([], H100))) == ["fail adapters"]
-    assert said(fabric.check([], LAPTOP)) == {}
-    # What NCCL does not use is not asked about.
-    bond = adapters(tmp_path / "c", mlx5_0=good, bond0=("DOWN", "25", 0))
-    assert said(fabric.check(bond, H100)) == {}
+def on(folder: Path, profile: Profile | None = H100, **user: str) -> list[Finding]:
+    return list(fabric.check(ports(folder), profile, user))
+
+
+def statuses(findings: Iterable[Finding], check: str = "adapters") -> list[str]:
+    return [finding.status for finding in findings if finding.check == check]
+
+
+def eight(folder: Path, *, but: int = 0) -> None:
+    for number in range(8 - but):
+        adapter(folder, f"mlx5_{number}")
+
+
+def test_the_ports_of_a_healthy_node(tmp_path: Path) -> None:
+    eight(tmp_path)
+    assert said(on(tmp_path)) == {} and statuses(on(tmp_path)) == ["ok"]
+    assert said(on(tmp_path, None)) == {} and statuses(on(tmp_path, None)) == ["ok"]
+    nothing = tmp_path / "nothing"
+    assert list(said(on(nothing))) == ["fail adapters"]
+    assert said(on(nothing, LAPTOP)) == {}
+
+
+def test_a_port_that_is_down_slow_or_missing_fails_and_is_not_ok_too(tmp_path: Path) -> None:
+    eight(tmp_path, but=3)
+    found = on(tmp_path)
+    assert "5 of 8" in said(found)["fail adapters"] and statuses(found) == ["fail"]
+    adapter(tmp_path, "mlx5_5", state="1: DOWN")
+    adapter(tmp_path, "mlx5_6", rate="100 Gb/sec (4X EDR)")
+    adapter(tmp_path, "mlx5_7", counters={"link_downed": 99})
+    found = on(tmp_path)
+    wrong = said(found)
+    assert "DOWN" in wrong["fail adapter mlx5_5/1"]
+    assert wrong["fail adapter mlx5_6/1"] == "12.5 GB/s, but h100-ib has 50 a port"
+    assert "99 times" in wrong["warn adapter mlx5_7/1"]
+    assert "6 of 8" in wrong["fail adapters"] and statuses(found) == ["fail"]
+
+
+def test_ports_for_storage_do_not_fail_a_node(tmp_path: Path) -> None:
+    """DGX H100 has two more ConnectX-7 for storage, which are called mlx5_ too."""
+    eight(tmp_path)
+    adapter(tmp_path, "mlx5_8", layer="Ethernet", rate="100 Gb/sec (4X EDR)", state="1: DOWN")
+    assert said(on(tmp_path)) == {} and statuses(on(tmp_path)) == ["ok"]
+    adapter(tmp_path, "mlx5_9", rate="200 Gb/sec (4X HDR)", counters={"symbol_error": 10**6})
+    found = on(tmp_path)
+    assert "fail" not in {each.status for each in found} and statuses(found) == ["skip"]
+    assert any("adapters.names" in each.fix for each in found if each.check == "adapter mlx5_9/1")
+    names = [f"mlx5_{number}" for number in range(8)]
+    named = H100.model_copy(update={"adapters": Adapters(ports=8, gb_per_s=50, names=tuple(names))})
+    assert said(on(tmp_path, named)) == {} and statuses(on(tmp_path, named)) == ["ok"]
+    missing = H100.model_copy(update={"adapters": Adapters(ports=8, gb_per_s=50, names=(*names[:7], "mlx5_12"))})
+    assert "fail adapter mlx5_12" in said(on(tmp_path, missing))
+
+
+def test_efa_has_more_ports_than_gpus(tmp_path: Path) -> None:
+    """p5.48xlarge: rdmap79s0 and 31 more; the EFA driver reports 100 Gb/s a port and no link layer."""
+    efa = load_profile("aws-p5-efa")
+    for number in range(32):
+        adapter(tmp_path, f"rdmap{number}s0", "100 Gb/sec (4X EDR)", layer="Unknown", counters={"tx_bytes": 1})
+    assert said(on(tmp_path, efa)) == {} and statuses(on(tmp_path, efa)) == ["ok"]
+    shutil.rmtree(tmp_path / "rdmap7s0")
+    assert "31 of 32" in said(on(tmp_path, efa))["fail adapters"]
+
+
+def test_the_users_choice_of_adapters_wins_and_is_shown(tmp_path: Path) -> None:
+    eight(tmp_path, but=4)
+    for number in range(4):
+        adapter(tmp_path, f"rocep{number}s0")
+    found = on(tmp_path, NCCL_IB_HCA="mlx5")
+    assert "4 of 8" in said(found)["warn adapters"] and "NCCL_IB_HCA=mlx5 of your environment" in found[-1].what
+    assert "fail" not in {each.status for each in found}
+    every = on(tmp_path, NCCL_IB_HCA="mlx5,rocep")
+    assert said(every) == {} and "NCCL_IB_HCA=mlx5,rocep of your environment" in every[-1].what
+    assert "fail adapter mlx5_9" in said(on(tmp_path, NCCL_IB_HCA="=mlx5_0,mlx5_9:1"))
+    assert "1 of 8" in said(on(tmp_path, NCCL_IB_HCA="=mlx5_0:1,mlx5_1:2"))["warn adapters"]
+    assert "4 of 8" in said(on(tmp_path, NCCL_IB_HCA="^mlx5"))["warn adapters"]
+
+
+def test_link_flaps_are_read_from_hw_counters_too(tmp_path: Path) -> None:
+    """Soft-RoCE has no `counters` folder (drivers/infiniband/sw/rxe/rxe_hw_counters.c)."""
+    flaps = {"link_downed": 14, "sent_pkts": 201, "rcvd_pkts": 12, "completer_retry_err": 3}
+    adapter(tmp_path, "rxe0", "2.5 Gb/sec (1X SDR)", layer="Ethernet", counters=flaps, kind="hw_counters")
+    assert "14 times" in said(on(tmp_path, None))["warn adapter rxe0/1"]
+    roce = LAPTOP.model_copy(update={"inter_node": Link(kind="roce", gb_per_s=0.3)})
+    assert "14 times" in said(on(tmp_path, roce))["warn adapter rxe0/1"]
+
+
+def test_error_counters_of_a_port(tmp_path: Path) -> None:
+    eight(tmp_path, but=2)
+    adapter(tmp_path, "mlx5_6", counters={"symbol_error": 10**6, "port_rcv_errors": 7})
+    adapter(tmp_path, "mlx5_7", counters={"link_error_recovery": 60, "port_rcv_data": 10**12})
+    found = said(on(tmp_path))
+    assert found == {
+        "fail adapter mlx5_6/1": "symbol_error 1,000,000",
+        "warn adapter mlx5_7/1": "link_error_recovery 60",
+    }
 
 
 def test_too_low_limits_are_reported() -> None:

@@ -1,0 +1,264 @@
+"""The doctor's checks of GPUs, links and nodes, on outputs in the formats of the programs and files that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.doctor import differing, gpudirect, gpus, kernel, nvlink, roce, storage
+from llmrecipes.doctor.finding import Finding, ok
+from llmrecipes.hardware.adapters import Port
+from llmrecipes.hardware.load import load_profile
+from llmrecipes.units import GIB
+
+H100 = load_profile("h100-ib")
+ROCE = load_profile("a100-roce")
+LAPTOP = load_profile("laptop")
+
+
+def said(findings: Iterable[Finding]) -> dict[str, str]:
+    """What is wrong or doubtful, by check; every such finding has a fix."""
+    found = [finding for finding in findings if finding.status in ("warn", "fail")]
+    assert all(finding.fix for finding in found)
+    return {f"{finding.status} {finding.check}": finding.what for finding in found}
+
+
+# -- the kernel's log ------------------------------------------------------------------------------------------------
+
+KMSG = """\
+6,812,2345678,-;nvidia: loading out-of-tree module taints kernel.
+4,1339,7200000000,-;NVRM: Xid (PCI:0000:18:00): 31, pid=1234, name=python3, Ch 00000008, intr 00000000. MMU Fault
+ SUBSYSTEM=pci
+3,1340,7260000000,-;NVRM: Xid (PCI:0000:18:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+3,1341,7261000000,-;NVRM: Xid (PCI:0000:18:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+4,1342,7262000000,-;NVRM: Xid (PCI:0000:b9:00): 92, pid=2711, High single-bit ECC error rate
+"""
+"""Records as of Documentation/ABI/testing/dev-kmsg; the messages are those of drivers 535 to 580."""
+
+
+def test_xid_errors_are_read_from_the_kernels_log(tmp_path: Path) -> None:
+    (tmp_path / "kmsg").write_text(KMSG, "utf-8")
+    log = kernel.records(tmp_path / "kmsg")
+    found = list(kernel.check(log, now=7_980.0))
+    assert [each.status for each in found] == ["fail", "warn"]  # 31 is the program's
+    assert "Xid 79 on 0000:18:00, 2 times, last 12 min ago" in found[0].what and "reboot" in found[0].fix
+    assert "Xid 92 on 0000:b9:00" in found[1].what
+    # The log keeps what has been mended since.
+    assert {each.status for each in kernel.check(log, now=7_980.0 + 3 * 86400)} == {"warn"}
+    assert [each.status for each in kernel.check(["6,1,1,-;usb 1-1: new device"], 10.0)] == ["ok"]
+
+
+def test_a_kernel_log_that_cannot_be_read_is_no_fault(tmp_path: Path) -> None:
+    assert kernel.records(tmp_path / "none") is None
+    assert [each.status for each in kernel.check(None, 10.0)] == ["skip"]
+
+
+# -- GPUs ------------------------------------------------------------------------------------------------------------
+
+GPU = """
+<gpu id="00000000:18:00.0"><product_name>NVIDIA H100 80GB HBM3</product_name>
+ <pci><pci_gpu_link_info><pcie_gen><max_link_gen>{slot}</max_link_gen><current_link_gen>{now}</current_link_gen>
+  <device_current_link_gen>{now}</device_current_link_gen><max_device_link_gen>5</max_device_link_gen>
+  <max_host_link_gen>5</max_host_link_gen></pcie_gen>
+  <link_widths><max_link_width>16x</max_link_width><current_link_width>16x</current_link_width></link_widths>
+ </pci_gpu_link_info></pci>
+ <performance_state>{state}</performance_state>
+ <{section}><power_state>P0</power_state><average_power_draw>70.20 W</average_power_draw>
+  <{limit}>{watts}</{limit}><default_power_limit>700.00 W</default_power_limit></{section}>
+ <applications_clocks><graphics_clock>{clock}</graphics_clock></applications_clocks>
+ <default_applications_clocks><graphics_clock>1980 MHz</graphics_clock></default_applications_clocks></gpu>
+"""
+"""Part of `nvidia-smi -q -x`; drivers before 530 say power_readings and power_limit."""
+FINE = {
+    "slot": "5", "now": "5", "state": "P0", "watts": "700.00 W", "clock": "1980 MHz",
+    "section": "gpu_power_readings", "limit": "current_power_limit",
+}  # fmt: skip
+
+
+def gpu(**changes: str) -> list[gpus.GpuState]:
+    return gpus.parse(f"<nvidia_smi_log>{GPU.format(**{**FINE, **changes})}</nvidia_smi_log>")[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({}, None),
+        ({"now": "1", "state": "P8"}, None),  # an idle GPU saves power
+        ({"now": "1"}, "PCIe generation 1 of 5"),
+        ({"slot": "4", "now": "4"}, "PCIe generation 4 of 5"),
+        ({"watts": "500.00 W"}, "power limit 500 W of 700"),
+        ({"watts": "500.00 W", "section": "power_readings", "limit": "power_limit"}, "power limit 500 W of 700"),
+        ({"watts": "N/A"}, None),
+        ({"clock": "1200 MHz"}, "clock limited to 1200 MHz of 1980"),
+        ({"clock": "Requested functionality has been deprecated"}, None),
+    ],
+)
+def test_pcie_generation_power_and_clocks(changes: dict[str, str], what: str | None) -> None:
+    assert said(gpus.check(gpu(**changes), None)) == ({} if what is None else {"warn gpu 0": what})
+
+
+def links(*states: str) -> str:
+    """As `nvidia-smi nvlink --status` prints them, with a tab and a blank before each link."""
+    report = ""
+    for number, state in enumerate(states):
+        report += f"GPU {number}: NVIDIA H100 80GB HBM3 (UUID: GPU-4c0d2d0a-0000-0000-0000-00000000000{number})\n"
+        report += "".join(
+            f"\t Link {link}: {'26.562 GB/s' if up == '1' else '<inactive>'}\n" for link, up in enumerate(state)
+        )
+    return report
+
+
+def test_nvlinks_that_are_down() -> None:
+    up, one_down = "1" * 18, "1" * 17 + "0"
+    assert said(nvlink.check(nvlink.parse(links(up, up)), H100)) == {}
+    found = said(nvlink.check(nvlink.parse(links(up, one_down)), H100))
+    assert found == {"fail gpu 1": "17 of 18 NVLinks are up, but 18 of another GPU"}
+    assert list(said(nvlink.check(nvlink.parse(links(one_down, one_down)), H100))) == ["warn gpu 0", "warn gpu 1"]
+    assert "fail NVLink" in said(nvlink.check(nvlink.parse(links("0" * 18, "0" * 18)), H100))
+    assert said(nvlink.check(nvlink.parse(links("0" * 12)), load_profile("ethernet"))) == {}
+    unsupported = "GPU 0: NVIDIA RTX A4000 (UUID: GPU-aaaa)\nNVML: Unable to retrieve Nvlink information\n"
+    assert nvlink.parse(unsupported) == [(0, 0)]
+
+
+# -- GPUDirect -------------------------------------------------------------------------------------------------------
+
+PROPRIETARY = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12\n"
+)
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs-builder@U22)\n"
+"""/proc/driver/nvidia/version of the two kinds of kernel modules."""
+
+
+@pytest.mark.parametrize(
+    ("driver", "release", "module", "status"),
+    [
+        (PROPRIETARY, "5.15.0-1075-aws", "nvidia_peermem", "ok"),
+        (PROPRIETARY, "4.18.0-513.el8.x86_64", "nv_peer_mem", "ok"),
+        (OPEN, "5.15.0-1075-aws", "nvidia", "ok"),
+        (PROPRIETARY, "6.8.0-41-generic", "nvidia", "fail"),
+        (OPEN, "5.4.0-200-generic", "nvidia", "fail"),
+        ("", "6.8.0", "nvidia", "skip"),
+    ],
+)
+def test_adapters_reach_gpu_memory_by_peermem_or_dma_buf(
+    tmp_path: Path, driver: str, release: str, module: str, status: str
+) -> None:
+    (tmp_path / "module" / module).mkdir(parents=True)
+    version = tmp_path / "version"
+    if driver:
+        version.write_text(driver, "ascii")
+    here = gpudirect.support(tmp_path / "module", version, release)
+    (found,) = gpudirect.check(here, H100)
+    assert found.status == status and (found.fix or status != "fail")
+    assert list(gpudirect.check(here, LAPTOP)) == []
+
+
+def bridge(port_type: int, acs: int | None) -> bytes:
+    """Configuration space of a PCIe bridge (PCI Express base specification, chapter 7), with ACS after AER."""
+    config = bytearray(4096)
+    config[0x34] = 0x40
+    config[0x40:0x44] = bytes((0x01, 0x48, 0, 0))  # power management
+    config[0x48:0x4C] = bytes((0x10, 0x00, port_type << 4 | 2, 0))
+    config[0x100:0x104] = (0x0001 | 1 << 16 | 0x148 << 20).to_bytes(4, "little")
+    if acs is not None:
+        config[0x148:0x14C] = (0x000D | 1 << 16).to_bytes(4, "little")
+        config[0x14E:0x150] = acs.to_bytes(2, "little")
+    return bytes(config)
+
+
+ON = 0x1D  # SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+, as lspci -vvv shows it
+
+
+@pytest.mark.parametrize(
+    ("ports", "status"),
+    [
+        ([(4, ON), (5, None), (6, ON)], "warn"),
+        ([(4, ON), (5, None), (6, 0)], "ok"),  # of a root port it is harmless: traffic of a switch does not pass it
+        ([(4, None), (6, None)], "ok"),
+    ],
+)
+def test_access_control_that_redirects_gpudirect(
+    tmp_path: Path, ports: list[tuple[int, int | None]], status: str
+) -> None:
+    folder = tmp_path / "devices" / "pci0000:15"
+    for number, (kind, acs) in enumerate(ports):
+        folder = folder / f"0000:1{5 + number}:01.0"
+        folder.mkdir(parents=True)
+        (folder / "config").write_bytes(bridge(kind, acs))
+    device = folder / "0000:18:00.0"
+    device.mkdir()
+    (device / "vendor").write_text("0x10de\n", "ascii")
+    (device / "class").write_text("0x030200\n", "ascii")
+    listed = tmp_path / "bus"
+    listed.mkdir()
+    (listed / device.name).symlink_to(device)
+    (found,) = gpudirect.access_control(listed)
+    assert found.status == status
+    (folder / "config").write_bytes(bridge(*ports[-1])[:64])  # what others than root can read
+    assert next(iter(gpudirect.access_control(listed))).status == "skip"
+
+
+# -- RoCE ------------------------------------------------------------------------------------------------------------
+
+V2 = ("0000:0000:0000:0000:0000:ffff:0a0c:0015", "RoCE v2")
+
+
+def test_roce_addresses_and_packet_sizes(tmp_path: Path) -> None:
+    """Files as of drivers/infiniband/core/sysfs.c; the GIDs are those of NVIDIA/nccl issue 1510."""
+    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    net = tmp_path / "net" / "net1"
+    local = "fe80:0000:0000:0000:9cbb:b7ff:feb3:937a"
+    gids = {
+        "0": (local, "IB/RoCE v1"), "1": (local, "RoCE v2"), "2": (V2[0], "IB/RoCE v1"), "3": V2, "4": (roce.EMPTY, ""),
+    }  # fmt: skip
+    for name in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
+        (port / name).mkdir(parents=True)
+    net.mkdir(parents=True)
+    for index, (gid, kind) in gids.items():
+        (port / "gids" / index).write_text(f"{gid}\n", "ascii")
+        (port / "gid_attrs" / "types" / index).write_text(f"{kind}\n", "ascii")
+        (port / "gid_attrs" / "ndevs" / index).write_text("net1\n", "ascii")
+    (net / "mtu").write_text("9000\n", "ascii")
+
+    def found(**user: str) -> dict[str, str]:
+        ports = [Port("mlx5_0/1", "ACTIVE", 25, "Ethernet")]
+        return said(roce.check(ports, ROCE, user, tmp_path / "infiniband", tmp_path / "net"))
+
+    assert found() == {}  # the profile has index 3
+    assert found(NCCL_IB_GID_INDEX="2") == {"fail RoCE mlx5_0/1": "GID 2 is of IB/RoCE v1, not RoCE v2"}
+    assert found(NCCL_IB_GID_INDEX="4") == {"fail RoCE mlx5_0/1": "GID 4 is empty"}
+    assert "warn RoCE mlx5_0/1" in found(NCCL_IB_GID_INDEX="1")
+    (net / "mtu").write_text("1500\n", "ascii")
+    assert "1500" in found()["warn RoCE mlx5_0/1"]
+    assert said(roce.check([], H100, {})) == {}
+
+
+# -- several nodes, and storage --------------------------------------------------------------------------------------
+
+
+def test_versions_that_differ_between_nodes() -> None:
+    def on(node: str, **changes: str) -> Finding:
+        versions = {"torch": "2.13.0+cu130", "nvidia-nccl-cu13": "2.28.3", "driver": "580.95.05"} | changes
+        return replace(ok("software", "; ".join(f"{name} = {text}" for name, text in versions.items())), node=node)
+
+    assert list(differing.differing([on("n1"), on("n2")])) == []
+    odd = on("n3", **{"driver": "535.104.05", "nvidia-nccl-cu13": "2.27.5"})
+    found = list(differing.differing([on("n1"), on("n2"), odd]))
+    assert {(each.node, each.status) for each in found} == {("n3", "warn"), ("n3", "fail")}
+    assert "driver 535.104.05, but 580.95.05 on 2 of 3 nodes" in said(found)["warn software"]
+    own = differing.inventory({"torch": "2.13.0"}, None)
+    assert "torch = 2.13.0" in own.what and "Linux = " in own.what
+
+
+def test_a_shared_file_system_that_is_nearly_full_or_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(storage.check(tmp_path, "runs", measured=True)).keys() <= {"warn runs speed", "warn runs files"}
+    monkeypatch.setattr(storage, "_file_system", lambda _: "lustre")
+    monkeypatch.setattr(
+        storage.shutil, "disk_usage", lambda _: storage.shutil._ntuple_diskusage(900 * GIB, 870 * GIB, 30 * GIB)
+    )
+    assert "97% full" in said(storage.check(tmp_path, "runs"))["warn runs"]
+    monkeypatch.setattr(storage, "FILES_SECONDS", 0.0)
+    assert "100 small files" in said(storage.check(tmp_path, "runs", measured=True))["warn runs files"]
