@@ -52,6 +52,12 @@ RunIdOption = Annotated[
 NewRunIdOption = Annotated[
     str | None, typer.Option("--run-id", metavar="ID", help="Name of the new run; default: a new name.")
 ]
+AllowSocketOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-socket", help="Train although NCCL does not use the cluster's InfiniBand, RoCE or EFA with GPUDirect."
+    ),
+]
 AcceptChangesOption = Annotated[
     bool,
     typer.Option("--accept-changes", help="Resume even if this changes the learning rate or the data order."),

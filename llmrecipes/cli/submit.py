@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
+from llmrecipes.cli.options import (
+    DATA,
+    RUNS,
+    AllowSocketOption,
+    DataOption,
+    JsonOption,
+    OverridesArgument,
+    RecipeArgument,
+    RunsOption,
+)
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 
@@ -99,6 +108,7 @@ def submit(
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume although its learning rate or data order changes.")
     ] = False,
+    allow_socket: AllowSocketOption = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the job, and end with its exit code; Ctrl-C leaves it running.")
     ] = False,
@@ -124,7 +134,7 @@ def submit(
         "python": python, "warning": warning, "max-restarts": max_restarts, "sbatch": sbatch, "flavor": flavor,
         "namespace": namespace, "claim": claim, "queue": queue, "topology": topology, "secret": secret,
         "tracking-uri": tracking_uri, "service-account": service_account, "pull-secret": pull_secret,
-        "host-network": host_network,
+        "host-network": host_network, "allow-socket": allow_socket or None,
     }  # fmt: skip
     _require_own(to, place, given)
     if dry_run and wait:

@@ -15,6 +15,7 @@ from llmrecipes.cli.options import (
     DATA,
     RUNS,
     AcceptChangesOption,
+    AllowSocketOption,
     DataOption,
     JsonOption,
     NewRunIdOption,
@@ -47,6 +48,7 @@ def train(
         int, typer.Option("--max-restarts", metavar="N", min=0, help="Restart failed ranks at most N times.")
     ] = 0,
     accept_changes: AcceptChangesOption = False,
+    allow_socket: AllowSocketOption = False,
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="Move the run's earlier output aside and restart at step 0.")
     ] = False,
@@ -98,6 +100,7 @@ def train(
             anomaly=anomaly,
             profile_steps=profile_steps,
             from_scratch=from_scratch,
+            allow_socket=allow_socket,
             sample=sample,
         ),
     )

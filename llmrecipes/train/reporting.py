@@ -30,6 +30,7 @@ def describe(
     prepared: Prepared,
     progress: Progress,
     run_dir: Path,
+    network: str | None = None,
 ) -> None:
     """Print what is about to run."""
     device = cluster.gpus[0].name if cluster.gpus else f"CPU, {cluster.cpu_cores:g} cores"
@@ -46,6 +47,8 @@ def describe(
         "data": f"{number(tokens)} training tokens, read {plan.total_tokens / max(tokens, 1):.2f} times",
         "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
     }
+    if network is not None:
+        rows["network"] = network
     if recipe.checkpoint.most_recent_k < LEAST_KEPT:
         rows["saves"] = (
             f"the newest {LEAST_KEPT} checkpoints are kept, not {recipe.checkpoint.most_recent_k}: one may be damaged"

@@ -32,6 +32,8 @@ class RunOptions(BaseModel):
     """Steps to profile, after two warm-up steps; 0 for none."""
     from_scratch: bool = False
     """Move the run's history aside, and start at step 0."""
+    allow_socket: bool = False
+    """Train over any network, also on a site with InfiniBand, RoCE or EFA."""
     sample: bool = True
     """Print a text sample at the end."""
 

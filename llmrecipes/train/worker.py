@@ -32,10 +32,12 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
     from llmrecipes.recipe.load import recipe_hash
+    from llmrecipes.tracking.events import Note
     from llmrecipes.train.debug import anomaly_mode, profiled
     from llmrecipes.train.folder import require_exists, stop_when_deleted
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, Outcome
+    from llmrecipes.train.network import nccl_log, prove
     from llmrecipes.train.pending import evaluation_due
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import resume
@@ -48,7 +50,15 @@ def run(spec: RunSpec) -> ExitCode:
         _require_gpu(platform.name)
     cluster = detect().times(nodes())
     # Errors are reported before anything is closed; the process group is left last.
-    with engines.join(recipe, platform) as world, ExitStack() as stack, failure_reported(recipe):
+    # The outer log is for an error while joining, the inner one is printed before anything waits.
+    with (
+        nccl_log(),
+        engines.join(recipe, platform) as world,
+        ExitStack() as stack,
+        failure_reported(recipe),
+        nccl_log(),
+    ):
+        network = prove(platform, allow_socket=spec.allow_socket)
         plan = derive(recipe, world.size, cluster)
         prepared = open_prepared(recipe, spec.data_dir)
         loaders = open_loaders(recipe, prepared, world, pin_memory=platform.name == "cuda")
@@ -71,8 +81,10 @@ def run(spec: RunSpec) -> ExitCode:
         start = resume(engine, store, world, from_scratch=spec.from_scratch)
         progress = start.progress
         if world.is_first:
-            describe(recipe, plan, engine.implementation, cluster, prepared, progress, spec.run_dir)
+            describe(recipe, plan, engine.implementation, cluster, prepared, progress, spec.run_dir, network)
         tracker = stack.enter_context(open_tracker(spec, plan, engine.implementation, world, progress))
+        if network is not None:
+            tracker.note(Note(step=progress.step, event="network", details={"network": network}))
         for note in start.notes:
             tracker.note(note)
         profile_step = stack.enter_context(profiled(spec.profile_steps, spec.run_dir / "logs", world.rank))

@@ -69,7 +69,9 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     require_packages(recipe)
     paths = Paths(arguments.runs_dir, arguments.data_dir)
     options = TrainOptions(
-        run_id=arguments.run_id, accept_changes=arguments.accept_changes, run=RunOptions(sample=False)
+        run_id=arguments.run_id,
+        accept_changes=arguments.accept_changes,
+        run=RunOptions(sample=False, allow_socket=arguments.allow_socket),
     )
     spec = new_spec(recipe, paths, options)
     if finished(spec.run_dir, recipe.train.train_iters):
@@ -128,6 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     first.add_argument("--cluster")
     first.add_argument("--max-restarts", type=int, default=MAX_RESTARTS)
     first.add_argument("--accept-changes", action="store_true")
+    first.add_argument("--allow-socket", action="store_true")
     first.add_argument("recipe")
     first.add_argument("overrides", nargs="*")
     commands.add_parser("rank", allow_abbrev=False).add_argument("job", type=Path)

@@ -288,6 +288,8 @@ def test_accepted_changes_reach_the_check(tmp_path: Path) -> None:
     assert code == 0, said
     assert "--accept-changes" in begin[: begin.index("--")]
     assert batch(tmp_path, "train.sbatch", "--accept-changes", "no", "gpt-1b")[0] == 2
+    _, (_, begin, _), _ = batch(tmp_path, "train.sbatch", "--allow-socket", "yes", "gpt-1b")
+    assert "--allow-socket" in begin[: begin.index("--")]
 
 
 def test_containers(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class Kubernetes:
     takes: ClassVar = frozenset(
         {
             "image", "flavor", "namespace", "claim", "queue", "topology", "secret", "tracking-uri", "service-account",
-            "pull-secret", "host-network", "max-restarts",
+            "pull-secret", "host-network", "max-restarts", "allow-socket",
         }
     )  # fmt: skip
     needs_cluster: ClassVar = True

@@ -87,7 +87,7 @@ def template(run: Run, options: Options, master: str) -> Object:
                 {
                     "name": CONTAINER,
                     "command": command(),
-                    "args": arguments(run),
+                    "args": arguments(run, options),
                     "ports": [{"name": "rendezvous", "containerPort": PORT}],
                     **_container(run, options, master),
                 }
@@ -153,9 +153,10 @@ def command() -> list[str]:
     return ["llmrecipes", "train", str(RECIPE)]
 
 
-def arguments(run: Run) -> list[str]:
+def arguments(run: Run, options: Options) -> list[str]:
     """The same for all pods; each reads its node rank from the environment that its controller sets."""
     more = ["--nnodes", str(run.nodes)] if run.nodes > 1 else []
+    more += ["--allow-socket"] if options.allow_socket else []
     more += ["--accept-changes"] if run.accept_changes else []
     return [
         literal(word)

@@ -43,6 +43,7 @@ class Options:
     warning: int = WARNING_SECONDS
     max_restarts: int | None = None
     accept_changes: bool = False
+    allow_socket: bool = False
     more: tuple[str, ...] = ()
 
 
@@ -105,6 +106,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         "exit-file": str(request.run_dir / EXIT_FILE),
         "max-restarts": None if options.max_restarts is None else str(options.max_restarts),
         "accept-changes": "yes" if options.accept_changes else None,
+        "allow-socket": "yes" if options.allow_socket else None,
     }
     mounts = [word for mount in site.mounts for word in ("--mount", _mount(mount))] if runtime != "none" else []
     return (

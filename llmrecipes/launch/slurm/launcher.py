@@ -31,7 +31,19 @@ class Slurm:
     """`--to slurm`."""
 
     takes: ClassVar = frozenset(
-        {"partition", "account", "qos", "time", "runtime", "image", "python", "warning", "max-restarts", "sbatch"}
+        {
+            "partition",
+            "account",
+            "qos",
+            "time",
+            "runtime",
+            "image",
+            "python",
+            "warning",
+            "max-restarts",
+            "sbatch",
+            "allow-socket",
+        }
     )
     needs_cluster: ClassVar = True
     shares_disk: ClassVar = True
@@ -166,5 +178,6 @@ def _options(submission: Submission, given: Given) -> Options:
         warning=given.get("warning") or WARNING_SECONDS,
         max_restarts=given.get("max-restarts"),
         accept_changes=submission.accept_changes,
+        allow_socket=bool(given.get("allow-socket")),
         more=tuple(given.get("sbatch") or ()),
     )

@@ -1,0 +1,137 @@
+"""Which network NCCL uses, according to its own log (`NCCL_DEBUG=INFO`, `NCCL_DEBUG_SUBSYS=INIT,NET`).
+
+The lines are those of NCCL's src/init.cc, src/transport/net.cc and src/transport/net_ib, and of aws-ofi-nccl:
+
+    NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
+    NCCL INFO NET/OFI Selected provider is efa, fabric is efa (found 32 nics)
+    NCCL INFO Using network IB
+    NCCL INFO Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IB/0/GDRDMA
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = "NCCL_DEBUG_FILE"
+_CHANNEL = re.compile(r"(?:\[(send|receive)\] )?via NET/(.+?)/\d+(?:\(\d+\))?((?:/\S+)*)\s*(?:comm |$)")
+_CHOSEN = re.compile(r"NCCL INFO Using network (.+?)\s*$")
+_PORT = re.compile(r"\[\d+\]\S+?:\d+/(IB|RoCE)\b")
+_PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is ([\w-]+)")
+_VERBS = re.compile(r"(g?IB|UCX|NCCL RDMA)")
+"""Names of NCCL's own network for verbs and of plugins for it: IB, IBext_v8, UCX, `NCCL RDMA Plugin v9`, gIB."""
+_LAYERS = {"infiniband": "IB", "roce": "RoCE"}
+SHOWN_LINES, SHOWN_CHARACTERS = 4, 200
+
+
+@dataclass(frozen=True)
+class Network:
+    """What one rank says.
+
+    `names` are the networks of its connections to other nodes, or the chosen one before there are any; `layers` are
+    `IB` and `RoCE`, of the ports that it uses; `provider` is libfabric's.
+    """
+
+    names: tuple[str, ...]
+    layers: frozenset[str]
+    provider: str | None
+    receives: int
+    """Connections to other nodes that receive; `direct_receives` of them with GPUDirect RDMA."""
+    direct_receives: int
+    sends: int
+    direct_sends: int
+    lines: tuple[str, ...]
+    """Lines that show it, for a message."""
+
+    @property
+    def connections(self) -> int:
+        return self.receives + self.sends
+
+    @property
+    def direct(self) -> bool:
+        """Whether GPUDirect RDMA is used; NCCL sends without it on platforms without NVLink (NCCL_NET_GDR_READ)."""
+        sent_by_host = self.receives > 0 and self.direct_sends == 0
+        return self.direct_receives == self.receives and (sent_by_host or self.direct_sends == self.sends)
+
+    def described(self) -> str:
+        """`IB with GPUDirect RDMA`."""
+        name = ", ".join(self.names) or "no network"
+        if not self.connections:
+            return name
+        return f"{name} {'with' if self.direct else 'without'} GPUDirect RDMA"
+
+
+def read(text: str) -> Network:
+    """What a log says; unknown lines are ignored."""
+    chosen: list[str] = []
+    used: list[str] = []
+    layers: set[str] = set()
+    provider = None
+    counts = {"receive": [0, 0], "send": [0, 0]}
+    shown: dict[str, None] = {}
+    for line in text.splitlines():
+        if "NCCL" not in line:
+            continue
+        if found := _CHANNEL.search(line):
+            direction, name, more = found.groups()
+            used.append(name)
+            counts[direction or "receive"][0] += 1
+            counts[direction or "receive"][1] += "/GDRDMA" in more
+        elif found := _CHOSEN.search(line):
+            chosen.append(found[1])
+        elif found := _PROVIDER.search(line):
+            provider = found[1]
+        elif " : Using [" in line:
+            layers.update(_PORT.findall(line))
+        elif not re.search(r"NET/\w+ ?:|NCCL WARN", line):
+            continue
+        shown.setdefault(line[line.index("NCCL") :][:SHOWN_CHARACTERS])
+    (receives, direct_receives), (sends, direct_sends) = counts["receive"], counts["send"]
+    names = tuple(dict.fromkeys(used or chosen[-1:]))
+    lines = tuple(shown)[:SHOWN_LINES]
+    return Network(names, frozenset(layers), provider, receives, direct_receives, sends, direct_sends, lines)
+
+
+def fault(found: Network, kind: str) -> str | None:
+    """Why it is not the network of a site; None if it is. A rank without connections to other nodes has no fault.
+
+    Args:
+        found: what a rank says.
+        kind: `infiniband`, `roce` or `efa`.
+    """
+    if not found.names:
+        return "a network that NCCL's log does not name"
+    names = ", ".join(found.names)
+    if kind == "efa":
+        if not all("libfabric" in name.lower() or "ofi" in name.lower() for name in found.names):
+            return names
+        if found.provider not in (None, "efa"):
+            return f"{names} over libfabric's provider {found.provider}"
+    else:
+        if not all(_VERBS.match(name) for name in found.names):
+            return names
+        if found.layers and _LAYERS[kind] not in found.layers:
+            return f"{names} over {', '.join(sorted(found.layers))}"
+    return None if found.direct else found.described()
+
+
+def log_of(environment: Mapping[str, str], host: str, process: int) -> Path | None:
+    """The log of a process; None if it logs to its output.
+
+    Args:
+        environment: with NCCL_DEBUG_FILE, in which %h is the host name up to its first dot, and %p the process id.
+        host: name of this host.
+        process: id of the process.
+    """
+    pattern = environment.get(FILE)
+    if not pattern:
+        return None
+    values = {"%h": host.partition(".")[0], "%p": str(process), "%%": "%"}
+    return Path(re.sub("%[hp%]", lambda found: values[found[0]], pattern))
+
+
+def warnings_of(text: str) -> list[str]:
+    """Lines with which NCCL reports a failure, which a log file takes away from the output."""
+    return [line for line in text.splitlines() if "NCCL WARN" in line]

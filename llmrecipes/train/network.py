@@ -1,0 +1,162 @@
+"""Proof that ranks of several nodes reach each other over the site's fabric, before the model is built.
+
+NCCL falls back to TCP in silence; a run would then train several times slower than it costs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llmrecipes.engine.base import Platform
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.nccl_log import fault, log_of, read, warnings_of
+from llmrecipes.launch.environment import FABRIC
+
+MOST_NAMED = 8
+"""Nodes that a message names."""
+MOST_WARNINGS = 20
+_SHOWN = "_llmrecipes_nccl_shown"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank found; `fault` and `lines` are empty where nothing is wrong."""
+
+    host: str
+    network: str
+    connections: int
+    fault: str = ""
+    lines: tuple[str, ...] = ()
+
+
+def prove(platform: Platform, *, allow_socket: bool) -> str | None:
+    """Connect all ranks, and compare what NCCL says about its network with the site's. A collective of all ranks.
+
+    Args:
+        platform: of this rank.
+        allow_socket: accept any network.
+
+    Returns:
+        The network of each node in one line; None where no network is expected: one node, or a site without a fabric.
+
+    Raises:
+        UserError: on all ranks, if it is another network, or without GPUDirect RDMA.
+    """
+    kind = os.environ.get(FABRIC)
+    if kind is None:
+        return None
+    # NCCL connects an algorithm when it is first used: these two use trees and rings.
+    part = torch.ones(1, device=platform.device)
+    dist.all_reduce(part)
+    dist.all_gather_into_tensor(torch.empty(dist.get_world_size(), device=platform.device), part)
+    platform.synchronize()
+    own = report(kind, platform.backend, os.environ, socket.gethostname(), os.getpid())
+    everybody: list[Report] = [own] * dist.get_world_size()
+    dist.all_gather_object(everybody, own)
+    return judge(everybody, kind, allow_socket=allow_socket)
+
+
+def report(kind: str, backend: str, environment: Mapping[str, str], host: str, process: int) -> Report:
+    """What a rank's log says.
+
+    Args:
+        kind: network of the site.
+        backend: of torch.distributed; gloo, which CPUs use, only knows sockets.
+        environment: of the rank.
+        host: its host.
+        process: its process id.
+    """
+    if "nccl" not in backend:
+        return Report(host, f"sockets ({backend})", 0, f"sockets ({backend})")
+    path = log_of(environment, host, process)
+    try:
+        text = "" if path is None else path.read_text("utf-8", "replace")
+    except OSError:
+        text = ""
+    found = read(text)
+    wrong = fault(found, kind)
+    if wrong is None:
+        return Report(host, found.described(), found.connections)
+    # All ranks of a node say the same, and every rank receives what all say.
+    lines = found.lines if environment.get("LOCAL_RANK", "0") == "0" else ()
+    return Report(host, found.described(), found.connections, wrong, lines)
+
+
+def judge(reports: Sequence[Report], kind: str, *, allow_socket: bool) -> str:
+    """The network of each node in one line.
+
+    Args:
+        reports: of all ranks.
+        kind: network of the site.
+        allow_socket: accept any.
+
+    Raises:
+        UserError: a rank has a fault, or no rank is connected to another node.
+    """
+    wrong = [each for each in reports if each.fault]
+    if not allow_socket:
+        if wrong:
+            where = _named(list(dict.fromkeys(each.host for each in wrong)))
+            said = next((each.lines for each in wrong if each.lines), ())
+            what = f"ranks of different nodes use {wrong[0].fault}, on {where} ({len(wrong)} of {len(reports)} ranks)"
+            raise _refused("\n    ".join((what, *said)), kind)
+        if not any(each.connections for each in reports):
+            raise _refused("NCCL's log shows no connection between nodes", kind)
+    # A rank without a connection to another node knows only which network was chosen.
+    hosts: dict[str, str] = {}
+    for each in sorted(reports, key=lambda report: (bool(report.fault), report.connections)):
+        hosts[each.host] = each.network
+    by_network: dict[str, list[str]] = {}
+    for host, network in sorted(hosts.items()):
+        by_network.setdefault(network, []).append(host)
+    if len(by_network) == 1:
+        return f"{next(iter(by_network))} on {len(hosts)} nodes"
+    return "; ".join(f"{network} on {_named(named)}" for network, named in by_network.items())
+
+
+def _named(hosts: Sequence[str]) -> str:
+    return ", ".join(hosts[:MOST_NAMED]) + (f" and {len(hosts) - MOST_NAMED} more" if hosts[MOST_NAMED:] else "")
+
+
+@contextmanager
+def nccl_log() -> Iterator[None]:
+    """Take care of this rank's log: it is removed at the end; after an error NCCL's warnings in it are printed."""
+    path = log_of(os.environ, socket.gethostname(), os.getpid()) if FABRIC in os.environ else None
+    try:
+        yield
+    except Exception as error:
+        if path is not None and not hasattr(error, _SHOWN):
+            setattr(error, _SHOWN, True)
+            _print_warnings(path)
+        raise
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
+def _print_warnings(path: Path) -> None:
+    try:
+        said = warnings_of(path.read_text("utf-8", "replace"))
+    except OSError:
+        return
+    for line in said[-MOST_WARNINGS:]:
+        print(line, file=sys.stderr)
+    print(f"NCCL's log is {socket.gethostname()}:{path}", file=sys.stderr, flush=True)
+
+
+def _refused(what: str, kind: str) -> UserError:
+    return UserError(
+        what,
+        where="network",
+        rule=f"inter_node.kind of the profile is {kind}: ranks of different nodes use it, with GPUDirect RDMA",
+        fix="llmrecipes doctor --cluster on these nodes; /dev/infiniband and the NCCL plugin in the container; unset "
+        "NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_NET; --allow-socket trains over what there is",
+    )
