@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
 from llmrecipes.hardware.adapters import SYSTEM
@@ -18,10 +20,18 @@ MUST_AGREE = ("torch", "megatron-core", "nvidia-nccl", "deepspeed", "transformer
 def inventory(packages: Mapping[str, str], driver: str | None) -> Finding:
     """The versions of this node, as a finding that the first node compares."""
     named = {**packages, **({"driver": driver} if driver else {}), "Linux": os.uname().release}
-    firmware = sorted({file.read_text("ascii").strip() for file in SYSTEM.glob("*/fw_ver")})
-    if firmware:
-        named["adapter firmware"] = " and ".join(firmware)
+    if versions := firmware(SYSTEM):
+        named["adapter firmware"] = " and ".join(versions)
     return ok(CHECK, "; ".join(f"{name} = {version}" for name, version in sorted(named.items())))
+
+
+def firmware(system: Path) -> list[str]:
+    """Versions of all adapters; those that cannot be read are left out."""
+    found = set()
+    for file in system.glob("*/fw_ver"):
+        with suppress(OSError, UnicodeDecodeError):
+            found.add(file.read_text("ascii").strip())
+    return sorted(found)
 
 
 def differing(findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -43,7 +43,7 @@ class GpuState:
     """Clock that applications get, and the default one."""
 
 
-def query(timeout: float = 60) -> str | None:
+def query(timeout: float = 30) -> str | None:
     """nvidia-smi's report; None without nvidia-smi.
 
     Raises:

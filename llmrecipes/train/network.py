@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from llmrecipes.engine.base import Platform
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.adapters import CHOICE, LINK_LAYERS, Port
 from llmrecipes.hardware.nccl_log import fault, log_of, read, warnings_of
 from llmrecipes.launch.environment import FABRIC
 
@@ -63,6 +64,20 @@ def prove(platform: Platform, *, allow_socket: bool) -> str | None:
     everybody: list[Report] = [own] * dist.get_world_size()
     dist.all_gather_object(everybody, own)
     return judge(everybody, kind, allow_socket=allow_socket)
+
+
+def leave_out_other_adapters(found: Sequence[Port]) -> None:
+    """Let NCCL use the ports with the site's link layer alone, where a node has others too and nobody named them.
+
+    NCCL itself uses InfiniBand and Ethernet ports together; those of the other kind are for storage.
+
+    Args:
+        found: ports of this node.
+    """
+    layer = LINK_LAYERS.get(os.environ.get(FABRIC, ""))
+    ours = [f"{port.device}:{port.number}" for port in found if port.link_layer == layer]
+    if 0 < len(ours) < len(found) and layer in ("InfiniBand", "Ethernet"):
+        os.environ.setdefault(CHOICE, f"={','.join(ours)}")
 
 
 def report(kind: str, backend: str, environment: Mapping[str, str], host: str, process: int) -> Report:

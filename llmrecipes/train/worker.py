@@ -29,6 +29,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.engine.registry import backend
     from llmrecipes.faults.signals import catch_signals
+    from llmrecipes.hardware.adapters import ports
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
     from llmrecipes.recipe.load import recipe_hash
@@ -37,7 +38,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.folder import require_exists, stop_when_deleted
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, Outcome
-    from llmrecipes.train.network import nccl_log, prove
+    from llmrecipes.train.network import leave_out_other_adapters, nccl_log, prove
     from llmrecipes.train.pending import evaluation_due
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import resume
@@ -50,6 +51,7 @@ def run(spec: RunSpec) -> ExitCode:
         _require_gpu(platform.name)
     cluster = detect().times(nodes())
     # Errors are reported before anything is closed; the process group is left last.
+    leave_out_other_adapters(ports())
     # The outer log is for an error while joining, the inner one is printed before anything waits.
     with (
         nccl_log(),

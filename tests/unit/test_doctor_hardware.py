@@ -239,7 +239,7 @@ def test_roce_addresses_and_packet_sizes(tmp_path: Path) -> None:
 # -- several nodes, and storage --------------------------------------------------------------------------------------
 
 
-def test_versions_that_differ_between_nodes() -> None:
+def test_versions_that_differ_between_nodes(tmp_path: Path) -> None:
     def on(node: str, **changes: str) -> Finding:
         versions = {"torch": "2.13.0+cu130", "nvidia-nccl-cu13": "2.28.3", "driver": "580.95.05"} | changes
         return replace(ok("software", "; ".join(f"{name} = {text}" for name, text in versions.items())), node=node)
@@ -249,6 +249,10 @@ def test_versions_that_differ_between_nodes() -> None:
     found = list(differing.differing([on("n1"), on("n2"), odd]))
     assert {(each.node, each.status) for each in found} == {("n3", "warn"), ("n3", "fail")}
     assert "driver 535.104.05, but 580.95.05 on 2 of 3 nodes" in said(found)["warn software"]
+    for adapter, version in (("mlx5_0", "28.39.1002"), ("mlx5_1", "28.39.1002"), ("mlx5_2", "28.36.1010")):
+        (tmp_path / adapter).mkdir()
+        (tmp_path / adapter / "fw_ver").write_text(f"{version}\n", "ascii")
+    assert differing.firmware(tmp_path) == ["28.36.1010", "28.39.1002"]
     own = differing.inventory({"torch": "2.13.0"}, None)
     assert "torch = 2.13.0" in own.what and "Linux = " in own.what
 

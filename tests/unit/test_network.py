@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from llmrecipes.cli import app as cli
+from llmrecipes.hardware.adapters import Port
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nccl_log import fault, log_of, read, warnings_of
 from llmrecipes.launch.environment import FABRIC, environment
@@ -197,6 +198,31 @@ def test_ranks_log_where_the_site_has_a_fabric_and_the_run_needs_it() -> None:
     assert FABRIC not in environment(domain, plan_on("gb200-nvl72", 16), 4)
     assert environment(domain, plan_on("gb200-nvl72", 32), 4)[FABRIC] == "infiniband"
     assert FABRIC not in environment(load_profile("ethernet"), plan_on("ethernet", 4), 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "user", "value"),
+    [
+        ("infiniband", None, "=mlx5_0:1,mlx5_3:1"),
+        ("roce", None, "=mlx5_1:1"),
+        ("infiniband", "mlx5_0", "mlx5_0"),
+        ("efa", None, None),
+        (None, None, None),
+    ],
+)
+def test_adapters_of_another_link_layer_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, kind: str | None, user: str | None, value: str | None
+) -> None:
+    for name, text in ((FABRIC, kind), ("NCCL_IB_HCA", user)):
+        monkeypatch.setenv(name, text or "")  # restored after the test, whatever the code sets
+        if text is None:
+            monkeypatch.delenv(name)
+    layers = {"mlx5_0": "InfiniBand", "mlx5_1": "Ethernet", "mlx5_3": "InfiniBand"}
+    network.leave_out_other_adapters([Port(f"{name}/1", "ACTIVE", 50, layer) for name, layer in layers.items()])
+    assert os.environ.get("NCCL_IB_HCA") == value
+    monkeypatch.delenv("NCCL_IB_HCA", raising=False)
+    network.leave_out_other_adapters([Port("mlx5_0/1", "ACTIVE", 50, "InfiniBand")])
+    assert "NCCL_IB_HCA" not in os.environ
 
 
 @pytest.fixture
