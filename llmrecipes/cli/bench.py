@@ -44,7 +44,14 @@ def collectives(
     ] = None,
     overrides: OverridesArgument = None,
     nproc: RanksOption = None,
-    sizes: Annotated[str, typer.Option("--sizes", metavar="SIZES", help="Buffer sizes.")] = "64KiB,1MiB,16MiB",
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--sizes",
+            metavar="SIZES",
+            help="Buffer sizes; default: 64KiB,1MiB,16MiB, and 256MiB with a --cluster that has GPUs.",
+        ),
+    ] = None,
     repeats: RepeatsOption = 5,
     cluster: Annotated[
         str | None,
@@ -73,7 +80,10 @@ def collectives(
         raise UserError("no profile to copy", where="--write", fix="--cluster NAME; llmrecipes clusters lists them")
     profile = None if cluster is None else load_profile(cluster)
     loaded = load(recipe or "gpt-tiny", overrides or []).recipe
-    answer = _measure("collectives", loaded, DATA, repeats, nproc, bench.sizes(sizes))
+    if profile is not None:
+        bench.use_site(profile)
+    wanted = bench.sizes(sizes or bench.default_sizes(profile))
+    answer = _measure("collectives", loaded, DATA, repeats, nproc, wanted)
     if answer is None:
         return
     found = Collectives.model_validate_json(answer)

@@ -12,14 +12,35 @@ import yaml
 from llmrecipes.bench.spec import ANSWER, BenchSpec
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.adapters import CHOICE, nccl_ib_hca
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import clusters_dir, load_profile
-from llmrecipes.hardware.profile import Measured
+from llmrecipes.hardware.profile import Measured, Profile
 from llmrecipes.launch.environment import detected_environment, missing
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import from_slurm
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.units import GIB, KIB, MIB
+
+LATENCY, LINK = "64KiB,1MiB,16MiB", "256MiB"
+"""Default sizes; the last one measures links, and takes seconds over those of a laptop."""
+
+
+def default_sizes(profile: Profile | None) -> str:
+    """Sizes to measure where the user names none: on a site with GPUs one that can be compared with its links.
+
+    Args:
+        profile: to compare with; None: nothing is compared.
+    """
+    return f"{LATENCY},{LINK}" if profile is not None and profile.gpu is not None else LATENCY
+
+
+def use_site(profile: Profile) -> None:
+    """Set the site's variables, as in a training, so that the same adapters are measured; the user's win."""
+    adapters = nccl_ib_hca(profile)
+    own = {} if adapters is None else {CHOICE: adapters}
+    own |= {name: str(value) for name, value in profile.environment.items()}
+    os.environ.update(missing(own, os.environ))
 
 
 def is_task(environment: Mapping[str, str]) -> bool:

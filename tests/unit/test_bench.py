@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from llmrecipes.bench.collectives import OPERATIONS, bus_factor
 from llmrecipes.bench.compare import LINK_BYTES, compare
-from llmrecipes.bench.spec import Collectives
+from llmrecipes.bench.spec import BenchSpec, Collectives
 from llmrecipes.cli.app import run
 from llmrecipes.data.prepare import prepare
 from llmrecipes.hardware.load import load_profile
@@ -99,6 +100,30 @@ def test_the_command_warns_below_what_was_measured_before(
     assert "all_reduce" in warnings[0] and "70% of 1 GB/s (measured)" in warnings[0]
     assert run(["bench", "collectives", "--cluster", "was.yaml", "--json"]) == 0
     assert [each["ok"] for each in json.loads(capsys.readouterr().out)["compared"]] == [False, True]
+
+
+def test_a_site_with_gpus_is_measured_as_it_is_used_and_at_a_size_that_measures_links(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[BenchSpec] = []
+
+    def measure(spec: BenchSpec, _nproc: int | None) -> None:
+        asked.append(spec)
+
+    monkeypatch.setattr("llmrecipes.workflow.bench.measure", measure)
+    for name in load_profile("a100-roce").environment:
+        monkeypatch.setenv(name, "18")  # restored after the test, whatever the code sets
+        if name != "NCCL_IB_TIMEOUT":
+            monkeypatch.delenv(name)
+    for words in (
+        [],
+        ["--cluster", "laptop"],
+        ["--cluster", "a100-roce"],
+        ["--cluster", "a100-roce", "--sizes", "1KiB"],
+    ):
+        assert run(["bench", "collectives", *words]) == 0
+    assert [max(spec.sizes) for spec in asked] == [16 << 20, 16 << 20, LINK_BYTES, 1024]
+    assert (os.environ["NCCL_IB_GID_INDEX"], os.environ["NCCL_IB_TIMEOUT"]) == ("3", "18")
 
 
 @pytest.mark.slow
