@@ -23,6 +23,8 @@ BLACKWELL = frozenset({"B200", "B300", "GB200", "GB300"})
 """Words in the names of GPUs that need no single queue to overlap communication."""
 FABRIC = "LLMRECIPES_FABRIC"
 """Variable with the kind of network that ranks of different nodes must use; each proves it at the start."""
+NCCL_LOG = "/tmp/llmrecipes-nccl-%h-%p.log"  # noqa: S108
+"""NCCL's log of a rank: on the node, because one file a rank would be too many for a shared file system."""
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 """Names under which a user may have set a variable, by the one that is set here."""
 
@@ -83,8 +85,7 @@ def _for_fabric(profile: Profile, plan: Plan, ranks_per_node: int) -> dict[str, 
         FABRIC: kind,
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,NET",
-        # On the node: one file a rank would be too many for a shared file system.
-        "NCCL_DEBUG_FILE": "/tmp/llmrecipes-nccl-%h-%p.log",  # noqa: S108
+        "NCCL_DEBUG_FILE": NCCL_LOG,
     }
 
 

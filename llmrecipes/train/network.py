@@ -19,8 +19,8 @@ import torch.distributed as dist
 from llmrecipes.engine.base import Platform
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.adapters import CHOICE, LINK_LAYERS, Port
-from llmrecipes.hardware.nccl_log import fault, log_of, read, warnings_of
-from llmrecipes.launch.environment import FABRIC
+from llmrecipes.hardware.nccl_log import FILE, fault, log_of, read, warnings_of
+from llmrecipes.launch.environment import FABRIC, NCCL_LOG
 
 MOST_NAMED = 8
 """Nodes that a message names."""
@@ -101,6 +101,8 @@ def report(kind: str, backend: str, environment: Mapping[str, str], host: str, p
     wrong = fault(found, kind)
     if wrong is None:
         return Report(host, found.described(), found.connections)
+    if not found.names:
+        wrong += f" ({path or 'no NCCL_DEBUG_FILE'}, NCCL_DEBUG={environment.get('NCCL_DEBUG', '')})"
     # All ranks of a node say the same, and every rank receives what all say.
     lines = found.lines if environment.get("LOCAL_RANK", "0") == "0" else ()
     return Report(host, found.described(), found.connections, wrong, lines)
@@ -144,7 +146,10 @@ def _named(hosts: Sequence[str]) -> str:
 
 @contextmanager
 def nccl_log() -> Iterator[None]:
-    """Take care of this rank's log: it is removed at the end; after an error NCCL's warnings in it are printed."""
+    """Take care of this rank's log: after an error NCCL's warnings in it are printed, otherwise it is removed.
+
+    A file that the user has chosen stays.
+    """
     path = log_of(os.environ, socket.gethostname(), os.getpid()) if FABRIC in os.environ else None
     try:
         yield
@@ -153,7 +158,7 @@ def nccl_log() -> Iterator[None]:
             setattr(error, _SHOWN, True)
             _print_warnings(path)
         raise
-    if path is not None:
+    if path is not None and os.environ.get(FILE) == NCCL_LOG:
         path.unlink(missing_ok=True)
 
 

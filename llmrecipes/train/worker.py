@@ -50,9 +50,9 @@ def run(spec: RunSpec) -> ExitCode:
     if spec.on_gpus:
         _require_gpu(platform.name)
     cluster = detect().times(nodes())
-    # Errors are reported before anything is closed; the process group is left last.
     leave_out_other_adapters(ports())
-    # The outer log is for an error while joining, the inner one is printed before anything waits.
+    # Errors are reported before anything is closed; the process group is left last. The outer log is for an error while
+    # joining.
     with (
         nccl_log(),
         engines.join(recipe, platform) as world,

@@ -259,6 +259,10 @@ def test_nccls_warnings_are_printed_after_an_error_and_its_log_is_removed_otherw
     assert capsys.readouterr().err.count("NCCL WARN socketFinalizeAccept") == 1 and log.exists()
     with network.nccl_log():
         pass
+    assert log.exists()  # the user's
+    monkeypatch.setattr(network, "NCCL_LOG", str(log))
+    with network.nccl_log():
+        pass
     assert not log.exists()
 
 
