@@ -247,10 +247,10 @@ def test_the_users_choice_of_adapters_wins_and_is_shown(tmp_path: Path) -> None:
     for number in range(4):
         adapter(tmp_path, f"rocep{number}s0")
     found = on(tmp_path, NCCL_IB_HCA="mlx5")
-    assert "4 of 8" in said(found)["warn adapters"] and "NCCL_IB_HCA=mlx5 of your environment" in found[-1].what
+    assert "4 of 8" in said(found)["warn adapters"] and "NCCL_IB_HCA=mlx5 " in found[-1].what
     assert "fail" not in {each.status for each in found}
     every = on(tmp_path, NCCL_IB_HCA="mlx5,rocep")
-    assert said(every) == {} and "NCCL_IB_HCA=mlx5,rocep of your environment" in every[-1].what
+    assert said(every) == {} and "NCCL_IB_HCA=mlx5,rocep " in every[-1].what
     assert "fail adapter mlx5_9" in said(on(tmp_path, NCCL_IB_HCA="=mlx5_0,mlx5_9:1"))
     assert "1 of 8" in said(on(tmp_path, NCCL_IB_HCA="=mlx5_0:1,mlx5_1:2"))["warn adapters"]
     assert "4 of 8" in said(on(tmp_path, NCCL_IB_HCA="^mlx5"))["warn adapters"]

@@ -44,8 +44,9 @@ def test_xid_errors_are_read_from_the_kernels_log(tmp_path: Path) -> None:
     log = kernel.records(tmp_path / "kmsg")
     found = list(kernel.check(log, now=7_980.0))
     assert [each.status for each in found] == ["fail", "warn"]  # 31 is the program's
-    assert "Xid 79 on 0000:18:00, 2 times, last 12 min ago" in found[0].what and "reboot" in found[0].fix
-    assert "Xid 92 on 0000:b9:00" in found[1].what
+    assert all(word in found[0].what for word in ("Xid 79", "0000:18:00", "2 times", "12 min"))
+    assert "reboot" in found[0].fix
+    assert all(word in found[1].what for word in ("Xid 92", "0000:b9:00"))
     # The log keeps what has been mended since.
     assert {each.status for each in kernel.check(log, now=7_980.0 + 3 * 86400)} == {"warn"}
     assert [each.status for each in kernel.check(["6,1,1,-;usb 1-1: new device"], 10.0)] == ["ok"]
