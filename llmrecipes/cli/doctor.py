@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,8 @@ from llmrecipes.doctor.finding import Finding, bad_nodes
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.ranks import FIRST_PORT, port_of
 
+CRASHED = 70  # EX_SOFTWARE
+"""Exit code of a doctor that has an error itself: 1 would drain every node whose prolog runs it."""
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
 
 
@@ -81,12 +84,17 @@ def doctor(
     number = _number(hosts) if several else 0
     # Pods of a Job only check their own node; Kubernetes numbers them.
     leads = number == 0 and os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
-    found = examine(DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads))
-    if several:
-        gathered = meet(Meeting(hosts, number, port, runs_dir, patience), found)
-        if gathered is None:
-            return int(ExitCode.DONE)
-        found = compared(gathered)
+    try:
+        found = examine(DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads))
+        gathered = meet(Meeting(hosts, number, port, runs_dir, patience), found) if several else found
+    except UserError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        return CRASHED
+    if gathered is None:
+        return int(ExitCode.DONE)
+    found = compared(gathered)
     bad = bad_nodes(found)
     if bad_nodes_file is not None:
         bad_nodes_file.write_text(",".join(bad), "utf-8")

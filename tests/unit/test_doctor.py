@@ -436,6 +436,21 @@ def test_bad_input_is_one_message(
     require_message(capsys.readouterr().err, where, rule=rule)
 
 
+def test_a_doctor_that_crashes_does_not_end_as_after_a_finding(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prolog drains the node after 1; a job is stopped by any code that comes without a bad node."""
+
+    def broken(_: object) -> list[Finding]:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("llmrecipes.doctor.examine.examine", broken)
+    report = tmp_path / "bad"
+    report.touch()
+    assert run(["doctor", "--bad-nodes", str(report), "--runs-dir", str(tmp_path), "--data-dir", str(tmp_path)]) == 70
+    assert "ValueError: a bug" in capsys.readouterr().err and not report.read_text()
+
+
 def test_a_container_without_scontrol_is_told_how_to_name_the_nodes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
