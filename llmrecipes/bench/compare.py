@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from llmrecipes.bench.spec import Collectives
+from llmrecipes.bench.spec import Collectives, RankSpeeds
 from llmrecipes.hardware.profile import Measured, Profile
 
 LEAST = 0.8
 """Fraction of the expected bandwidth below which something is wrong."""
+LEAST_OF_MEDIAN = 0.9
+"""Share of the median rank's speed below which a rank slows the others down."""
 LINK_BYTES = 256 << 20
 """Smaller buffers are latency-bound, and do not measure a link."""
 
@@ -44,6 +47,13 @@ class Comparison:
         expected = f"{self.expected_gb_per_s:.3g} GB/s ({self.source})"
         what = f"{row.operation} in groups {row.group} of {row.ranks}, {row.bytes} bytes"
         return f"{what}: {row.bus_gb_per_s:.3g} GB/s, {self.share:.0%} of {expected}"
+
+
+def slow_ranks(found: RankSpeeds) -> dict[int, float]:
+    """Speed relative to the median, of the ranks that are slower than `LEAST_OF_MEDIAN` of it."""
+    middle = statistics.median(found.seconds)
+    shares = {rank: middle / seconds for rank, seconds in enumerate(found.seconds)}
+    return {rank: share for rank, share in shares.items() if share < LEAST_OF_MEDIAN}
 
 
 def compare(found: Collectives, profile: Profile) -> list[Comparison]:

@@ -16,7 +16,7 @@ ANSWER = "answer.json"
 class BenchSpec(RankSpec):
     """One benchmark."""
 
-    what: Literal["collectives", "step", "data"]
+    what: Literal["collectives", "step", "data", "ranks"]
     out: Path
     """Folder that receives `answer.json`."""
     sizes: tuple[int, ...] = ()
@@ -49,6 +49,16 @@ class StepTimes(BaseModel):
     """Of the rank with the highest peak."""
     peak_tflops: float | None
     """Of one GPU; None if unknown."""
+
+
+class RankSpeeds(BaseModel):
+    """Matrix products of each rank by itself."""
+
+    hosts: tuple[str, ...]
+    seconds: tuple[float, ...]
+    """Of one product, by rank."""
+    flops: float
+    """Of one product."""
 
 
 class Reading(BaseModel):

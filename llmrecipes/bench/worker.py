@@ -20,7 +20,7 @@ def run(spec: BenchSpec) -> ExitCode:
     """
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
-    from llmrecipes.bench import collectives, training
+    from llmrecipes.bench import collectives, ranks, training
     from llmrecipes.engine.registry import backend
     from llmrecipes.hardware.cluster import detect
 
@@ -39,6 +39,8 @@ def run(spec: BenchSpec) -> ExitCode:
                 reach=collectives.reach(groups),
                 rows=rows,
             )
+        elif spec.what == "ranks":
+            answer = ranks.measure(platform, spec.repeats)
         elif spec.what == "step":
             answer = training.steps(spec, engines, world, platform, cluster)
         else:

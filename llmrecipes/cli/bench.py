@@ -102,6 +102,28 @@ def collectives(
 
 
 @app.command()
+def ranks(
+    nproc: RanksOption = None,
+    repeats: RepeatsOption = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure each rank by itself, to find the one that slows the others down."""
+    from llmrecipes.bench.compare import slow_ranks
+    from llmrecipes.bench.spec import RankSpeeds
+    from llmrecipes.cli.render import bench as render
+    from llmrecipes.recipe.load import load
+
+    answer = _measure("ranks", load("gpt-tiny", []).recipe, DATA, repeats, nproc)
+    if answer is None:
+        return
+    found = RankSpeeds.model_validate_json(answer)
+    if as_json:
+        print(json.dumps({**json.loads(answer), "slow_ranks": sorted(slow_ranks(found))}))
+        return
+    print(render.rank_speeds(found))
+
+
+@app.command()
 def step(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,

@@ -7,12 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from llmrecipes.bench import ranks
 from llmrecipes.bench.collectives import OPERATIONS, bus_factor
 from llmrecipes.bench.compare import LINK_BYTES, compare
-from llmrecipes.bench.spec import BenchSpec, Collectives
+from llmrecipes.bench.spec import BenchSpec, Collectives, RankSpeeds
 from llmrecipes.cli.app import run
 from llmrecipes.data.prepare import prepare
+from llmrecipes.engine.megatron.platform.cpu import CpuPlatform
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import Group, Measured, Operation
 from llmrecipes.workflow.bench import sizes, write_profile
@@ -100,6 +103,28 @@ def test_the_command_warns_below_what_was_measured_before(
     assert "all_reduce" in warnings[0] and "70% of 1 GB/s (measured)" in warnings[0]
     assert run(["bench", "collectives", "--cluster", "was.yaml", "--json"]) == 0
     assert [each["ok"] for each in json.loads(capsys.readouterr().out)["compared"]] == [False, True]
+
+
+def test_ranks_that_slow_the_others_down_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = (1.0, 1.02, 1.3, 0.99)
+    found = RankSpeeds(hosts=("n1", "n1", "n2", "n2"), seconds=seconds, flops=4e14)
+    monkeypatch.setattr("llmrecipes.workflow.bench.measure", lambda _spec, _nproc: found.model_dump_json())
+    assert run(["bench", "ranks"]) == 0
+    (slow,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert "rank 2 on n2" in slow and "78%" in slow
+    assert run(["bench", "ranks", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["slow_ranks"] == [2]
+
+
+def test_every_rank_is_timed() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = ranks.measure(CpuPlatform(), 2)
+    finally:
+        dist.destroy_process_group()
+    assert len(found.hosts) == len(found.seconds) == 1 and found.seconds[0] > 0
 
 
 def test_a_site_with_gpus_is_measured_as_it_is_used_and_at_a_size_that_measures_links(

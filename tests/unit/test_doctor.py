@@ -448,7 +448,7 @@ def test_a_doctor_that_crashes_does_not_end_as_after_a_finding(
     report = tmp_path / "bad"
     report.touch()
     assert run(["doctor", "--bad-nodes", str(report), "--runs-dir", str(tmp_path), "--data-dir", str(tmp_path)]) == 70
-    assert "ValueError: a bug" in capsys.readouterr().err and not report.read_text()
+    assert "ValueError" in capsys.readouterr().err and not report.read_text()
 
 
 def test_a_container_without_scontrol_is_told_how_to_name_the_nodes(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING
 
 from llmrecipes.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from llmrecipes.bench.compare import Comparison
-    from llmrecipes.bench.spec import Collectives
+    from llmrecipes.bench.spec import Collectives, RankSpeeds
 
 
 def bandwidths(found: Collectives) -> str:
@@ -25,6 +26,20 @@ def bandwidths(found: Collectives) -> str:
         cells = "".join(f"{speeds[size]:10.3f}" if size in speeds else f"{'':10}" for size in sizes)
         lines.append(f"{operation:15} {group:9} {ranks:5}{cells}")
     return "\n".join(lines)
+
+
+def rank_speeds(found: RankSpeeds) -> str:
+    """The speeds of all ranks in one line, and one for each that is slow."""
+    from llmrecipes.bench.compare import slow_ranks
+
+    speeds = [found.flops / seconds / 1e12 for seconds in found.seconds]
+    middle = statistics.median(speeds)
+    lines = [
+        f"warning: rank {rank} on {found.hosts[rank]}: {speeds[rank]:.3g} TFLOP/s, {share:.0%} of the median"
+        for rank, share in slow_ranks(found).items()
+    ]
+    spread = f"{min(speeds):.3g}-{max(speeds):.3g}"
+    return "\n".join([*lines, f"{len(speeds)} ranks: {middle:.3g} TFLOP/s in the median, {spread}"])
 
 
 def comparison(name: str, compared: list[Comparison]) -> str:
