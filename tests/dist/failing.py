@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.platform.cuda import CudaPlatform
 from llmrecipes.engine.megatron.world import join
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.ranks import Rank
@@ -39,7 +39,7 @@ def fail_alone(port: int, turns: Path, what: str) -> None:
     """
     rank = next(number for number in range(2) if _taken(turns / str(number)))
     os.environ.update(Rank(rank, 2, rank, 2, "127.0.0.1", port).variables())
-    watchdog = threading.Timer(30, os._exit, (HUNG,))
+    watchdog = threading.Timer(120, os._exit, (HUNG,))
     watchdog.daemon = True
     watchdog.start()
     recipe = tiny()
@@ -63,11 +63,10 @@ def fail_alone(port: int, turns: Path, what: str) -> None:
 def join_with_another_device(port: int, turns: Path) -> str:
     """Join as one of two ranks, of which the second has a GPU; returns what the error is about."""
     rank = next(number for number in range(2) if _taken(turns / str(number)))
-    gpu: Any = SimpleNamespace(name="cuda", backend="nccl", device=torch.device("cuda", 0))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in Rank(rank, 2, rank, 2, "127.0.0.1", port).variables().items():
             patch.setenv(name, value)
-        mine = gpu if rank else select()
+        mine = CudaPlatform(0) if rank else select()
         with refused("torch.cuda", rule=("1", "2", "0")) as caught, join(mine, 1, Parallelism()):
             pass
     return caught.value.where
