@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,16 @@ from tests.refusals import refused
 HUNG = 77
 """Exit code of a rank that did not leave by itself."""
 
-ERRORS = {"defect": RuntimeError("a defect"), "mistake": UserError("a mistake", code=ExitCode.STOP)}
+ERRORS = {
+    "defect": RuntimeError("a defect"),
+    "mistake": UserError("a mistake", code=ExitCode.STOP),
+    "stuck": RuntimeError("a defect, and a checkpoint whose writing never ends"),
+}
 
 
 def fail_alone(port: int, turns: Path, what: str) -> None:
-    """Join as a rank that a launcher started, where the teardown of the process group waits for all ranks, as NCCL's.
+    """Join as a rank that a launcher started, where the teardown of the process group waits for all ranks, as NCCL's,
+    and so does the end of the interpreter.
 
     Args:
         port: of the rendezvous.
@@ -42,10 +48,13 @@ def fail_alone(port: int, turns: Path, what: str) -> None:
     watchdog = threading.Timer(120, os._exit, (HUNG,))
     watchdog.daemon = True
     watchdog.start()
-    recipe = tiny()
+    threading.Thread(target=_never_returns).start()  # what the end of an interpreter waits for
+    recipe = tiny(train={"exit_grace_seconds": 1.0 if what == "stuck" else 240.0})
 
     def run(_spec: RankSpec) -> ExitCode:
-        with join(select(), 1, Parallelism()), failure_reported(recipe):
+        with join(select(), 1, Parallelism()), ExitStack() as stack, failure_reported(recipe):
+            if what == "stuck":
+                stack.callback(_never_returns)
             dist.barrier()
             if rank == 1:
                 raise ERRORS[what]
