@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from llmrecipes.checkpoint.writer import write_checkpoint
 from llmrecipes.engine.base import Engine, Progress
 from llmrecipes.engine.megatron.checkpoint import optimizer_state
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
+from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME
+from llmrecipes.engine.megatron.checkpoint.table import decode
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import resume
 from tests.dist.table import Row
@@ -89,13 +91,8 @@ def test_a_rank_holds_what_it_writes_and_sends_only_names(
     worlds: dict[int, GlooWorld], tmp_path: Path, layout: str, changes: dict[str, dict[str, Any]]
 ) -> None:
     found = worlds[4].run(held_and_sent, Row("gpt", layout, changes).recipe, tmp_path)
-    index = json.loads((tmp_path / "step-00000001" / "index.json").read_text())
-    elements = 0
-    for tensor in index["tensors"]:
-        size = 1
-        for length in tensor["shape"]:
-            size *= length
-        elements += size if not tensor["name"].startswith("random.") else 0
+    index = decode((tmp_path / "step-00000001" / INDEX_NAME).read_bytes())
+    elements = sum(prod(tensor.shape) for tensor in index.tensors if not tensor.name.startswith("random."))
     total = 4 * elements  # fp32 weights, master weights and two moments
     held, written, sent = (list(column) for column in zip(*found, strict=True))
     assert sum(held) == pytest.approx(total, rel=0.01)
