@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -49,9 +49,13 @@ class ShardedFormat:
 
     Ranks write their files, and the index of each, without asking each other: torch's and megatron-core's own writers
     plan on one rank what all of them write.
+
+    Args:
+        written_by: what the manifest says of the engine besides versions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, written_by: Mapping[str, str] | None = None) -> None:
+        self._written_by = dict(written_by or {})
         self._staging = Staging()
         self._checked = False
 
@@ -112,7 +116,7 @@ class ShardedFormat:
 
     def versions(self) -> dict[str, str]:
         """See `CheckpointFormat`."""
-        return {"megatron-core": version("megatron-core"), "torch": version("torch")}
+        return {"megatron-core": version("megatron-core"), "torch": version("torch"), **self._written_by}
 
 
 class _Translation(TorchDistSaveShardedStrategy):
