@@ -51,11 +51,12 @@ def load(entry: Entry, state: dict[str, Any], index: Index | None = None) -> dic
 
     Args:
         entry: a checkpoint, as found by `CheckpointStore.latest_valid` on rank 0.
-        state: sharded state dict of the current model and optimizer, in any parallel layout.
+        state: sharded state dict of the current model and optimizer, in any parallel layout; it is read into its
+            tensors.
         index: what `read_index` found, if it was called before.
 
     Returns:
-        The loaded state dict: the structure of `state`, and other saved values.
+        The loaded state dict: the structure of `state` without what is empty, and other saved values.
 
     Raises:
         UserError: the checkpoint has a different architecture (with the tensors that differ), or is not plain data.
@@ -79,9 +80,21 @@ def load(entry: Entry, state: dict[str, Any], index: Index | None = None) -> dic
     loaded = _read_common(entry, index)
     frame, local, factories = load_preprocess(state)
     merge(loaded, local)
-    merge(loaded, _read_sharded(entry, index, extract_sharded_base(frame)[0]))
+    _replace(loaded, _read_sharded(entry, index, extract_sharded_base(frame)[0]))
     whole: dict[str, Any] = apply_factory_merges(loaded, factories)
     return whole
+
+
+def _replace(common: dict[str, Any], sharded: dict[str, Any]) -> None:
+    """Put what is sharded into what is not.
+
+    The first rank saved the latter, with empty lists where it had nothing; other ranks and layouts may have something.
+    """
+    for key, value in sharded.items():
+        if isinstance(value, dict) and isinstance(known := common.get(key), dict):
+            _replace(known, value)
+        else:
+            common[key] = value
 
 
 def read_index(entry: Entry) -> Index:
