@@ -37,6 +37,8 @@ NODE_RATE = 2 * GB
 """Bytes a second that a node reads from its file system."""
 HASH_RATE = 1.5 * GB
 """Bytes of SHA-256 a second and core, with the processor's own instructions for it."""
+PART = 1_300_000
+"""Bytes of a part, which decide how wide the columns of an index are."""
 BUCKET = 40_000_000
 """megatron-core's least size of a bucket of gradients; 1,000,000 a rank if that is more."""
 
@@ -129,6 +131,14 @@ def _read() -> int:
     return int(line.split()[1])
 
 
+def _mapped(path: Path) -> int:
+    """Bytes of a mapped file that this process has looked at, in pages."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.endswith(str(path)))
+    resident = next(line for line in lines[start:] if line.startswith("Rss:"))
+    return int(resident.split()[1]) * 1024
+
+
 # -- calculated --------------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +199,7 @@ def _index(parts: int, ranks: int) -> dict[str, float]:
         boxes = [(row, *columns) for row in range(0, 2 * each, 2) for columns in ((0, 16), (16, 48))]
         boxes += [(row, 0, 64) for row in range(1, 2 * each, 2)]
         found = [
-            [0, 1000 * number, 1000, rank % layers, 1, first + row, 1, *columns]
+            [0, PART * number, PART, rank % layers, 1, first + row, 1, *columns]
             for number, (row, *columns) in enumerate(boxes)
         ]
         tensors = [(f"tensor{number}", "float32", (layers, rows, 64), found) for number in range(names)]
@@ -213,10 +223,12 @@ def _index(parts: int, ranks: int) -> dict[str, float]:
         for number in range(parts):
             index.tensors[f"tensor{number % names}"].parts((5, 7, 0), (1, 3, 64))
         clock.append(time.perf_counter())
+        mapped_bytes = _mapped(path)
         size = path.stat().st_size
     spans = [later - earlier for earlier, later in pairwise(clock)]
     return {
         "index_bytes": size,
+        "index_read": mapped_bytes,
         "sent": max(map(len, sent)),
         **dict(zip(("merge", "check", "write", "open", "search"), spans, strict=True)),
     }
