@@ -131,14 +131,6 @@ def _read() -> int:
     return int(line.split()[1])
 
 
-def _mapped(path: Path) -> int:
-    """Bytes of a mapped file that this process has looked at, in pages."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    start = next(number for number, line in enumerate(lines) if line.endswith(str(path)))
-    resident = next(line for line in lines[start:] if line.startswith("Rss:"))
-    return int(resident.split()[1]) * 1024
-
-
 # -- calculated --------------------------------------------------------------------------------------------------------
 
 
@@ -223,12 +215,10 @@ def _index(parts: int, ranks: int) -> dict[str, float]:
         for number in range(parts):
             index.tensors[f"tensor{number % names}"].parts((5, 7, 0), (1, 3, 64))
         clock.append(time.perf_counter())
-        mapped_bytes = _mapped(path)
         size = path.stat().st_size
     spans = [later - earlier for earlier, later in pairwise(clock)]
     return {
         "index_bytes": size,
-        "index_read": mapped_bytes,
         "sent": max(map(len, sent)),
         **dict(zip(("merge", "check", "write", "open", "search"), spans, strict=True)),
     }
