@@ -111,6 +111,13 @@ def _check(recipe: Recipe, skew: float) -> None:
         )
     if skew != 1.0 and not recipe.model.num_moe_experts:
         raise UserError(f"{skew:g}", where="--skew", rule="only a mixture of experts has a routing")
+    if skew != 1.0 and recipe.model.moe_token_dispatcher_type == "allgather":  # noqa: S105 - no password
+        raise UserError(
+            f"{skew:g} with moe_token_dispatcher_type allgather",
+            where="--skew",
+            rule="only the all-to-all dispatcher's skewed routing can be dry run",
+            fix="model.moe_token_dispatcher_type=alltoall",
+        )
     if skew < 1.0:
         raise UserError(f"{skew:g}", where="--skew", rule="times its even share that one expert gets", fix="1 or more")
 
