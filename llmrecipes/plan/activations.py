@@ -8,8 +8,7 @@ their 34 s b h plus the kernel's log-sum-exp. On a CPU a test compares it with w
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmrecipes.plan.attention import keeps_scores, recompute_granularity
@@ -63,15 +62,14 @@ def _moments(
     chunks = []
     for number, layers in enumerate(layout.layers_per_stage[stage]):
         first = layout.first_layer(stage, number)
-        with_experts = s.moe_layers(first, first + layers)
-        chunks.append(_chunk(recipe, per, layers - with_experts, with_experts))
+        chunks.append(_chunk(recipe, per, [per.layer(index) for index in range(first, first + layers)]))
     if stage == 0:
         chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
     last = stage == layout.pipeline_model_parallel_size - 1
     ends = per.norm + per.edge + _mtp(recipe, per)
     kept_logits, logits = _logits(recipe, s, layout)
     tables = len(chunks) * per.tables if recipe.train.recompute_granularity == "full" else 0.0
-    for pending, chunk, held in _pending(layout, num_microbatches, stage):
+    for pending, chunk, held in _pending(layout, num_microbatches, stage, experts=s.num_moe_experts > 0):
         stack = tables + sum(kept * number for (kept, _), number in zip(chunks, pending, strict=True))
         # One chunk's are freed once they are sent; the very last chunk sends nothing.
         sent = sum(pending[:-1] if last else pending) if len(chunks) > 1 else 0
@@ -101,29 +99,45 @@ def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
     return int(kept), int(kept + (2 if recipe.train.precision != "fp32" else 0) * logits)
 
 
-def _pending(layout: Layout, num_microbatches: int, stage: int) -> Iterator[tuple[list[int], int, int]]:
+def _pending(
+    layout: Layout, num_microbatches: int, stage: int, *, experts: bool
+) -> Iterator[tuple[list[int], int, int]]:
     """Forward passes of each chunk whose backward pass is pending, and the chunk of the next one, through a step.
 
-    Also the inputs that are there besides: megatron-core's schedules hold that of the last backward pass until there
-    is another one, and with several chunks the next forward pass's has come already.
+    Also the inputs that are there besides: that of the last backward pass, which megatron-core's 1F1B schedule and
+    layers with experts hold until there is another one; with several chunks, the first that is received after the
+    warm-up, the last of each chunk until it gets another one, and that of the next forward pass, which is there early.
 
     Chunks take turns in groups of as many micro-batches as there are stages (arXiv 2104.04473, figure 4).
     """
     stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     # A third group repeats what the second does.
     passes = min(num_microbatches, 3 * stages) * chunks
-    pending = [0] * chunks
-    for forward in range(passes + in_flight(layout, num_microbatches, stage) - 1):
+    ahead = in_flight(layout, num_microbatches, stage)
+    pending, number = [0] * chunks, [0] * chunks
+    done: list[tuple[int, int]] = []  # backward passes, each as its chunk and micro-batch
+    for forward in range(passes + ahead - 1):
         if forward < passes:
+            number[forward // stages % chunks] += 1
             pending[forward // stages % chunks] += 1
-        backward = forward + 1 - in_flight(layout, num_microbatches, stage)
-        if backward >= 0:
-            chunk = chunks - 1 - backward // stages % chunks
-            held = int(backward > 0 and (stage > 0 or chunks > 1))
-            if chunks > 1 and forward + 1 < passes:
-                held += stage > 0 or (forward + 1) // stages % chunks > 0
-            yield pending, chunk, held
-            pending[chunk] -= 1
+        if forward + 1 < ahead:
+            continue
+        held = set(done[-1:]) if chunks == 1 or experts else set()
+        following = forward + 1
+        if chunks > 1:
+            held |= {_pass(ahead - 1, stages, chunks)} & set(done)
+            held |= {(chunk, number[chunk] - 1) for chunk in range(chunks) if not pending[chunk]}
+            held |= {_pass(following, stages, chunks)} if following < passes else set()
+        chunk, micro_batch = _pass(len(done), stages, chunks)
+        chunk = chunks - 1 - chunk
+        yield pending, chunk, sum(stage > 0 or each > 0 for each, _ in held)
+        pending[chunk] -= 1
+        done.append((chunk, micro_batch))
+
+
+def _pass(number: int, stages: int, chunks: int) -> tuple[int, int]:
+    """Chunk and micro-batch of a forward pass, counted over all chunks; a backward pass has the opposite chunk."""
+    return number // stages % chunks, number // (stages * chunks) * stages + number % stages
 
 
 def in_flight(layout: Layout, num_microbatches: int, stage: int) -> int:
@@ -156,22 +170,28 @@ def _tokens(recipe: Recipe, layout: Layout) -> float:
     return recipe.train.micro_batch_size * recipe.model.seq_length / layout.context_parallel_size
 
 
-def _chunk(recipe: Recipe, per: _PerToken, dense: int, with_experts: int) -> tuple[float, float]:
-    """Bytes per token that the layers of one chunk store, and those that exist only during recomputation."""
-    train, layers = recipe.train, dense + with_experts
-    plain = dense * per.dense_layer + with_experts * per.expert_layer
-    largest = per.expert_layer if with_experts else per.dense_layer
+def _chunk(recipe: Recipe, per: _PerToken, layers: Sequence[float]) -> tuple[float, float]:
+    """Bytes per token that the layers of one chunk store, and those that exist only during recomputation.
+
+    Args:
+        recipe: with its granularity and method.
+        per: of the model.
+        layers: bytes of each of them.
+    """
+    train = recipe.train
     if not layers:
         return 0.0, 0.0
     if recompute_granularity(recipe, per.shape, per.device) == "selective":
-        return plain - layers * per.core, per.core
-    if train.recompute_granularity == "full" and train.recompute_num_layers:
-        number = min(train.recompute_num_layers, layers)
-        if train.recompute_method == "uniform":
-            return math.ceil(layers / number) * per.edge, number * largest - per.edge
-        # The layers after the block are freed by the time one inside it is recomputed.
-        return number * per.edge + plain * (layers - number) / layers, largest - per.edge if number == layers else 0.0
-    return plain, 0.0
+        return sum(layers) - len(layers) * per.core, per.core
+    if train.recompute_granularity != "full" or not train.recompute_num_layers:
+        return sum(layers), 0.0
+    number = min(train.recompute_num_layers, len(layers))
+    if train.recompute_method == "uniform":
+        groups = [sum(layers[start : start + number]) for start in range(0, len(layers), number)]
+        return len(groups) * per.edge, max(groups) - per.edge  # whose input is stored anyway
+    # The layers after the block are freed by the time one inside it is recomputed.
+    after = sum(layers[number:])
+    return number * per.edge + after, max(max(layers[:number]) - per.edge - after, 0.0)
 
 
 def _mtp(recipe: Recipe, per: _PerToken) -> float:
@@ -230,6 +250,10 @@ class _PerToken:
             if not self._value_is_view:
                 size += 4 * s.context_size * self._chunks
         return size / self.layout.tensor_model_parallel_size
+
+    def layer(self, number: int) -> float:
+        """One of the decoder's layers, from 0."""
+        return self.expert_layer if self.shape.moe_layers(number, number + 1) else self.dense_layer
 
     @property
     def dense_layer(self) -> float:
@@ -305,24 +329,37 @@ class _PerToken:
         tensor = self.layout.tensor_model_parallel_size
         # Inputs of the norm and the projection, then the tensors split by heads, with the output projection's input.
         outside = self.norm + self.edge + self.mask
-        inner = element * s.context_size
-        if not self._in_parts or self._value_is_view or (model.qk_layernorm and not model.multi_latent_attention):
-            inner += element * (s.query_size + s.key_size + s.value_size)
+        gathered = self.layout.context_parallel_size > 1 and self.device == "cpu" and not self._in_parts
+        rope = model.position_embedding_type == "rope"
+        inner = element * (s.context_size + self._projected(gathered=gathered))
         if model.multi_latent_attention:
             outside += self._latent / self._sequence_ranks
             tables = 4.0 * element * model.qk_pos_emb_head_dim
         else:
-            rope = model.position_embedding_type == "rope"
             # Rotation or norm allocate new queries and keys, while the values keep the full projection alive.
-            if not self._in_parts:
-                inner += element * (s.query_size + s.key_size) * (rope or model.qk_layernorm)
+            if not self._in_parts and (rope or model.qk_layernorm):
+                inner += element * (s.query_size + (0 if gathered else s.key_size))
             inner += self._heads(rotated=rope)
             tables = 4.0 * element * s.kv_channels if rope else 0.0  # cosines and sines, for queries and for keys
         tables /= self.recipe.train.micro_batch_size  # all sequences have the same
-        if self.layout.context_parallel_size > 1 and self.device == "cpu" and not self._in_parts:
-            # Our attention gathers keys and values of the full sequence; TransformerEngine's uses a ring.
+        if gathered:
+            # Our attention gathers keys and values of the full sequence, and has an output for each of two chunks;
+            # TransformerEngine's uses a ring.
             inner += element * (s.key_size + s.value_size) * self.layout.context_parallel_size
+            inner += element * s.context_size
         return outside + inner / tensor + tables + self.core
+
+    def _projected(self, *, gathered: bool) -> int:
+        """Width of queries, keys and values as they are projected that is kept: by attention, or by a norm of heads."""
+        s, model = self.shape, self.recipe.model
+        whole = s.query_size + s.key_size + s.value_size
+        if model.multi_latent_attention:
+            return 0 if self._in_parts else s.query_size if gathered else whole
+        if model.qk_layernorm:
+            return whole
+        if self._in_parts:
+            return whole if self._value_is_view else 0
+        return whole if not gathered or model.position_embedding_type != "rope" else 0
 
     def _heads(self, *, rotated: bool) -> float:
         """Queries and keys that are kept besides those that attention reads and the projection they come from."""

@@ -37,8 +37,7 @@ class Call(NamedTuple):
 def calls(plan: Plan, stage: int) -> Iterator[Call]:
     """Calls of a step of a rank of one pipeline stage, without bookkeeping.
 
-    Holds without the layers of multi-token prediction, capacity and label smoothing, and for latent attention on GPUs,
-    as TransformerEngine splits it. Recomputed layers repeat the calls of their forward pass.
+    Holds without the layers of multi-token prediction, capacity and label smoothing. Recomputed layers repeat the calls of their forward pass.
 
     Sources: tensor parallelism arXiv 1909.08053, section 3; sequence parallelism arXiv 2205.05198, section 4.2.2 (with
     the gather that its backward pass repeats instead of keeping the result); pipeline arXiv 2104.04473, section 2.2;
@@ -98,13 +97,28 @@ def _attention(plan: Plan, *, again: bool) -> Iterator[Call]:
     if not model.multi_latent_attention:
         yield from _split(plan, s.hidden_size, again=again)
         return
-    # The down-projections are whole on each rank, and so is the shared key; its positions are gathered.
+    # On a GPU the down-projections are whole on each rank, and so is the shared key; its positions are gathered.
     yield from _split(plan, model.q_lora_rank or s.hidden_size, again=again)
     yield from _columns(plan, model.kv_lora_rank, again=again)
+    if plan.device == "cpu":
+        yield from _split_down(plan, again=again)
     if layout.sequence_parallel:
         size = _activations(plan, model.qk_pos_emb_head_dim)
         yield from [Call("all-gather", layout.tensor_model_parallel_size, size)] * (1 + again)
         yield Call("reduce-scatter", layout.tensor_model_parallel_size, size)
+
+
+def _split_down(plan: Plan, *, again: bool) -> Iterator[Call]:
+    """Down-projections of latent attention that are cut by columns: their inputs, and their results put together."""
+    model, ranks = plan.recipe.model, plan.layout.tensor_model_parallel_size
+    for width in (model.q_lora_rank, model.kv_lora_rank + model.qk_pos_emb_head_dim):
+        if width:
+            yield from _columns(plan, plan.shape.hidden_size, again=again)
+            # Cut by tokens afterwards under sequence parallelism: gathered on the way back.
+            number = 1 + again + plan.layout.sequence_parallel
+            yield from [Call("all-gather", ranks, _activations(plan, width))] * number
+    if not plan.layout.sequence_parallel:
+        yield Call("all-reduce", ranks, _activations(plan, model.qk_pos_emb_head_dim))
 
 
 def _split(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
