@@ -40,9 +40,7 @@ def peak(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage:
     return max(_moments(recipe, s, layout, num_microbatches, stage, device), key=lambda moment: moment.total)
 
 
-def most_activations(
-    recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str
-) -> int:
+def most_activations(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
     """Most bytes that a rank of one pipeline stage keeps for its backward passes at a time."""
     moments = _moments(recipe, s, layout, num_microbatches, stage, device)
     return max(moment.activations + moment.kept_logits for moment in moments)
@@ -303,7 +301,7 @@ class _PerToken:
 
     @property
     def _in_parts(self) -> bool:
-        """Whether torch has no fused kernel: it scales copies of queries and keys, in fp32, and keeps these and scores."""
+        """Whether torch has no fused kernel: it keeps scaled copies of queries and keys, and scores, all in fp32."""
         return keeps_scores(self.recipe, self.shape, self.device)
 
     @property

@@ -37,7 +37,8 @@ class Call(NamedTuple):
 def calls(plan: Plan, stage: int) -> Iterator[Call]:
     """Calls of a step of a rank of one pipeline stage, without bookkeeping.
 
-    Holds without the layers of multi-token prediction, capacity and label smoothing. Recomputed layers repeat the calls of their forward pass.
+    Holds without the layers of multi-token prediction, capacity and label smoothing. Recomputed layers repeat the calls
+    of their forward pass.
 
     Sources: tensor parallelism arXiv 1909.08053, section 3; sequence parallelism arXiv 2205.05198, section 4.2.2 (with
     the gather that its backward pass repeats instead of keeping the result); pipeline arXiv 2104.04473, section 2.2;
