@@ -1,23 +1,30 @@
 """What a rank of each recipe holds and sends, by dry run: the table in docs/recipes.md.
 
     python -m benchmarks.dryrun [RECIPE ...] [--json FILE]
+    python -m benchmarks.dryrun --drawn 100 [--json FILE]
 
 Of each recipe that the megatron engine runs, on the nodes below: the first rank and one of the last stage, with
 all micro-batches of a step. The one that needs more memory is shown, beside the plan.
+
+`--drawn N` compares the plan with dry runs of all stages of N layouts drawn at random (`benchmarks.drawn_layouts`).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine, parser
+from benchmarks.common import close, machine, parser
+from benchmarks.drawn_layouts import CLOSE, described, deviations, drawn
 from llmrecipes.recipe.load import load
 from llmrecipes.units import GIB
-from llmrecipes.workflow.dryrun import dry_run
+from llmrecipes.workflow.dryrun import dry_run, environment
 
 NODES = {
     "gpt-tiny": ("laptop", 1),
@@ -81,7 +88,12 @@ def main() -> None:
     """Measure, and print the table as Markdown."""
     options = parser(__doc__)
     options.add_argument("recipes", nargs="*", metavar="RECIPE")
+    options.add_argument("--drawn", type=int, metavar="N", help="compare N drawn layouts with the plan instead")
     asked = options.parse_args()
+    if asked.drawn:
+        compare_drawn(asked.drawn, asked.json)
+        return
+    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in asked.recipes or NODES:
@@ -91,10 +103,38 @@ def main() -> None:
         asked.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n", "utf-8")
 
 
+def compare_drawn(number: int, file: Path | None) -> None:
+    """Print the largest deviations of drawn layouts.
+
+    Args:
+        number: of layouts.
+        file: where the JSON of all ranks goes; None for nowhere.
+    """
+    os.environ |= environment()
+    warnings.filterwarnings("ignore", module=r"llmrecipes\.dryrun\.recorder")
+    started, began = machine(), time.monotonic()
+    rows = []
+    for index in range(number):
+        spec = drawn(index)
+        for stage, found in enumerate(deviations(spec)):
+            rows.append({"layout": described(spec), "number": index, "stage": stage, **found._asdict()})
+        print(f"{index + 1} of {number}", end="\r", file=sys.stderr)
+    for name in ("weights", "gradients", "optimizer", "most_activations", "activations", "total"):
+        worst = max(rows, key=lambda row: abs(row[name]))
+        print(f"{name}: {worst[name]:+.4f} of layout {worst['number']}, stage {worst['stage']}: {worst['layout']}")
+    other = sum(bool(row["traffic"]) for row in rows)
+    beyond = [row for row in rows if abs(row["most_activations"]) > CLOSE]
+    print(f"{len(rows)} ranks of {number} layouts in {time.monotonic() - began:.0f} s; ", end="")
+    print(f"{len(beyond)} with activations beyond {CLOSE:.0%}; {other} with other traffic")
+    for row in rows:
+        for line in row["traffic"]:
+            print(f"layout {row['number']}, stage {row['stage']}: {line}")
+    close({"drawn": rows}, started, file)
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":
-    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
     main()

@@ -37,8 +37,8 @@ class Call(NamedTuple):
 def calls(plan: Plan, stage: int) -> Iterator[Call]:
     """Calls of a step of a rank of one pipeline stage, without bookkeeping.
 
-    Holds without the layers of multi-token prediction, capacity and label smoothing, and for latent attention on GPUs,
-    as TransformerEngine splits it. Recomputed layers repeat the calls of their forward pass.
+    Holds without the layers of multi-token prediction, capacity and label smoothing. Recomputed layers repeat the calls
+    of their forward pass.
 
     Sources: tensor parallelism arXiv 1909.08053, section 3; sequence parallelism arXiv 2205.05198, section 4.2.2 (with
     the gather that its backward pass repeats instead of keeping the result); pipeline arXiv 2104.04473, section 2.2;
@@ -55,7 +55,7 @@ def calls(plan: Plan, stage: int) -> Iterator[Call]:
 def _of_stage(plan: Plan, stage: int) -> Iterator[Call]:
     layout, s = plan.layout, plan.shape
     last = stage == layout.pipeline_model_parallel_size - 1
-    core_again = plan.recipe.train.recompute_granularity == "selective"
+    core_again = plan.recompute_granularity == "selective"
     for _ in range(plan.num_microbatches):
         for chunk, layers in enumerate(layout.layers_per_stage[stage]):
             first = layout.first_layer(stage, chunk)
@@ -98,13 +98,28 @@ def _attention(plan: Plan, *, again: bool) -> Iterator[Call]:
     if not model.multi_latent_attention:
         yield from _split(plan, s.hidden_size, again=again)
         return
-    # The down-projections are whole on each rank, and so is the shared key; its positions are gathered.
+    # On a GPU the down-projections are whole on each rank, and so is the shared key; its positions are gathered.
     yield from _split(plan, model.q_lora_rank or s.hidden_size, again=again)
     yield from _columns(plan, model.kv_lora_rank, again=again)
+    if plan.device == "cpu":
+        yield from _split_down(plan, again=again)
     if layout.sequence_parallel:
         size = _activations(plan, model.qk_pos_emb_head_dim)
         yield from [Call("all-gather", layout.tensor_model_parallel_size, size)] * (1 + again)
         yield Call("reduce-scatter", layout.tensor_model_parallel_size, size)
+
+
+def _split_down(plan: Plan, *, again: bool) -> Iterator[Call]:
+    """Down-projections of latent attention that are cut by columns: their inputs, and their results put together."""
+    model, ranks = plan.recipe.model, plan.layout.tensor_model_parallel_size
+    for width in (model.q_lora_rank, model.kv_lora_rank + model.qk_pos_emb_head_dim):
+        if width:
+            yield from _columns(plan, plan.shape.hidden_size, again=again)
+            # Cut by tokens afterwards under sequence parallelism: gathered on the way back.
+            number = 1 + again + plan.layout.sequence_parallel
+            yield from [Call("all-gather", ranks, _activations(plan, width))] * number
+    if not plan.layout.sequence_parallel:
+        yield Call("all-reduce", ranks, _activations(plan, model.qk_pos_emb_head_dim))
 
 
 def _split(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
@@ -165,25 +180,34 @@ def _context(plan: Plan, *, again: bool) -> Iterator[Call]:
 
 def _experts(plan: Plan, *, again: bool) -> Iterator[Call]:
     layout, model = plan.layout, plan.recipe.model
-    ranks = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size
+    inner = layout.expert_tensor_parallel_size
+    ranks = layout.expert_model_parallel_size * inner
     share = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
     size, tokens = _activations(plan) // share, _tokens(plan) // share
+    score = {"fp32": 4, "fp64": 8, None: _element(plan)}[model.moe_router_dtype]
+    weighted = tokens * plan.shape.hidden_size * score  # results are summed in the precision of the scores
     if model.moe_token_dispatcher_type == "allgather":  # noqa: S105 - no password
         # Tokens and their probabilities for all experts there, results back; the backward pass the other way round.
         probabilities = ranks * tokens * (model.num_moe_experts or 0)
-        for part in (ranks * size, _FP32 * probabilities):
+        for part in (ranks * size, score * probabilities):
             yield from [Call("all-gather", ranks, part)] * (1 + again)
             yield Call("reduce-scatter", ranks, part)
-        yield from [Call("reduce-scatter", ranks, ranks * size)] * (1 + again)
-        yield Call("all-gather", ranks, ranks * size)
+        yield from [Call("reduce-scatter", ranks, ranks * weighted)] * (1 + again)
+        yield Call("all-gather", ranks, ranks * weighted)
         yield from [Call("all-gather", ranks, probabilities)] * (1 + again)  # which experts, one byte each
         return
     # How many tokens each rank has for each expert, as 64-bit integers.
     yield from [Call("all-gather", ranks, 8 * ranks * (model.num_moe_experts or 0))] * (1 + again)
     visits = model.moe_router_topk
     # Tokens there and results back, forward and backward; each token's probability there, and its gradient back.
-    yield from [Call("all-to-all", ranks, size * visits)] * (4 + 2 * again)
-    yield from [Call("all-to-all", ranks, _FP32 * tokens * visits)] * (2 + again)
+    yield from [Call("all-to-all", layout.expert_model_parallel_size, size * visits)] * (4 + 2 * again)
+    yield from [Call("all-to-all", layout.expert_model_parallel_size, score * tokens * visits)] * (2 + again)
+    # Ranks that share an expert have each other's tokens, and sum the results.
+    for part in (size, score * tokens):
+        yield from [Call("all-gather", inner, inner * part * visits)] * (1 + again)
+        yield Call("reduce-scatter", inner, inner * part * visits)
+    yield from [Call("reduce-scatter", inner, inner * weighted * visits)] * (1 + again)
+    yield Call("all-gather", inner, inner * weighted * visits)
 
 
 def _messages(plan: Plan, stage: int) -> Iterator[Call]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from llmrecipes.workflow.plan import plan_on
 from llmrecipes.workflow.run import new_run_id
 
 Log = Callable[[str], None]
+STDERR = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ def dry_run(
         skew: times its even share of tokens that one expert of each layer on the rank gets.
 
     Raises:
-        UserError: the layout does not divide the ranks, there is no such rank, or the engine needs data.
+        UserError: the layout does not divide the ranks, there is no such rank, the engine needs data, or the dry run
+            failed, which leaves nothing behind.
     """
     plan, machine = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
     ranks = _ranks(plan, rank, stages=stages)
@@ -67,13 +70,12 @@ def dry_run(
     path = folder / "spec.json"
     path.write_text(spec.model_dump_json(), "utf-8")
     log(f"dryrun {recipe.name}: {_listed(ranks)} of {world}, {plan.num_microbatches} micro-batches each")
-    command = [sys.executable, "-m", "llmrecipes.dryrun.worker", str(path)]
-    ended = subprocess.run(command, env={**os.environ, **_environment()}, check=False)
+    try:
+        _run(path, recipe)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
     path.unlink()
-    if ended.returncode:
-        raise UserError(
-            f"the dry run ended with {ended.returncode}", where=f"recipe {recipe.name}", fix="see the messages above"
-        )
     reports = tuple(RankReport.model_validate_json((folder / report_name(each)).read_text("utf-8")) for each in ranks)
     for report in reports:
         title = f"{recipe.name}, rank {report.rank} of {world} (stage {report.stage})"
@@ -81,6 +83,16 @@ def dry_run(
     title = f"{recipe.name}, {_listed(ranks)} of {world}: passes in the order in which they start"
     (folder / "passes.svg").write_text(passes_svg(reports, title), "utf-8")
     return DryRun(plan, reports, folder)
+
+
+def _run(spec: Path, recipe: Recipe) -> None:
+    command = [sys.executable, "-m", "llmrecipes.dryrun.worker", str(spec), str(os.getpid())]
+    # Standard output is for the report alone.
+    ended = subprocess.run(command, env={**os.environ, **environment()}, stdout=STDERR, check=False)
+    if ended.returncode:
+        raise UserError(
+            f"the dry run ended with {ended.returncode}", where=f"recipe {recipe.name}", fix="see the messages above"
+        )
 
 
 def _ranks(plan: Plan, rank: int | None, *, stages: bool) -> tuple[int, ...]:
@@ -112,11 +124,18 @@ def _check(recipe: Recipe, skew: float) -> None:
         )
     if skew != 1.0 and not recipe.model.num_moe_experts:
         raise UserError(f"{skew:g}", where="--skew", rule="only a mixture of experts has a routing")
+    if skew != 1.0 and recipe.model.moe_token_dispatcher_type == "allgather":  # noqa: S105 - no password
+        raise UserError(
+            f"{skew:g} with moe_token_dispatcher_type allgather",
+            where="--skew",
+            rule="only the all-to-all dispatcher's skewed routing can be dry run",
+            fix="model.moe_token_dispatcher_type=alltoall",
+        )
     if skew < 1.0:
         raise UserError(f"{skew:g}", where="--skew", rule="times its even share that one expert gets", fix="1 or more")
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """No GPU, one thread, and none of torch's warnings about groups of a fake backend."""
     return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
