@@ -40,6 +40,7 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         with recording(recorder):
             engine = engines.construct(plan, platform)
         storages.hold(engine.model_states())
+        engine.watch_states(storages.label)
         built = time.monotonic()
         recorder.clear()
         passes = Passes(engine.modules, storages)
@@ -51,7 +52,8 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         timeline = storages.timeline(first)
         fullest, memory = max(timeline, key=lambda moment: moment[1].total())
         save = plan_save(engine)
-        engine.close()
+        with recording(recorder):
+            engine.close()
     return RankReport(
         recipe=spec.recipe.name,
         world_size=spec.world_size,

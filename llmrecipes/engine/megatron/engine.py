@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -140,6 +140,9 @@ class MegatronEngine:
             "gradients": [parameter.main_grad for parameter in parameters],
             "optimizer": update.states(self.optimizer, parameters),
         }
+
+    def watch_states(self, see: Callable[[str, Iterable[torch.Tensor]], None]) -> None:
+        """See `MetaEngine`; all of them stay."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Engine`."""
