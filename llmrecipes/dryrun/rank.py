@@ -42,6 +42,9 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         storages.hold(engine.model_states())
         engine.watch_states(storages.label)
         built = time.monotonic()
+        with recording(recorder):
+            for _ in range(engine.first_steps):
+                engine.train_step(batches(plan))
         recorder.clear()
         passes = Passes(engine.modules, storages)
         first = storages.now
@@ -105,7 +108,7 @@ def _planned(plan: Plan, stage: int) -> dict[str, int]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": moment.activations + moment.kept_logits,
-        "communication": moment.outputs,
+        "communication": moment.outputs + memory.buffers,
         "temporary": moment.logits - moment.kept_logits,
     }
 

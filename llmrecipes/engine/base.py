@@ -263,6 +263,9 @@ class Backend(Protocol):
 class MetaEngine(Engine, Protocol):
     """An engine that also runs on tensors without data."""
 
+    first_steps: int
+    """Steps that differ from those after them."""
+
     def model_states(self) -> Mapping[str, Sequence[torch.Tensor]]:
         """What stays in memory between steps: `weights`, `gradients`, and `optimizer` with master weights.
 

@@ -11,8 +11,10 @@ import deepspeed
 import torch
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
+from llmrecipes.engine.deepspeed.build import zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.partition import own_partition
+from llmrecipes.engine.deepspeed.placement import full_shape
 from llmrecipes.engine.megatron.platform.patching import replace, resolve
 
 META = torch.device("meta")
@@ -52,6 +54,10 @@ class MetaAccelerator(CUDA_Accelerator):  # type: ignore[misc]
         return 0
 
     empty_cache = reset_peak_memory_stats = set_device = range_push = range_pop = memory_allocated = _nothing
+
+    @property
+    def synchronize(self) -> Any:
+        return torch.cuda.synchronize
 
     def default_stream(self, device_index: int | None = None) -> Any:
         return torch.cuda.current_stream()
@@ -103,7 +109,15 @@ def _finite(plain: Any) -> Any:
 
 
 class MetaDeepSpeedEngine(DeepSpeedEngine):
-    """See `engine.base.MetaEngine`."""
+    """See `engine.base.MetaEngine`; arguments as `DeepSpeedEngine`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for group in getattr(self.optimizer, "round_robin_bit16_meta", ()):
+            # DeepSpeed's own tensors without data, of which it wants the shapes.
+            group[:] = [torch.empty(1, device=META).expand(each.shape) for each in group]
+        # In the first one stage 3 records in which order parameters are used, to gather them ahead afterwards.
+        self.first_steps = int(zero(self.recipe).stage == 3)
 
     def model_states(self) -> dict[str, list[torch.Tensor]]:
         """See `MetaEngine`."""
@@ -120,18 +134,24 @@ class MetaDeepSpeedEngine(DeepSpeedEngine):
         optimizer = self.optimizer
         buckets = getattr(optimizer, "ipg_buckets", {})
         if hasattr(optimizer, "setup_buckets"):  # stages 1 and 2, which allocate them in each backward pass
-            _before(optimizer, "step", lambda: see("gradients", _gradients(optimizer)))
-            _before(optimizer, "reduce_ipg_grads", lambda: see("communication", _buffers(buckets)))
+            _before(optimizer, "step", lambda *_: see("gradients", _gradients(optimizer)))
+            _before(optimizer, "reduce_ipg_grads", lambda *_, **__: see("communication", _buffers(buckets)))
+            if not optimizer.partition_gradients:
+                reduce = "reduce_ready_partitions_and_remove_grads"
+                _before(optimizer, reduce, lambda each, _group: see("gradients", _gradient(optimizer, each)))
         else:
             see("communication", _buffers(buckets))
+            for module in self.module.modules():
+                # Before DeepSpeed's own hook releases them. Autograd refers to them, and does not keep them.
+                module.register_forward_hook(lambda each, *_: see("communication", _gathered(each)), prepend=True)
 
 
-def _before(optimizer: Any, name: str, call: Callable[[], None]) -> None:
-    """Make a method of an optimizer call something before anything else."""
+def _before(optimizer: Any, name: str, call: Callable[..., None]) -> None:
+    """Make a method of an optimizer call something first, with its arguments."""
     plain = getattr(optimizer, name)
 
     def seen(*args: Any, **options: Any) -> Any:
-        call()
+        call(*args, **options)
         return plain(*args, **options)
 
     setattr(optimizer, name, seen)
@@ -142,6 +162,18 @@ def _kept_gradients(optimizer: Any) -> list[torch.Tensor]:
     if (own := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
         return [own]
     return list(getattr(optimizer, "fp32_groups_gradients_flat", ()))
+
+
+def _gradient(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+    found = optimizer.get_gradient_for_reduction(parameter)
+    return [] if found is None else [found]
+
+
+def _gathered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Weights of other ranks that a module has just used; its own, and a tied one."""
+    for parameter in (*module.parameters(recurse=False), *getattr(module, "_external_params", {}).values()):
+        if parameter.shape == full_shape(parameter):
+            yield parameter.data
 
 
 def _gradients(optimizer: Any) -> Iterator[torch.Tensor]:

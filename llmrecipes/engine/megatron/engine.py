@@ -47,6 +47,7 @@ class MegatronEngine:
     """
 
     name = "megatron"
+    first_steps = 0
 
     def __init__(self, plan: Plan, built: BuiltModel, platform: Platform) -> None:
         self.recipe, self.plan, self.platform = plan.recipe, plan, platform
