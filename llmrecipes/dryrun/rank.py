@@ -43,7 +43,11 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         with recording(recorder):
             engine = engines.construct(plan, platform)
         storages.hold(engine.model_states())
+        engine.watch_states(storages.label)
         built = time.monotonic()
+        with recording(recorder):
+            for _ in range(engine.first_steps):
+                engine.train_step(batches(plan))
         recorder.clear()
         passes = Passes(engine.modules, storages)
         first = storages.now
@@ -54,7 +58,8 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         timeline = storages.timeline(first)
         fullest, memory = max(timeline, key=lambda moment: moment[1].total())
         save = plan_save(engine)
-        engine.close()
+        with recording(recorder):
+            engine.close()
     return RankReport(
         recipe=spec.recipe.name,
         world_size=spec.world_size,
@@ -111,7 +116,7 @@ def _planned(plan: Plan, stage: int) -> dict[str, int]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": moment.activations + moment.kept_logits,
-        "communication": moment.outputs,
+        "communication": moment.outputs + memory.buffers,
         "temporary": moment.logits - moment.kept_logits,
     }
 

@@ -5,7 +5,7 @@ An engine is a package next to this module with a `Backend`, and one line in `re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -263,10 +263,19 @@ class Backend(Protocol):
 class MetaEngine(Engine, Protocol):
     """An engine that also runs on tensors without data."""
 
+    first_steps: int
+    """Steps that differ from those after them."""
+
     def model_states(self) -> Mapping[str, Sequence[torch.Tensor]]:
         """What stays in memory between steps: `weights`, `gradients`, and `optimizer` with master weights.
 
         Tensors of one part do not overlap. They may share a buffer with padding, which is not counted.
+        """
+
+    def watch_states(self, see: Callable[[str, Iterable[torch.Tensor]], None]) -> None:
+        """Call `see(part, tensors)` in each step from now on for states that do not stay in memory between steps.
+
+        Parts are those of `model_states`, and `communication` for buffers.
         """
 
 

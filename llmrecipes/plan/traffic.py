@@ -14,6 +14,9 @@ from typing import NamedTuple
 from llmrecipes.plan.activations import recomputed_layers
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.parameters import count_on_rank
+from llmrecipes.plan.sharding import OWNERS
+from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.zero import Zero
 
 SMALL = 4096
 """Payload in bytes up to which a call is bookkeeping: token counts, norms, losses, tokens of each expert."""
@@ -224,11 +227,14 @@ def _gradients(plan: Plan, stage: int) -> Iterator[Call]:
     parallel = plan.recipe.parallelism
     parameters = count_on_rank(model, s, layout, stage, plan.device)
     reduced = 4 if parallel.grad_reduce_in_fp32 else _element(plan)
+    zero = plan.recipe.zero if ENGINES[engine_name(plan.recipe)].all_of_zero else None
     for number, ranks in (
         (parameters.dense, layout.data_parallel_size * layout.context_parallel_size),
         (parameters.experts, layout.expert_data_parallel_size),
     ):
-        if number and parallel.use_distributed_optimizer:
+        if number and zero is not None and zero.stage:
+            yield from _sharded(plan, zero, ranks, number, max(reduced, _element(plan)))
+        elif number and parallel.use_distributed_optimizer:
             yield from (
                 Call("reduce-scatter", ranks, reduced * number),
                 Call("all-gather", ranks, _element(plan) * number),
@@ -247,6 +253,21 @@ def _gradients(plan: Plan, stage: int) -> Iterator[Call]:
     elif model.qk_layernorm and not model.multi_latent_attention:
         heads = 2 * _norm(plan, s.query_channels)
         yield Call("all-reduce", tensor, reduced * sum(layout.layers_per_stage[stage]) * heads)
+
+
+def _sharded(plan: Plan, zero: Zero, ranks: int, number: int, reduced: int) -> Iterator[Call]:
+    """ZeRO by DeepSpeed: stages 2 and 3 reduce after each micro-batch, stage 3 gathers before each pass.
+
+    What stage 3 keeps for its next use (`stage3_max_reuse_distance`) it gathers less often.
+    """
+    weights = Call("all-gather", ranks, _element(plan) * number)
+    if zero.stage == 3:
+        yield from [weights, weights, Call("reduce-scatter", ranks, reduced * number)] * plan.num_microbatches
+        return
+    whole = ranks > OWNERS or (zero.stage == 1 and plan.recipe.train.precision == "bf16" and reduced == _FP32)
+    gradients = Call("all-reduce" if whole else "reduce", ranks, reduced * number)
+    yield from [gradients] * (plan.num_microbatches if zero.stage == 2 else 1)
+    yield weights
 
 
 def _norm(plan: Plan, width: int) -> int:

@@ -45,6 +45,19 @@ class DeepSpeedBackend:
             built, placements = build(plan, platform)
             return DeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
 
+    def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
+        """See `MetaBackend`."""
+        return self._megatron.meta_platform(rank, world_size, kernels, skew)
+
+    def construct(self, plan: Plan, platform: Platform) -> MetaDeepSpeedEngine:
+        """See `MetaBackend`."""
+        with ExitStack() as stack:
+            stack.enter_context(communication(platform))
+            from llmrecipes.engine.deepspeed.meta import MetaDeepSpeedEngine
+
+            built, placements = build(plan, platform)
+            return MetaDeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
+
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """See `Backend`."""
         return self._megatron.load_weights(plan, platform, entry)
