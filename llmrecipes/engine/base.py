@@ -247,6 +247,9 @@ class Backend(Protocol):
     def build(self, plan: Plan, platform: Platform) -> Engine:
         """An engine with initial weights, which depend only on the seed."""
 
+    def construct(self, plan: Plan, platform: Platform) -> Engine:
+        """An engine whose weights have no defined values: for a checkpoint to be loaded next."""
+
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """The weights of a checkpoint in one process."""
 
@@ -284,4 +287,4 @@ class MetaBackend(Backend, Protocol):
         """
 
     def construct(self, plan: Plan, platform: Platform) -> MetaEngine:
-        """An engine whose weights have no defined values."""
+        """See `Backend`."""

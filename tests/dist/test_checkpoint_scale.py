@@ -23,7 +23,7 @@ from llmrecipes.engine.base import Engine, Progress
 from llmrecipes.engine.megatron.checkpoint import optimizer_state
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.resume import resume
+from llmrecipes.train.resume import choose, resume
 from tests.dist.table import Row
 from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
@@ -140,10 +140,12 @@ def resumed_after(recipe: Recipe, folder: Path) -> list[Any] | None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shared_check, "mismatch", watched)
-            start = resume(engine, CheckpointStore(folder), world)
+            start = choose(CheckpointStore(folder), world)
+            assert start.entry is not None
+            step = resume(engine, start.entry, world).step
         found: list[Any] = [None] * world.size
         notes = [note.details["reason"] for note in start.notes]
-        dist.all_gather_object(found, (start.progress.step, hashed, notes))
+        dist.all_gather_object(found, (step, hashed, notes))
         return found if world.is_first else None
 
 
