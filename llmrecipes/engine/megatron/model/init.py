@@ -47,15 +47,7 @@ def initialise(state: dict[str, Any], model: Model, seed: int, *, only: str = ""
         seed: the recipe's seed.
         only: fill parameters with this in their global name.
     """
-    draw((piece for piece in map(_piece, parameters(state)) if only in piece.name), model, seed)
-
-
-def parameters(state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Shards of the parameters of a sharded state dict; a gated MLP yields its two halves."""
-    for value in nested_values(state):
-        if not isinstance(value.data, torch.nn.Parameter):
-            continue
-        yield from nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else (value,)
+    draw((piece for piece in pieces(state) if only in piece.name), model, seed)
 
 
 def global_name(shard: ShardedTensor) -> str:
@@ -75,25 +67,30 @@ class Piece(NamedTuple):
     offset: Sequence[int]
 
 
+def pieces(state: dict[str, Any]) -> Iterator[Piece]:
+    """The parameters of a sharded state dict; a gated MLP yields its two halves."""
+    for value in nested_values(state):
+        if not isinstance(value.data, torch.nn.Parameter):
+            continue
+        for shard in nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else (value,):
+            depth = shard.prepend_axis_num
+            yield Piece(shard.data, global_name(shard), shard.global_shape[depth:], shard.global_offset[depth:])
+
+
 @torch.no_grad()
-def draw(pieces: Iterable[Piece], model: Model, seed: int) -> None:
+def draw(wanted: Iterable[Piece], model: Model, seed: int) -> None:
     """Fill boxes with initial values, on as many threads as torch has; arguments as `initialise`."""
 
     def drawn(piece: Piece) -> torch.Tensor:
         return values(piece.name, piece.shape, model, seed, piece.offset, piece.into.shape)
 
     threads = torch.get_num_threads()
-    slabs = chain.from_iterable(map(_slabs, pieces))
+    slabs = chain.from_iterable(map(_slabs, wanted))
     with ThreadPoolExecutor(threads) as pool:
         while held := list(islice(slabs, 4 * threads)):
             # Copied here, because each thread that uses torch's operators has as many threads again.
             for slab, found in zip(held, pool.map(drawn, held), strict=True):
                 slab.into.copy_(found)
-
-
-def _piece(shard: ShardedTensor) -> Piece:
-    depth = shard.prepend_axis_num
-    return Piece(shard.data, global_name(shard), shard.global_shape[depth:], shard.global_offset[depth:])
 
 
 def _slabs(piece: Piece) -> Iterator[Piece]:
