@@ -86,7 +86,7 @@ def test_nothing_is_drawn_where_a_checkpoint_is_loaded(
     # A save that was interrupted before there was any checkpoint is nothing to load.
     (run_dir / "checkpoints" / ".tmp-step-00000001-ab").mkdir(parents=True)
     first = run(2)
-    assert sum(first) == 2 * (3 * 32 * 32 + 32 * 32 + 3 * 32 * 128) + 384 * 32
+    assert sum(first) == 2 * (3 * 32 * 32 + 32 * 32 + 3 * 32 * 128) + (384 + 16) * 32
     assert run(3) == []
     assert run(3, from_scratch=True) == first
     drawn.clear()
