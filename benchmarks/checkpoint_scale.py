@@ -71,7 +71,7 @@ def rank_main(spec: Path) -> None:
     from llmrecipes.engine.base import Progress
     from llmrecipes.engine.registry import backend
     from llmrecipes.hardware.cluster import detect
-    from llmrecipes.train.resume import resume
+    from llmrecipes.train.resume import choose, resume
 
     setup_logging(logging.ERROR)
     recipe = Recipe.model_validate_json(spec.read_text("utf-8"))
@@ -109,7 +109,13 @@ def rank_main(spec: Path) -> None:
                 assert done.path is not None, done.error
 
             measure("save", save)
-        measure("resume", lambda: resume(engine, store, world))
+
+        def load() -> None:
+            entry = choose(store, world).entry
+            assert entry is not None
+            resume(engine, entry, world)
+
+        measure("resume", load)
         report["parameters"] = sum(parameter.numel() for module in engine.modules for parameter in module.parameters())
         report["files"] = sum(path.stat().st_size for path in store.path(1).iterdir())
         (spec.parent / f"rank-{world.rank}.json").write_text(json.dumps(report), "utf-8")

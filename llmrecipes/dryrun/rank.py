@@ -41,7 +41,7 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
     recorder = Recorder(storages, _chosen(plan))
     with engines.join(spec.recipe, platform):
         with recording(recorder):
-            engine = engines.construct(plan, platform)
+            engine = engines.construct_meta(plan, platform)
         storages.hold(engine.model_states())
         engine.watch_states(storages.label)
         built = time.monotonic()

@@ -247,6 +247,9 @@ class Backend(Protocol):
     def build(self, plan: Plan, platform: Platform) -> Engine:
         """An engine with initial weights, which depend only on the seed."""
 
+    def construct(self, plan: Plan, platform: Platform) -> Engine:
+        """An engine whose weights have no defined values: for a checkpoint to be loaded next."""
+
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """The weights of a checkpoint in one process."""
 
@@ -292,5 +295,5 @@ class MetaBackend(Backend, Protocol):
             skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
         """
 
-    def construct(self, plan: Plan, platform: Platform) -> MetaEngine:
-        """An engine whose weights have no defined values."""
+    def construct_meta(self, plan: Plan, platform: Platform) -> MetaEngine:
+        """An engine on such a platform."""

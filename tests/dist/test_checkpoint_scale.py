@@ -27,7 +27,7 @@ from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME
 from llmrecipes.engine.megatron.checkpoint.table import decode
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.resume import resume
+from llmrecipes.train.resume import choose, resume
 from tests.dist.table import Row
 from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
@@ -150,9 +150,11 @@ def resumed_from(engine: Engine, folder: Path, world: World) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_check, "mismatch", watched)
-        start = resume(engine, CheckpointStore(folder), world)
+        start = choose(CheckpointStore(folder), world)
+        assert start.entry is not None
+        step = resume(engine, start.entry, world).step
     found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, (start.progress.step, hashed, [note.details["reason"] for note in start.notes]))
+    dist.all_gather_object(found, (step, hashed, [note.details["reason"] for note in start.notes]))
     return found
 
 
