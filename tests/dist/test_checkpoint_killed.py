@@ -24,7 +24,7 @@ from tests.dist.worlds import GlooWorld, say
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 RECIPE = Row("gpt", "dp4", {"model": {"hidden_size": 128}, "train": {"train_iters": 1000}}).recipe
-ROUNDS = 8
+ROUNDS = 4
 
 
 def save_forever(recipe: Recipe, folder: Path) -> None:
