@@ -42,7 +42,7 @@ def test_a_run_of_an_earlier_version_is_resumed(
 ) -> None:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
-    (checkpoint,) = (tmp_path / "checkpoint").iterdir()
+    (checkpoint,) = (tmp_path / "checkpoint").glob("step-*")
     if oldest:
         make_oldest(checkpoint)
     outcome: Outcome = worlds[2].run(go_on, Row("llama in bf16", layout, changes).recipe, tmp_path / "checkpoint")
