@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 BASIS, WORKERS, STARTED = "llmrecipes:basis", "llmrecipes:worker:", "llmrecipes:started"
 FILLED_WITHIN = 10.0
-"""Seconds that another process may take to add the known points to a study it has created."""
+"""Seconds that another process may take for each known point that it adds to a study it has created."""
 UNUSED = ("description", "tracking", "checkpoint", "search")
 """Sections that do not change what a study measures."""
 
@@ -159,10 +159,16 @@ def basis(recipe: Recipe) -> dict[str, Any]:
 
 
 def _is_filled(study: optuna.Study) -> bool:
-    """Whether a study that exists has its known points; one that has just been created may get them in a moment."""
+    """Whether a study that exists has its known points; one that has just been created gets them in a moment.
+
+    Not if none was added for `FILLED_WITHIN` seconds: the process that created the study was killed.
+    """
+    known = 0
     deadline = time.monotonic() + FILLED_WITHIN
     while BASIS not in study.user_attrs:
-        if study.get_trials(deepcopy=False) or time.monotonic() > deadline:
+        if (number := len(study.get_trials(deepcopy=False))) > known:
+            known, deadline = number, time.monotonic() + FILLED_WITHIN
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
     return True

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmrecipes.commandline import command_line
 from llmrecipes.dryrun.drawing import memory_svg, passes_svg
 from llmrecipes.dryrun.spec import DryRunSpec, RankReport, report_name
 from llmrecipes.errors import UserError
@@ -100,7 +101,7 @@ def _check(recipe: Recipe, skew: float) -> None:
             f"{engine_name(recipe)} cannot run on tensors without data",
             where="engine",
             rule=engine.needs_data,
-            fix=f"llmrecipes show {recipe.name} has the plan of its memory",
+            fix=f"its planned memory: {command_line('show', recipe.name)}",
         )
     if recipe.train.torch_compile:
         raise UserError(

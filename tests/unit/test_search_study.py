@@ -96,6 +96,27 @@ def test_processes_share_a_study_and_never_a_trial(kind: str, tmp_path: Path) ->
         assert len(lines) == 2 * len(trial.intermediate_values)
 
 
+def test_a_study_that_another_process_is_filling_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that fill it at the same moment would both add a point, and train it twice."""
+    recipe = searched(enqueue_trials=[{"optimizer.lr": 0.5}, {"optimizer.lr": 0.02}])
+    section, place = (
+        study.require_section(recipe),
+        study.place_of(recipe, study.require_section(recipe), tmp_path / "runs"),
+    )
+    where = storage.address(section, place.folder)
+    created = study._create(storage.open_storage(where, section), place, section)
+    created.enqueue_trial({"optimizer.lr": 1e-3})
+    waits = []
+
+    def the_other_continues(seconds: float) -> None:
+        waits.append(seconds)
+        study._fill(created, recipe, section, where)
+
+    monkeypatch.setattr(study.time, "sleep", the_other_continues)
+    assert len(study.open_study(recipe, place, resume=True).trials) == 3
+    assert len(waits) == 1
+
+
 def dies_at(evaluation: int) -> Callable[[Recipe, int], float]:
     def loss(recipe: Recipe, number: int) -> float:
         if len(Curves.submitted) == 2 and number == evaluation:

@@ -166,7 +166,7 @@ class MegatronEngine:
 
     def checkpoint_format(self) -> ShardedFormat:
         """See `Engine`."""
-        return ShardedFormat()
+        return ShardedFormat({"device": self.platform.name, "layers": self.implementation.name})
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """See `Engine`."""

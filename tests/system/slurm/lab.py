@@ -371,7 +371,9 @@ def _free_network() -> str:
     """Numbers of a network that this machine does not have, so that several runs of the tests do not meet."""
     show = ["ip", "-4", "-oneline", "addr"]
     done = subprocess.run(show, capture_output=True, text=True, check=True, env={"PATH": PATH})
-    return f"231.{random.choice([number for number in range(1, 255) if f' 10.231.{number}.' not in done.stdout])}"
+    # From a place of its own: another process of pytest-xdist may be about to take one.
+    numbers = ((os.getpid() * 16 + number) % 254 + 1 for number in range(254))
+    return f"231.{next(number for number in numbers if f' 10.231.{number}.' not in done.stdout)}"
 
 
 def _free_ports() -> int:
