@@ -63,14 +63,14 @@ def dry_run(
     plan, machine = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
     ranks = _ranks(plan, rank, stages=stages)
     _check(recipe, skew)
-    folder = runs_dir / f"{recipe.name}-dryrun" / new_run_id()
-    folder.mkdir(parents=True)
     world = plan.layout.world_size
     spec = DryRunSpec(recipe=recipe, cluster=machine, world_size=world, ranks=ranks, skew=skew)
-    path = folder / "spec.json"
-    path.write_text(spec.model_dump_json(), "utf-8")
     log(f"dryrun {recipe.name}: {_listed(ranks)} of {world}, {plan.num_microbatches} micro-batches each")
+    folder = runs_dir / f"{recipe.name}-dryrun" / new_run_id()
+    folder.mkdir(parents=True)
+    path = folder / "spec.json"
     try:
+        path.write_text(spec.model_dump_json(), "utf-8")
         _run(path, recipe)
     except BaseException:
         shutil.rmtree(folder)

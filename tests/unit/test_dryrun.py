@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -260,13 +264,16 @@ def test_a_save_is_as_large_as_the_real_one(process: GlooWorld, worlds: dict[int
         assert file == pytest.approx(report["save"]["written_bytes"], rel=0.01)
 
 
+TENSOR = "parallelism.tensor_model_parallel_size"
+
+
 def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     runs = ("--runs-dir", str(tmp_path))
     for arguments, key, rule in (
         (("gpt-tiny-3d", "--rank", "8", "--cluster", "h100-ib", "--nodes", "1"), "--rank", "7"),
         (("gpt-tiny", "--rank", "0", "--stages"), "--rank", "--stages"),
-        (("gpt-tiny", "--cluster", "no-such-cluster"), "no-such-cluster", "clusters"),
-        (("gpt-7b", "--cluster", "h100-ib", "--nodes", "3"), "train.global_batch_size", "1008"),
+        (("gpt-tiny", "--cluster", "no-such-cluster"), "no-such-cluster", "recipes/clusters/"),
+        (("gpt-tiny", "parallelism.tensor_model_parallel_size=3"), TENSOR, "num_attention_heads"),
         (("gpt-1b-zero3",), "engine", "gpt-1b-zero3"),
         (("gpt-tiny", "train.torch_compile=true"), "train.torch_compile", "train.torch_compile=false"),
         (("gpt-tiny", "--skew", "2"), "--skew", "2"),
@@ -301,6 +308,22 @@ def test_pictures_have_every_moment_and_pass(small: dict[str, Report]) -> None:
     assert all(len(area.attrib["points"].split()) == 2 * len(first.timeline) for area in areas)
     passes = ElementTree.fromstring(passes_svg([first, last], "passes"))  # noqa: S314 - our own text
     assert len(passes.findall("{*}rect/{*}title")) == len(first.passes) + len(last.passes)
+
+
+@pytest.mark.slow
+def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "llmrecipes.cli", "dryrun", "gpt-175b", "--cluster", "h100-ib"]
+    with subprocess.Popen(
+        [*command, "--json", "--runs-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as started:  # fmt: skip
+        assert started.stderr is not None
+        assert "gpt-175b" in started.stderr.readline()
+        os.killpg(started.pid, signal.SIGINT)
+        out, error = started.communicate()
+    assert (started.returncode, out) == (130, "")
+    assert "Traceback" not in error
+    assert not list((tmp_path / "gpt-175b-dryrun").glob("*"))
 
 
 @pytest.mark.slow
