@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
 from llmrecipes.dryrun.drawing import memory_svg, passes_svg
 from llmrecipes.dryrun.spec import DryRunSpec, RankReport, report_name
+from llmrecipes.engine.requirements import require_installed
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.engines import ENGINES, engine_name
@@ -54,7 +56,7 @@ def dry_run(
         skew: times its even share of tokens that one expert of each layer on the rank gets.
 
     Raises:
-        UserError: the layout does not divide the ranks, there is no such rank, or the engine needs data.
+        UserError: the layout does not divide the ranks, there is no such rank, or the engine is missing or needs data.
     """
     plan, machine = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
     ranks = _ranks(plan, rank, stages=stages)
@@ -96,12 +98,8 @@ def _ranks(plan: Plan, rank: int | None, *, stages: bool) -> tuple[int, ...]:
 def _check(recipe: Recipe, skew: float) -> None:
     engine = ENGINES[engine_name(recipe)]
     if engine.needs_data is not None:
-        raise UserError(
-            f"{engine_name(recipe)} cannot run on tensors without data",
-            where="engine",
-            rule=engine.needs_data,
-            fix=f"llmrecipes show {recipe.name} has the plan of its memory",
-        )
+        resolve_name(engine.needs_data)(recipe)
+    require_installed(recipe)
     if recipe.train.torch_compile:
         raise UserError(
             "true",

@@ -236,7 +236,8 @@ def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path
     for arguments, key, rule in (
         (("gpt-tiny-3d", "--rank", "8", "--cluster", "h100-ib", "--nodes", "1"), "--rank", "7"),
         (("gpt-tiny", "--rank", "0", "--stages"), "--rank", "--stages"),
-        (("gpt-1b-zero3",), "engine", "gpt-1b-zero3"),
+        (("gpt-1b-offload",), "zero.offload_optimizer", "zero.offload_optimizer=none"),
+        (("gpt-tiny-zero", "zero.offload_param=cpu"), "zero.offload_param", "zero.offload_param=none"),
         (("gpt-tiny", "train.torch_compile=true"), "train.torch_compile", "train.torch_compile=false"),
         (("gpt-tiny", "--skew", "2"), "--skew", "2"),
         (("moe-tiny", "--skew", "0.5"), "--skew", "1"),

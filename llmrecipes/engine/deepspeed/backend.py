@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -18,6 +19,9 @@ from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.hardware.profile import Group
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from llmrecipes.engine.deepspeed.meta import MetaDeepSpeedEngine
 
 
 class DeepSpeedBackend:

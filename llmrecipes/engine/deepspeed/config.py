@@ -11,6 +11,7 @@ from llmrecipes.plan.sharding import OWNERS
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.zero import STAGE_3, Zero
 
+
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """The configuration of a plan whose recipe has a section `zero`: plain data, `zero.extra` merged in last.
 
