@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Engine, Platform, TextModel, World
-from llmrecipes.engine.deepspeed.build import build, zero
+from llmrecipes.engine.deepspeed.build import build, construct, zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.runtime import communication
 from llmrecipes.engine.deepspeed.swap import swap_files
@@ -59,7 +59,7 @@ class DeepSpeedBackend:
             stack.enter_context(communication(platform))
             from llmrecipes.engine.deepspeed.meta import MetaDeepSpeedEngine
 
-            built, placements = build(plan, platform)
+            built, placements = construct(plan, platform)
             return MetaDeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
 
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:

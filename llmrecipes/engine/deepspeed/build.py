@@ -18,7 +18,7 @@ from llmrecipes.engine.deepspeed.placement import full_shape, placements
 from llmrecipes.engine.deepspeed.runtime import mpu
 from llmrecipes.engine.megatron.checkpoint.placement import Placement
 from llmrecipes.engine.megatron.model import gpt
-from llmrecipes.engine.megatron.model.init import global_name, global_values
+from llmrecipes.engine.megatron.model.init import global_name, global_values, initialise
 from llmrecipes.engine.megatron.model.mup import hidden_group, is_hidden
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
@@ -29,16 +29,24 @@ from llmrecipes.recipe.schema import Recipe, Zero
 
 def build(plan: Plan, platform: Platform) -> tuple[gpt.BuiltModel, list[Placement]]:
     """The initialised model of this rank; with stage 3 each rank only ever has its part of a parameter's memory."""
+    built, found = construct(plan, platform)
+    if zero(plan.recipe).stage < 3:
+        initialise(built.module.sharded_state(), plan.recipe.model, plan.recipe.train.seed)
+    else:
+        for placement in found:
+            _initialise(placement, plan.recipe)
+    return built, found
+
+
+def construct(plan: Plan, platform: Platform) -> tuple[gpt.BuiltModel, list[Placement]]:
+    """The model without defined values; arguments as `build`."""
     load_operators(zero(plan.recipe))
     if zero(plan.recipe).stage < 3:
-        built = gpt.build(plan, platform)
-        return built, placements(built.module)
-    with _partitioned(plan):
         built = gpt.construct(plan, platform)
-    found = placements(built.module)
-    for placement in found:
-        _initialise(placement, plan.recipe)
-    return built, found
+    else:
+        with _partitioned(plan):
+            built = gpt.construct(plan, platform)
+    return built, placements(built.module)
 
 
 def zero(recipe: Recipe) -> Zero:
