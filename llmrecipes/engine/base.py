@@ -283,7 +283,7 @@ class MetaEngine(Engine, Protocol):
 
 
 class MetaBackend(Backend, Protocol):
-    """Factory of engines that also run on tensors without data (`recipe.engines.Engine.needs_data` is None)."""
+    """Factory of engines that also run on tensors without data, but for what `Engine.needs_data` refuses."""
 
     def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
         """A rank of a world that does not exist; installed, for the rest of the process.

@@ -15,6 +15,8 @@ from llmrecipes.recipe.zero import Zero
 _STATE = 12
 # Sub-groups of optimizer state that are in host memory at a time with NVMe: DeepSpeed's `buffer_count`.
 _NVME_BUFFERS = 4
+# Elements that stage 1 in bf16 with fp32 gradients copies to reduce them together: `MEMORY_OPT_ALLREDUCE_SIZE`.
+_REDUCED_TOGETHER = 500_000_000
 OWNERS = 64
 """Data-parallel ranks up to which stages 1 and 2 reduce each gradient to its owner, half the bytes of an all-reduce.
 
@@ -109,7 +111,7 @@ def _buffers(
     if zero.stage == 3:
         return 2 * reduced * size  # in the order of parameters, and in that of their owners
     if zero.stage == 1 and recipe.train.precision == "bf16" and reduced > element and zero.offload_optimizer == "none":
-        return 0  # the sums are reduced where they are
+        return reduced * parameters if parameters <= _REDUCED_TOGETHER else 0  # a larger sum is reduced where it is
     collected = reduced if zero.stage == 1 else element
     # Up to OWNERS ranks it is reduced in parts, one for each owner; only those that are added to a sum are copied.
     if ranks > OWNERS:

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
-from llmrecipes.commandline import command_line
 from llmrecipes.dryrun.drawing import memory_svg, passes_svg
 from llmrecipes.dryrun.spec import DryRunSpec, RankReport, report_name
+from llmrecipes.engine.requirements import require_installed
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.engines import ENGINES, engine_name
@@ -57,8 +58,8 @@ def dry_run(
         skew: times its even share of tokens that one expert of each layer on the rank gets.
 
     Raises:
-        UserError: the layout does not divide the ranks, there is no such rank, the engine needs data, or the dry run
-            failed, which leaves nothing behind.
+        UserError: the layout does not divide the ranks, there is no such rank, the engine is missing or needs data, or
+            the dry run failed, which leaves nothing behind.
     """
     plan, machine = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
     ranks = _ranks(plan, rank, stages=stages)
@@ -109,12 +110,8 @@ def _ranks(plan: Plan, rank: int | None, *, stages: bool) -> tuple[int, ...]:
 def _check(recipe: Recipe, skew: float) -> None:
     engine = ENGINES[engine_name(recipe)]
     if engine.needs_data is not None:
-        raise UserError(
-            f"{engine_name(recipe)} cannot run on tensors without data",
-            where="engine",
-            rule=engine.needs_data,
-            fix=f"its planned memory: {command_line('show', recipe.name)}",
-        )
+        resolve_name(engine.needs_data)(recipe)
+    require_installed(recipe)
     if recipe.train.torch_compile:
         raise UserError(
             "true",

@@ -111,6 +111,11 @@ def test_stage_3_gathers_at_least_its_largest_part_and_at_most_the_model() -> No
     assert plan("zero.stage=3", "zero.stage3_max_live_parameters=9000000000").memory.buffers == 2 * N + reducing
 
 
+def test_a_small_sum_of_stage_1_is_copied_to_reduce_it() -> None:
+    small = derive(load("gpt-125m", [*PLAIN, "engine=deepspeed", "zero.stage=1"]).recipe, 8, NODE)
+    assert small.memory.buffers == 4 * small.num_parameters.total
+
+
 def test_above_64_ranks_whole_buckets_are_copied_to_reduce_them() -> None:
     found = plan("zero.stage=2", "train.global_batch_size=576", machine=NODE.times(9), ranks=72)
     assert found.memory.buffers == (2 + 2 + 4) * BUCKET

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import deepspeed
@@ -20,32 +19,42 @@ from llmrecipes.engine.megatron.platform.patching import replace, resolve
 META = torch.device("meta")
 
 
-class MetaAccelerator(CUDA_Accelerator):  # type: ignore[misc]
+def _tensors(dtype: torch.dtype) -> property:
+    return property(lambda _: partial(torch.tensor, dtype=dtype, device=META))
+
+
+class MetaAccelerator(CUDA_Accelerator):
     """A GPU's answers, but for the name of the device: streams, events and waits are those of `torch.cuda`."""
+
+    FloatTensor = _tensors(torch.float)
+    ByteTensor = _tensors(torch.uint8)
 
     def __init__(self) -> None:
         super().__init__()
         self._name = "meta"
 
-    def device_name(self, device_index: int | None = None) -> str:
+    def device_name(self, device_index: object = None) -> str:
+        """Name of the device, which has no index."""
         return "meta"
 
-    def device(self, device_index: int | None = None) -> torch.device:
+    current_device_name = device_name
+
+    def device(self, device_index: object = None) -> torch.device:
+        """The device."""
         return META
 
-    def current_device(self) -> torch.device:
-        return META
-
-    def current_device_name(self) -> str:
-        return "meta"
-
-    def device_count(self) -> int:
-        return 1
+    current_device = device
 
     def is_available(self) -> bool:
+        """Without a GPU too."""
         return True
 
-    def available_memory(self, device_index: int | None = None) -> int:
+    def device_count(self) -> int:
+        """This rank's."""
+        return 1
+
+    def available_memory(self, device_index: object = None) -> int:
+        """Enough for everything: what does not fit is to be seen."""
         return 1 << 62
 
     total_memory = available_memory
@@ -56,25 +65,18 @@ class MetaAccelerator(CUDA_Accelerator):  # type: ignore[misc]
     empty_cache = reset_peak_memory_stats = set_device = range_push = range_pop = memory_allocated = _nothing
 
     @property
-    def synchronize(self) -> Any:
-        return torch.cuda.synchronize
+    def synchronize(self) -> Callable[..., None]:
+        """torch's, so that DeepSpeed's line is the innermost one of a wait."""
+        wait: Callable[..., None] = torch.cuda.synchronize
+        return wait
 
-    def default_stream(self, device_index: int | None = None) -> Any:
+    def default_stream(self, device_index: object = None) -> Any:
+        """A queue of the device."""
         return torch.cuda.current_stream()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the device."""
         return tensor.is_meta
-
-    def pin_memory(self, tensor, make_copy: bool = True, match_shape: bool = True):
-        return tensor
-
-    @property
-    def FloatTensor(self) -> Any:
-        return functools.partial(torch.tensor, dtype=torch.float, device=META)
-
-    @property
-    def ByteTensor(self) -> Any:
-        return functools.partial(torch.tensor, dtype=torch.uint8, device=META)
 
 
 _ASKED = (
@@ -92,6 +94,8 @@ _COMPARING = (f"{_ZERO}.partitioned_param_coordinator", f"{_ZERO}.partition_para
 
 def install() -> None:
     """Let DeepSpeed use the `meta` device, and find all gradients finite, for the rest of the process."""
+    if isinstance(deepspeed.accelerator.get_accelerator(), MetaAccelerator):
+        return
     deepspeed.accelerator.set_accelerator(MetaAccelerator())
     for owner, name in _ASKED:
         replace(owner, name, _finite(getattr(resolve(owner), name)))
@@ -133,17 +137,22 @@ class MetaDeepSpeedEngine(DeepSpeedEngine):
         """See `MetaEngine`."""
         optimizer = self.optimizer
         buckets = getattr(optimizer, "ipg_buckets", {})
+        _before(optimizer, "step", lambda *_, **__: see("gradients", _gradients(optimizer)))
         if hasattr(optimizer, "setup_buckets"):  # stages 1 and 2, which allocate them in each backward pass
-            _before(optimizer, "step", lambda *_: see("gradients", _gradients(optimizer)))
             _before(optimizer, "reduce_ipg_grads", lambda *_, **__: see("communication", _buffers(buckets)))
             if not optimizer.partition_gradients:
                 reduce = "reduce_ready_partitions_and_remove_grads"
                 _before(optimizer, reduce, lambda each, _group: see("gradients", _gradient(optimizer, each)))
         else:
             see("communication", _buffers(buckets))
+
+            def used(module: torch.nn.Module, *_: Any) -> None:
+                # Autograd refers to gathered weights, and does not keep them.
+                see("communication", _gathered(module))
+                see("weights", _second_copies(module))
+
             for module in self.module.modules():
-                # Before DeepSpeed's own hook releases them. Autograd refers to them, and does not keep them.
-                module.register_forward_hook(lambda each, *_: see("communication", _gathered(each)), prepend=True)
+                module.register_forward_hook(used, prepend=True)  # DeepSpeed's own one releases them
 
 
 def _before(optimizer: Any, name: str, call: Callable[..., None]) -> None:
@@ -172,15 +181,24 @@ def _gradient(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tenso
 def _gathered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Weights of other ranks that a module has just used; its own, and a tied one."""
     for parameter in (*module.parameters(recurse=False), *getattr(module, "_external_params", {}).values()):
-        if parameter.shape == full_shape(parameter):
+        if hasattr(parameter, "ds_tensor") and parameter.shape == full_shape(parameter):
             yield parameter.data
 
 
+def _second_copies(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """hpZ's, of the weights of a module."""
+    for parameter in module.parameters(recurse=False):
+        if (copy := getattr(parameter, "ds_secondary_tensor", None)) is not None:
+            yield copy
+
+
 def _gradients(optimizer: Any) -> Iterator[torch.Tensor]:
-    for group in optimizer.averaged_gradients.values():
-        yield from group or ()
-    for group in optimizer.bit16_groups:
-        yield from (each.grad_accum for each in group if each.grad_accum is not None)
+    """Those that the update reads; without ZeRO the parameters'."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        yield from (each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
+    elif hasattr(optimizer, "setup_buckets"):
+        for group in optimizer.averaged_gradients.values():
+            yield from group or ()
 
 
 def _buffers(buckets: Mapping[Any, Any]) -> Iterator[torch.Tensor]:

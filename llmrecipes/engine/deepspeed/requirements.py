@@ -31,6 +31,33 @@ def require_offload(recipe: Recipe) -> None:
         )
 
 
+def require_no_data(recipe: Recipe) -> None:
+    """Refuse what DeepSpeed computes outside of torch, which needs data.
+
+    Raises:
+        UserError: the recipe offloads or quantizes.
+    """
+    zero = recipe.zero
+    if zero is None:
+        return
+    for key in ("offload_optimizer", "offload_param"):
+        if getattr(zero, key) != "none":
+            raise UserError(
+                f"{getattr(zero, key)} cannot run on tensors without data",
+                where=f"zero.{key}",
+                rule="DeepSpeed reads and writes what it offloads in host memory, with operators of its own",
+                fix=f"zero.{key}=none, or llmrecipes show {recipe.name}, which has the plan of both memories",
+            )
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if getattr(zero, key):
+            raise UserError(
+                "true",
+                where=f"zero.{key}",
+                rule="DeepSpeed quantizes with CUDA kernels, which need data",
+                fix=f"zero.{key}=false",
+            )
+
+
 def _operators(zero: Zero) -> Iterator[tuple[str, str]]:
     if zero.offload_optimizer != "none":
         yield "zero.offload_optimizer", CPU_ADAM
