@@ -39,7 +39,7 @@ def measure(name: str, threads: int) -> dict[str, float]:
     engines = cast(MetaBackend, backend(recipe))
     platform = engines.meta_platform(0, plan.layout.world_size, plan.device, 1.0)
     with engines.join(recipe, platform):
-        engine = engines.construct(plan, platform)
+        engine = engines.construct_meta(plan, platform)
         modules = cast("list[RecipeGPTModel]", engine.modules)
         pieces = [piece for module in modules for piece in init.pieces(module.sharded_state())]
         engine.close()
