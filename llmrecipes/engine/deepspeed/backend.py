@@ -53,10 +53,11 @@ class DeepSpeedBackend:
 
     def construct_meta(self, plan: Plan, platform: Platform) -> MetaEngine:
         """See `MetaBackend`."""
-        from llmrecipes.engine.deepspeed.meta import MetaDeepSpeedEngine  # where DeepSpeed is installed
-
         with ExitStack() as stack:
             stack.enter_context(communication(platform))
+            # Its import is DeepSpeed's, which guesses an accelerator unless it has been named.
+            from llmrecipes.engine.deepspeed.meta import MetaDeepSpeedEngine
+
             built, placements = construct(plan, platform)
             return MetaDeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
 
