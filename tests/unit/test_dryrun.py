@@ -278,7 +278,11 @@ def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path
         (("gpt-tiny", "train.torch_compile=true"), "train.torch_compile", "train.torch_compile=false"),
         (("gpt-tiny", "--skew", "2"), "--skew", "2"),
         (("moe-tiny", "--skew", "0.5"), "--skew", "1"),
-        (("moe-tiny", "model.moe_token_dispatcher_type=allgather", "--skew", "2"), "--skew", "alltoall"),
+        (
+            ("moe-tiny", "model.moe_token_dispatcher_type=allgather", "--skew", "2"),
+            "--skew",
+            "moe_token_dispatcher_type",
+        ),
     ):
         assert cli.run(["dryrun", *arguments, *runs]) == 2
         require_message(capsys.readouterr().err, key, rule=rule)
