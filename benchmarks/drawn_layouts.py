@@ -33,11 +33,10 @@ class Deviation(NamedTuple):
     weights: int
     gradients: int
     optimizer: float
-    activations: float
-    """At the peak of all memory."""
     most_activations: float
     """Of the most that are kept at a time."""
     total: float
+    """Of all memory at its peak, at which the plan counts no gradients of single weights and activations."""
     traffic: tuple[str, ...]
     """Collectives whose bytes differ, with both numbers."""
 
@@ -89,7 +88,6 @@ def deviation(report: RankReport, plan: Plan) -> Deviation:
         weights=expected["weights"] - real["weights"],
         gradients=expected["gradients"] - real["gradients"],
         optimizer=expected["optimizer"] / max(real["optimizer"], 1) - 1,
-        activations=expected["activations"] / max(real["activations"], 1) - 1,
         most_activations=report.planned_most_activations / report.most_activations - 1,
         total=sum(expected.values()) / sum(real.values()) - 1,
         traffic=tuple(_differing(report, plan)),

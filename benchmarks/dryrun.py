@@ -119,7 +119,7 @@ def compare_drawn(number: int, file: Path | None) -> None:
         for stage, found in enumerate(deviations(spec)):
             rows.append({"layout": described(spec), "number": index, "stage": stage, **found._asdict()})
         print(f"{index + 1} of {number}", end="\r", file=sys.stderr)
-    for name in ("weights", "gradients", "optimizer", "most_activations", "activations", "total"):
+    for name in ("weights", "gradients", "optimizer", "most_activations", "total"):
         worst = max(rows, key=lambda row: abs(row[name]))
         print(f"{name}: {worst[name]:+.4f} of layout {worst['number']}, stage {worst['stage']}: {worst['layout']}")
     other = sum(bool(row["traffic"]) for row in rows)

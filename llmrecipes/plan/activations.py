@@ -329,7 +329,7 @@ class _PerToken:
         outside = self.norm + self.edge + self.mask
         gathered = self.layout.context_parallel_size > 1 and self.device == "cpu" and not self._in_parts
         rope = model.position_embedding_type == "rope"
-        inner: float = element * (s.context_size + self._projected(gathered=gathered))
+        inner = float(element * (s.context_size + self._projected(gathered=gathered)))
         if model.multi_latent_attention:
             outside += self._latent / self._sequence_ranks
             tables = 4.0 * element * model.qk_pos_emb_head_dim

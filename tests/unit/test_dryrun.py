@@ -217,7 +217,7 @@ def whole_recipes() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", whole_recipes())
 def test_the_stages_of_a_recipe_are_planned(name: str, process: GlooWorld) -> None:
-    """The first and last two and the middle one: stages between them differ in what is in flight only.
+    """The first two and the last: those between them differ in what is in flight only, which drawn layouts cover.
 
     With two micro-batches for each stage, after which a pipeline repeats itself.
     """
@@ -225,7 +225,7 @@ def test_the_stages_of_a_recipe_are_planned(name: str, process: GlooWorld) -> No
     world, stages = smallest_world(recipe.parallelism), recipe.parallelism.pipeline_model_parallel_size
     replicas = plan_of(spec(name, world=world)).layout.data_parallel_size
     batch = f"train.global_batch_size={recipe.train.micro_batch_size * replicas * 2 * stages}"
-    for stage in sorted({0, min(1, stages - 1), stages // 2, max(stages - 2, 0), stages - 1}):
+    for stage in sorted({0, min(1, stages - 1), stages - 1}):
         text = spec(name, batch, world=world, ranks=(stage * world // stages,))
         (report,) = run(process, text)
         require_planned(report)
@@ -279,7 +279,11 @@ def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path
         (("gpt-tiny", "train.torch_compile=true"), "train.torch_compile", "train.torch_compile=false"),
         (("gpt-tiny", "--skew", "2"), "--skew", "2"),
         (("moe-tiny", "--skew", "0.5"), "--skew", "1"),
-        (("moe-tiny", "model.moe_token_dispatcher_type=allgather", "--skew", "2"), "--skew", "alltoall"),
+        (
+            ("moe-tiny", "model.moe_token_dispatcher_type=allgather", "--skew", "2"),
+            "--skew",
+            "moe_token_dispatcher_type",
+        ),
     ):
         assert cli.run(["dryrun", *arguments, *runs]) == 2
         require_message(capsys.readouterr().err, key, rule=rule)
