@@ -49,11 +49,11 @@ def save_forever(recipe: Recipe, folder: Path) -> None:
 def start(world: GlooWorld, folder: Path) -> tuple[Any, int, list[int]]:
     """The job, the step that all ranks have resumed from, and their processes."""
     job = world.start(save_forever, RECIPE, folder)
-    resumed = {}
+    resumed: dict[int, tuple[int, int]] = {}
     while len(resumed) < 4:
-        rank, (event, step, *process) = job.said()
-        if event == "resumed":
-            resumed[rank] = (step, *process)
+        rank, words = job.said()
+        if words[0] == "resumed":
+            resumed[rank] = (words[1], words[2])
     (step,) = {step for step, _ in resumed.values()}
     return job, step, [resumed[rank][1] for rank in range(4)]
 
