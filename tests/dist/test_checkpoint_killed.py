@@ -16,7 +16,7 @@ from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Progress
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.resume import choose, resume
+from llmrecipes.train.resume import resume
 from tests.dist.table import Row
 from tests.dist.training import training
 from tests.dist.worlds import GlooWorld, say
@@ -32,8 +32,7 @@ def save_forever(recipe: Recipe, folder: Path) -> None:
     with training(recipe) as (engine, world):
         store = CheckpointStore(folder)
         with AsyncSaver(store, saver_group(), engine.checkpoint_format()) as saver:
-            entry = choose(store, world).entry
-            step = 0 if entry is None else resume(engine, entry, world).step
+            step = resume(engine, store, world).progress.step
             say("resumed", step, os.getpid())
             while True:
                 step += 1
@@ -52,9 +51,9 @@ def start(world: GlooWorld, folder: Path) -> tuple[Any, int, list[int]]:
     job = world.start(save_forever, RECIPE, folder)
     resumed: dict[int, tuple[int, int]] = {}
     while len(resumed) < 4:
-        rank, (event, step, *process) = job.said()
-        if event == "resumed":
-            resumed[rank] = (step, process[0])
+        rank, words = job.said()
+        if words[0] == "resumed":
+            resumed[rank] = (words[1], words[2])
     (step,) = {step for step, _ in resumed.values()}
     return job, step, [resumed[rank][1] for rank in range(4)]
 
