@@ -16,7 +16,7 @@ from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Progress
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.resume import resume
+from llmrecipes.train.resume import choose, resume
 from tests.dist.table import Row
 from tests.dist.training import training
 from tests.dist.worlds import GlooWorld, say
@@ -32,7 +32,8 @@ def save_forever(recipe: Recipe, folder: Path) -> None:
     with training(recipe) as (engine, world):
         store = CheckpointStore(folder)
         with AsyncSaver(store, saver_group(), engine.checkpoint_format()) as saver:
-            step = resume(engine, store, world).progress.step
+            entry = choose(store, world).entry
+            step = 0 if entry is None else resume(engine, entry, world).step
             say("resumed", step, os.getpid())
             while True:
                 step += 1
