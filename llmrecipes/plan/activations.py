@@ -64,7 +64,8 @@ def _moments(
     if stage == 0:
         chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
     last = stage == layout.pipeline_model_parallel_size - 1
-    ends = per.norm + per.edge + _mtp(recipe, per)
+    predictions, recomputed_prediction = _mtp(recipe, per)
+    ends = per.norm + per.edge + predictions
     kept_logits, logits = _logits(recipe, s, layout)
     tables = len(chunks) * per.tables if recipe.train.recompute_granularity == "full" else 0.0
     for pending, chunk, held in _pending(layout, num_microbatches, stage, experts=s.num_moe_experts > 0):
@@ -81,6 +82,8 @@ def _moments(
             yield Peak(int(tokens * (stack + held * per.edge + recomputed)), outputs=outputs)
         if last and chunk == len(chunks) - 1:
             yield Peak(int(tokens * (stack + held * per.edge + ends)), logits, kept_logits, outputs)
+            # The losses have been differentiated by then: they were computed after the layers.
+            yield Peak(int(tokens * (stack + held * per.edge + ends + recomputed_prediction)), outputs=outputs)
 
 
 def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
@@ -192,15 +195,15 @@ def _chunk(recipe: Recipe, per: _PerToken, layers: Sequence[float]) -> tuple[flo
     return number * per.edge + after, max(max(layers[:number]) - per.edge - after, 0.0)
 
 
-def _mtp(recipe: Recipe, per: _PerToken) -> float:
-    """Bytes per token of the multi-token prediction layers; recomputed ones store their inputs."""
+def _mtp(recipe: Recipe, per: _PerToken) -> tuple[float, float]:
+    """Bytes per token that multi-token prediction layers keep, and those of the one that is being recomputed."""
     depth = per.shape.mtp_num_layers
     layer = per.expert_layer if per.shape.mtp_moe_layers else per.dense_layer
     # Both inputs and their norms, concatenated for the projection; the result's norm, and the output layer's input.
     around = 2 * per.norm + 2 * per.edge + per.norm + per.edge
     if recipe.train.recompute_granularity == "full":
-        return depth * 3 * per.edge + (layer + around if depth else 0)
-    return depth * (layer + around)
+        return depth * 3 * per.edge, layer + around if depth else 0.0
+    return depth * (layer + around), 0.0
 
 
 @dataclass(frozen=True)
