@@ -3,8 +3,8 @@
     python -m benchmarks.dryrun [RECIPE ...] [--json FILE]
     python -m benchmarks.dryrun --drawn 100 [--json FILE]
 
-Of each recipe that the megatron engine runs, on the nodes below: the first rank and one of the last stage, with
-all micro-batches of a step. The one that needs more memory is shown, beside the plan.
+On the fewest nodes that each layout fits, with two micro-batches for each pipeline stage: the first rank, and the
+plan's activations against those of the first rank of every stage.
 
 `--drawn N` compares the plan with dry runs of all stages of N layouts drawn at random (`benchmarks.drawn_layouts`).
 """
@@ -22,65 +22,44 @@ from typing import Any
 
 from benchmarks.common import close, machine, parser
 from benchmarks.drawn_layouts import CLOSE, described, deviations, drawn
-from llmrecipes.recipe.load import load
-from llmrecipes.units import GIB
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.load import load, names, recipes_dir
 from llmrecipes.workflow.dryrun import dry_run, environment
+from llmrecipes.workflow.plan import plan_on
 
-NODES = {
-    "gpt-tiny": ("laptop", 1),
-    "gpt-tiny-3d": ("laptop", 1),
-    "moe-tiny": ("laptop", 1),
-    "gpt-125m": ("h100-ib", 1),
-    "gpt-350m": ("h100-ib", 1),
-    "gpt-1b": ("h100-ib", 1),
-    "gpt-7b": ("h100-ib", 4),
-    "gpt-175b": ("h100-ib", 128),
-    "llama3-8b": ("h100-ib", 2),
-    "llama3-70b": ("h100-ib", 32),
-    "llama3-405b": ("h100-ib", 2048),
-    "mixtral-8x7b": ("h100-ib", 8),
-    "qwen3-30b-a3b": ("h100-ib", 16),
-    "deepseek-v3": ("h100-ib", 128),
-}
-"""Cluster profile and nodes of each recipe."""
+ON_CPUS = "tiny"
+"""In the names of recipes for CPUs; the others are planned for GPUs."""
 
-HEADER = (
-    "recipe", "ranks", "stage", "weights", "gradients", "optimizer", "activations", "temporary", "total", "planned",
-    "sent, of it between nodes", "host waits", "operations",
-)  # fmt: skip
+HEADER = ("recipe", "ranks", "weights", "gradients", "optimizer", "activations", "planned", "over all stages")
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
-    """The fuller of a recipe's first and last stage, as JSON values."""
-    cluster, nodes = NODES[name]
+    """What the first rank of a recipe holds, and of each stage how far the plan is off, as JSON values.
+
+    Raises:
+        UserError: it has a part that no dry run can show.
+    """
+    cluster = "laptop" if ON_CPUS in name else "h100-ib"
     recipe = load(name, []).recipe
-    first = dry_run(recipe, folder, _say, cluster=cluster, nodes=nodes, rank=0)
-    reports = list(first.reports)
-    if recipe.parallelism.pipeline_model_parallel_size > 1:
-        last = first.plan.layout.world_size - 1
-        reports += dry_run(recipe, folder, _say, cluster=cluster, nodes=nodes, rank=last).reports
-    fullest = max(reports, key=lambda report: sum(report.memory.values()))
-    sent = [each for each in fullest.traffic if each.op != "receive"]
+    layout = plan_on(recipe, nproc=None, cluster=cluster, nodes=None)[0].layout
+    batch = 2 * layout.pipeline_model_parallel_size * layout.data_parallel_size * recipe.train.micro_batch_size
+    short = load(name, [f"train.global_batch_size={batch}"]).recipe
+    reports = dry_run(short, folder, _say, cluster=cluster, stages=True).reports
     return {
-        **fullest.contract(),
-        "sent_gib": sum(each.bytes for each in sent) / GIB,
-        "between_nodes_gib": sum(each.bytes for each in sent if not each.node_local) / GIB,
-        "operations": fullest.operations,
+        **reports[0].contract(),
+        "stages": [report.planned["activations"] / report.memory["activations"] - 1 for report in reports],
     }
 
 
 def row(found: dict[str, Any]) -> list[str]:
     """Cells of the table; sizes in GiB."""
-    memory = found["memory_gib"]
+    memory, off = found["memory_gib"], sorted({f"{100 * each:.1f}" for each in found["stages"]}, key=float)
     return [
         found["recipe"],
         f"{found['world_size']:,}",
-        str(found["stage"]),
-        *(f"{memory[part]:.2f}" for part in ("weights", "gradients", "optimizer", "activations", "temporary", "total")),
-        f"{found['planned_gib']['total']:.2f}",
-        f"{found['sent_gib']:.1f}, {found['between_nodes_gib']:.1f}",
-        str(found["syncs_per_step"]),
-        f"{found['operations']:,} in {found['seconds']:.0f} s",
+        *(f"{memory[part]:.2f}" for part in ("weights", "gradients", "optimizer", "activations")),
+        f"{found['planned_gib']['activations']:.2f}",
+        " to ".join(dict.fromkeys((off[0], off[-1]))).replace("-0.0", "0.0").replace("-", "−") + " %",
     ]
 
 
@@ -96,8 +75,12 @@ def main() -> None:
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in asked.recipes or NODES:
-            rows.append(measure(name, Path(folder)))
+        for name in asked.recipes or names(recipes_dir()):
+            try:
+                rows.append(measure(name, Path(folder)))
+            except UserError as error:
+                _say(str(error))
+                continue
             print(f"| {' | '.join(row(rows[-1]))} |", flush=True)
     if asked.json is not None:
         asked.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n", "utf-8")

@@ -19,7 +19,6 @@ from typing import cast
 import torch
 
 from benchmarks.common import machine, parser
-from benchmarks.dryrun import NODES
 from llmrecipes.engine.base import MetaBackend
 from llmrecipes.engine.megatron.model import init
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
@@ -28,14 +27,15 @@ from llmrecipes.recipe.load import load
 from llmrecipes.workflow.plan import plan_on
 
 TIMED = 1 << 26
+NODES = {"llama3-70b": 32, "llama3-405b": 2048}
+"""Nodes of 8 GPUs; of other recipes the fewest that fit."""
 
 
 def measure(name: str, threads: int) -> dict[str, float]:
     """Values and seconds of one recipe, in a process of its own."""
     torch.set_num_threads(threads)
-    cluster, nodes = NODES[name]
     recipe = load(name, []).recipe
-    plan, _ = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
+    plan, _ = plan_on(recipe, nproc=None, cluster="h100-ib", nodes=NODES.get(name))
     engines = cast(MetaBackend, backend(recipe))
     platform = engines.meta_platform(0, plan.layout.world_size, plan.device, 1.0)
     with engines.join(recipe, platform):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.disk import unfit_for_offload
 from llmrecipes.hardware.operators import ASYNC_IO, CPU_ADAM, obstacle
@@ -46,7 +47,7 @@ def require_no_data(recipe: Recipe) -> None:
                 f"{getattr(zero, key)} cannot run on tensors without data",
                 where=f"zero.{key}",
                 rule="DeepSpeed reads and writes what it offloads in host memory, with operators of its own",
-                fix=f"zero.{key}=none, or llmrecipes show {recipe.name}, which has the plan of both memories",
+                fix=f"zero.{key}=none; the plan of both memories: {command_line('show', recipe.name)}",
             )
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if getattr(zero, key):

@@ -38,9 +38,9 @@ def communication(platform: Platform) -> Iterator[None]:
     from deepspeed.utils import groups, logger
 
     if platform.name == "meta":
-        from llmrecipes.engine.deepspeed import meta
+        from llmrecipes.engine.deepspeed import meta_accelerator
 
-        meta.install()
+        meta_accelerator.install()
     if platform.name == "cpu":
         # It asks for fast fp16; torch computes in fp16 on every CPU.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
