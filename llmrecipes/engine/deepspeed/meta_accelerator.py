@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
