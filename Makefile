@@ -100,7 +100,7 @@ test-version: setup-zero ## run the tests that depend on the versions of Python 
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
 	@tools/system_packages.sh
-	@$(PYTEST) -rs -m system tests/system
+	@$(PYTEST) $(WORKERS) -rs -m system tests/system
 
 check: setup ## run linters and type checks, and check that generated pages are up to date
 	@$(BIN)/ruff check

@@ -11,6 +11,7 @@ and searched for real.
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 import tempfile
 import time
@@ -36,6 +37,8 @@ NODE_RATE = 2 * GB
 """Bytes a second that a node reads from its file system."""
 HASH_RATE = 1.5 * GB
 """Bytes of SHA-256 a second and core, with the processor's own instructions for it."""
+PART = 1_300_000
+"""Bytes of a part, which decide how wide the columns of an index are."""
 BUCKET = 40_000_000
 """megatron-core's least size of a bucket of gradients; 1,000,000 a rank if that is more."""
 
@@ -68,7 +71,7 @@ def rank_main(spec: Path) -> None:
     from llmrecipes.engine.base import Progress
     from llmrecipes.engine.registry import backend
     from llmrecipes.hardware.cluster import detect
-    from llmrecipes.train.resume import resume
+    from llmrecipes.train.resume import choose, resume
 
     setup_logging(logging.ERROR)
     recipe = Recipe.model_validate_json(spec.read_text("utf-8"))
@@ -106,7 +109,13 @@ def rank_main(spec: Path) -> None:
                 assert done.path is not None, done.error
 
             measure("save", save)
-        measure("resume", lambda: resume(engine, store, world))
+
+        def load() -> None:
+            entry = choose(store, world).entry
+            assert entry is not None
+            resume(engine, entry, world)
+
+        measure("resume", load)
         report["parameters"] = sum(parameter.numel() for module in engine.modules for parameter in module.parameters())
         report["files"] = sum(path.stat().st_size for path in store.path(1).iterdir())
         (spec.parent / f"rank-{world.rank}.json").write_text(json.dumps(report), "utf-8")
@@ -173,44 +182,51 @@ def _parts(plan: Plan, parameters: int, replicas: int) -> int:
 
 
 def _index(parts: int, ranks: int) -> dict[str, float]:
-    """Seconds to merge, write, read, check and search the index of as many parts."""
+    """Bytes of the index of as many parts; CPU seconds to merge, check, write and open it, and to look parts up."""
     from llmrecipes.checkpoint.manifest import FileRecord
-    from llmrecipes.engine.megatron.checkpoint.index import Document, TensorRecord, build, merge, parse
+    from llmrecipes.engine.megatron.checkpoint.format import require_whole
+    from llmrecipes.engine.megatron.checkpoint.index import build
+    from llmrecipes.engine.megatron.checkpoint.table import decode, encode, make, merge
 
     names, layers = 40, 126
-    each = max(1, parts // names)
-    rows = -(-ranks // layers) * each
+    each = max(1, parts // names // 3)  # times three: a row in two parts, and a whole one
+    rows = -(-ranks // layers) * each * 2
 
-    def of_rank(rank: int) -> Document:
-        first = rank // layers * each
-        tensors = [
-            TensorRecord(
-                name=f"tensor{number}",
-                dtype="float32",
-                shape=[layers, rows, 64],
-                chunks=[[rank % layers, first + row, 0, 1, 1, 64, 0, 1000 * row, 1000] for row in range(each)],
-            )
-            for number in range(names)
+    def of_rank(rank: int) -> bytes:
+        first = rank // layers * each * 2
+        boxes = [(row, *columns) for row in range(0, 2 * each, 2) for columns in ((0, 16), (16, 48))]
+        boxes += [(row, 0, 64) for row in range(1, 2 * each, 2)]
+        found = [
+            [0, PART * number, PART, rank % layers, 1, first + row, 1, *columns]
+            for number, (row, *columns) in enumerate(boxes)
         ]
-        return Document(files=[f"__{rank}_0.distcp"], tensors=tensors, objects=[])
+        tensors = [(f"tensor{number}", "float32", (layers, rows, 64), found) for number in range(names)]
+        return encode(make([f"__{rank}_0.distcp"], [], tensors))
 
-    sent = [of_rank(rank).model_dump_json().encode() for rank in range(layers * (rows // each))]
-    clock = [time.perf_counter()]
-    merged = merge(parse(text) for text in sent)
-    text = merged.model_dump_json().encode()
-    clock.append(time.perf_counter())
-    index = build(parse(text), {file: FileRecord(size=1 << 40, sha256="0" * 64) for file in merged.files})
-    clock.append(time.perf_counter())
-    for number in range(parts):
-        index.tensors[f"tensor{number % names}"].overlapping((5, 7, 0), (1, 3, 64))
-    clock.append(time.perf_counter())
+    sent = [of_rank(rank) for rank in range(layers * -(-ranks // layers))]
+    files = {f"__{rank}_0.distcp": FileRecord(size=1 << 40, sha256="0" * 64) for rank in range(len(sent))}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "index.bin"
+        clock = [time.process_time()]
+        merged = merge([decode(data) for data in sent])
+        clock.append(time.process_time())
+        require_whole(merged)
+        clock.append(time.process_time())
+        path.write_bytes(encode(merged))
+        clock.append(time.process_time())
+        with path.open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        index = build(decode(memoryview(mapped)), files)
+        clock.append(time.process_time())
+        for number in range(parts):
+            index.tensors[f"tensor{number % names}"].parts((5, 7, 0), (1, 3, 64))
+        clock.append(time.process_time())
+        size = path.stat().st_size
     spans = [later - earlier for earlier, later in pairwise(clock)]
     return {
-        "index_bytes": len(text),
+        "index_bytes": size,
         "sent": max(map(len, sent)),
-        "merge": spans[0],
-        "parse": spans[1],
-        "search": spans[2],
+        **dict(zip(("merge", "check", "write", "open", "search"), spans, strict=True)),
     }
 
 

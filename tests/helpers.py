@@ -8,11 +8,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -155,6 +158,20 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, time
         assert time.monotonic() < deadline, f"no step {step} after {timeout} s"
         time.sleep(0.01)
     assert process.poll() is None, "the run is too short for this test: it has ended already"
+
+
+@contextmanager
+def not_waiting_for(process: psutil.Process) -> Iterator[None]:
+    """A block that must not wait for a process: it is stopped meanwhile, for at most a minute."""
+    process.suspend()
+    resumed = threading.Timer(60, process.resume)
+    resumed.start()
+    try:
+        yield
+        assert resumed.is_alive()
+    finally:
+        resumed.cancel()
+        process.resume()
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:

@@ -42,8 +42,8 @@ APART = "train/test_train_faults"
 """Module whose tests share nothing expensive, so that any process may run each of them."""
 
 FIRST = (
-    RANKS, "train/test_train_signals", "unit/test_benchmark_layouts", "unit/test_tracking_mlflow", "unit/test_bench",
-    "train/",
+    "system/slurm/test_training", "system/containers", RANKS, "train/test_train_signals",
+    "unit/test_benchmark_layouts", "unit/test_tracking_mlflow", "unit/test_bench", "train/",
 )  # fmt: skip
 """Slow groups, the slowest first, so that short ones run last."""
 

@@ -54,4 +54,4 @@ class CheckpointFormat(Protocol):
         """
 
     def versions(self) -> dict[str, str]:
-        """Versions of the libraries that determine whether the files can be read again."""
+        """What wrote the files: versions of libraries, device, implementation of the layers."""

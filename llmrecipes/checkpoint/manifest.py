@@ -59,7 +59,7 @@ class Manifest(CheckpointInfo):
     created: str
     """UTC, ISO 8601."""
     versions: dict[str, str]
-    """Versions of the libraries that wrote the files."""
+    """Versions of the libraries that wrote the files; `device` and `layers`: the kind of device, and of the layers."""
     files: Annotated[dict[Annotated[str, AfterValidator(_relative)], FileRecord], Field(min_length=1)]
     """Every other file of the directory, by relative path."""
 

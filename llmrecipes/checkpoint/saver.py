@@ -77,7 +77,7 @@ class AsyncSaver:
         self._store, self._group, self._files, self._async = store, group, files, async_save
         self._keep = (most_recent_k, keep_interval)
         self._rank = group.rank
-        self._token = _claim(store, group)
+        self._token = claim(store, group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_on_same_device())
         self._running: tuple[int, Future[SaveReport]] | None = None
         self._finished: list[SaveReport] = []
@@ -186,8 +186,15 @@ def _on_same_device() -> Callable[[], None]:
     return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
-def _claim(store: CheckpointStore, group: Ranks) -> str:
-    """Claim the store on rank 0; returns a token for the names of temporary directories, shared by all ranks."""
+def claim(store: CheckpointStore, group: Ranks) -> str:
+    """Claim the store on rank 0, if it is not claimed yet; a collective of all ranks.
+
+    Returns:
+        A token for the names of temporary directories, the same on all ranks.
+
+    Raises:
+        UserError: on every rank, if rank 0 cannot claim it.
+    """
     answer: str | tuple[str, str, str] | None = None
     if group.rank == 0:
         try:

@@ -16,9 +16,12 @@ from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Share,
 from llmrecipes.dryrun.storages import Storages
 from llmrecipes.engine.base import Batch, MetaBackend
 from llmrecipes.engine.registry import backend
-from llmrecipes.plan.activations import peak
+from llmrecipes.plan.activations import most_activations, peak
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.memory import of_stage
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import Shape
 
 MOST_MOMENTS = 300
 
@@ -38,9 +41,13 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
     recorder = Recorder(storages, _chosen(plan))
     with engines.join(spec.recipe, platform):
         with recording(recorder):
-            engine = engines.construct(plan, platform)
+            engine = engines.construct_meta(plan, platform)
         storages.hold(engine.model_states())
+        engine.watch_states(storages.label)
         built = time.monotonic()
+        with recording(recorder):
+            for _ in range(engine.first_steps):
+                engine.train_step(batches(plan))
         recorder.clear()
         passes = Passes(engine.modules, storages)
         first = storages.now
@@ -51,7 +58,8 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         timeline = storages.timeline(first)
         fullest, memory = max(timeline, key=lambda moment: moment[1].total())
         save = plan_save(engine)
-        engine.close()
+        with recording(recorder):
+            engine.close()
     return RankReport(
         recipe=spec.recipe.name,
         world_size=spec.world_size,
@@ -59,6 +67,8 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         stage=_stage(plan, rank),
         memory={name: memory[name] for name in PARTS},
         planned=_planned(plan, _stage(plan, rank)),
+        most_activations=max(parts["activations"] for _, parts in timeline),
+        planned_most_activations=most_activations(*_of_step(plan, _stage(plan, rank))),
         modules=tuple(
             Share(module=module, part=part, bytes=size)
             for (module, part), size in storages.modules_at(fullest).most_common()
@@ -95,15 +105,18 @@ def batches(plan: Plan) -> Iterator[Batch]:
         }
 
 
+def _of_step(plan: Plan, stage: int) -> tuple[Recipe, Shape, Layout, int, int, str]:
+    return plan.recipe, plan.shape, plan.layout, plan.num_microbatches, stage, plan.device
+
+
 def _planned(plan: Plan, stage: int) -> dict[str, int]:
-    of_step = (plan.recipe, plan.shape, plan.layout, plan.num_microbatches, stage, plan.device)
-    memory, moment = of_stage(*of_step), peak(*of_step)
+    memory, moment = of_stage(*_of_step(plan, stage)), peak(*_of_step(plan, stage))
     return {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": moment.activations + moment.kept_logits,
-        "communication": moment.outputs,
+        "communication": moment.outputs + memory.buffers,
         "temporary": moment.logits - moment.kept_logits,
     }
 

@@ -26,6 +26,7 @@ COLLECTIVES = {
     "_allgather_base_": ("all-gather", 0, 0),
     "allgather_": ("all-gather", 0, 0),
     "_reduce_scatter_base_": ("reduce-scatter", 1, 0),
+    "reduce_scatter_": ("reduce-scatter", 1, 0),
     "alltoall_base_": ("all-to-all", 1, 0),
     "allreduce_coalesced_": ("all-reduce", 0, 0),
     "allgather_into_tensor_coalesced_": ("all-gather", 0, 0),

@@ -52,7 +52,7 @@ class _HostWithoutData(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         device = options.get("device")
         to_host = device is not None and torch.device(device).type == "cpu"
-        if name in _FACTORIES and (device is None or to_host):
+        if name in _FACTORIES and (device is None or to_host) and 0 not in args[0]:  # storages are copied in empty ones
             return self._made(func(*args, **{**options, "device": _META, "pin_memory": None}))
         if name == "_to_copy" and to_host and args[0].is_meta:
             return self._made(func(*args, **{**options, "device": _META}))

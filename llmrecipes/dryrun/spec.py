@@ -92,6 +92,10 @@ class RankReport(_Frozen):
     """At the peak, by part."""
     planned: Bytes
     """The plan's, of this rank's stage."""
+    most_activations: int
+    """Most activations at a time. The peak of all memory may be another moment: with few layers, the gradients of a
+    layer's activations outweigh what its backward pass has already freed."""
+    planned_most_activations: int
     modules: tuple[Share, ...]
     """At the peak, largest first; without model states."""
     timeline: tuple[Moment, ...]

@@ -52,6 +52,12 @@ class Storages:
         if found is not None and found[0].category in (OTHER, "communication"):
             found[0].category = category
 
+    def label(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
+        """What storages are for, whatever an operation has made of them, from their allocation on."""
+        for tensor in tensors:
+            self.seen(tensor)
+            self._alive[tensor.untyped_storage()._cdata][0].category = category
+
     def hold(self, states: Mapping[Category, Iterable[torch.Tensor]]) -> None:
         """Model states. Storages are counted by the tensors in them; what pads a buffer is for communication."""
         for category, tensors in states.items():

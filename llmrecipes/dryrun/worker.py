@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 from pathlib import Path
 
 from llmrecipes.console import setup_logging
 from llmrecipes.dryrun.spec import DryRunSpec, report_name
+from llmrecipes.faults.parent import end_with_parent
 
 
 def main() -> None:
-    """Run the ranks of a spec one after another: `python -m llmrecipes.dryrun.worker <spec.json>`.
+    """Run the ranks of a spec one after another: `python -m llmrecipes.dryrun.worker <spec.json> <parent>`.
 
     Each report is written beside the spec as `rank-<n>.json` when it is ready.
     """
+    end_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches both processes: no traceback
     setup_logging()
     # Every call of a library passes through the recorder, which is blamed for their warnings.
     warnings.filterwarnings("ignore", module=r"llmrecipes\.dryrun\.recorder")

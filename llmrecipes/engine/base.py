@@ -5,7 +5,7 @@ An engine is a package next to this module with a `Backend`, and one line in `re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -247,6 +247,9 @@ class Backend(Protocol):
     def build(self, plan: Plan, platform: Platform) -> Engine:
         """An engine with initial weights, which depend only on the seed."""
 
+    def construct(self, plan: Plan, platform: Platform) -> Engine:
+        """An engine whose weights have no defined values: for a checkpoint to be loaded next."""
+
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """The weights of a checkpoint in one process."""
 
@@ -263,15 +266,24 @@ class Backend(Protocol):
 class MetaEngine(Engine, Protocol):
     """An engine that also runs on tensors without data."""
 
+    first_steps: int
+    """Steps that differ from those after them."""
+
     def model_states(self) -> Mapping[str, Sequence[torch.Tensor]]:
         """What stays in memory between steps: `weights`, `gradients`, and `optimizer` with master weights.
 
         Tensors of one part do not overlap. They may share a buffer with padding, which is not counted.
         """
 
+    def watch_states(self, see: Callable[[str, Iterable[torch.Tensor]], None]) -> None:
+        """Call `see(part, tensors)` in each step from now on for states that do not stay in memory between steps.
+
+        Parts are those of `model_states`, and `communication` for buffers.
+        """
+
 
 class MetaBackend(Backend, Protocol):
-    """Factory of engines that also run on tensors without data (`recipe.engines.Engine.needs_data` is None)."""
+    """Factory of engines that also run on tensors without data, but for what `Engine.needs_data` refuses."""
 
     def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
         """A rank of a world that does not exist; installed, for the rest of the process.
@@ -283,5 +295,5 @@ class MetaBackend(Backend, Protocol):
             skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
         """
 
-    def construct(self, plan: Plan, platform: Platform) -> MetaEngine:
-        """An engine whose weights have no defined values."""
+    def construct_meta(self, plan: Plan, platform: Platform) -> MetaEngine:
+        """An engine on such a platform."""

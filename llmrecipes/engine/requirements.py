@@ -19,6 +19,18 @@ def require_packages(recipe: Recipe) -> None:
             needs for this recipe.
     """
     require_gpu_build()
+    require_installed(recipe)
+    engine = ENGINES[engine_name(recipe)]
+    if engine.requirements is not None:
+        resolve_name(engine.requirements)(recipe)
+
+
+def require_installed(recipe: Recipe) -> None:
+    """Refuse a recipe whose engine is not installed.
+
+    Raises:
+        UserError: a package is missing.
+    """
     name = engine_name(recipe)
     engine = ENGINES[name]
     missing = [package for package in engine.packages if find_spec(package) is None]
@@ -29,5 +41,3 @@ def require_packages(recipe: Recipe) -> None:
             rule=f"the engine {name} is optional: its packages are in the extra {engine.extra}",
             fix=f"make setup-{engine.extra} in the checkout, or pip install 'llmrecipes[{engine.extra}]'",
         )
-    if engine.requirements is not None:
-        resolve_name(engine.requirements)(recipe)

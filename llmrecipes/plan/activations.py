@@ -8,11 +8,10 @@ their 34 s b h plus the kernel's log-sum-exp. On a CPU a test compares it with w
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from llmrecipes.plan.attention import has_fused_kernel, recompute_granularity
+from llmrecipes.plan.attention import keeps_scores, recompute_granularity
 from llmrecipes.plan.layout import Layout
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
@@ -37,7 +36,20 @@ class Peak:
 
 
 def peak(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Peak:
-    """The fullest moment of a rank of one pipeline stage.
+    """The fullest moment of a rank of one pipeline stage; see `_moments`."""
+    return max(_moments(recipe, s, layout, num_microbatches, stage, device), key=lambda moment: moment.total)
+
+
+def most_activations(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
+    """Most bytes that a rank of one pipeline stage keeps for its backward passes at a time."""
+    moments = _moments(recipe, s, layout, num_microbatches, stage, device)
+    return max(moment.activations + moment.kept_logits for moment in moments)
+
+
+def _moments(
+    recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str
+) -> Iterator[Peak]:
+    """Moments of a step of a rank of one pipeline stage, the fullest among them.
 
     A stage stores several micro-batches at once, the first stage the most (`in_flight`). Tensor parallelism divides
     what is inside attention and MLP, sequence parallelism the rest, context parallelism everything. On the last stage
@@ -48,23 +60,30 @@ def peak(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage:
     chunks = []
     for number, layers in enumerate(layout.layers_per_stage[stage]):
         first = layout.first_layer(stage, number)
-        with_experts = s.moe_layers(first, first + layers)
-        chunks.append(_chunk(recipe, per, layers - with_experts, with_experts))
+        chunks.append(_chunk(recipe, per, [per.layer(index) for index in range(first, first + layers)]))
     if stage == 0:
         chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
     last = stage == layout.pipeline_model_parallel_size - 1
-    ends = per.norm + per.edge + _mtp(recipe, per)
+    predictions, recomputed_prediction = _mtp(recipe, per)
+    ends = per.norm + per.edge + predictions
     kept_logits, logits = _logits(recipe, s, layout)
-    found = []
-    for pending, chunk in _pending(layout, num_microbatches, stage):
-        stack = sum(kept * number for (kept, _), number in zip(chunks, pending, strict=True))
+    tables = len(chunks) * per.tables if recipe.train.recompute_granularity == "full" else 0.0
+    for pending, chunk, held in _pending(layout, num_microbatches, stage, experts=s.num_moe_experts > 0):
+        stack = tables + sum(kept * number for (kept, _), number in zip(chunks, pending, strict=True))
         # One chunk's are freed once they are sent; the very last chunk sends nothing.
         sent = sum(pending[:-1] if last else pending) if len(chunks) > 1 else 0
         outputs = int(tokens * sent * per.edge)
-        found.append(Peak(int(tokens * (stack + chunks[chunk][1])), outputs=outputs))
+        recomputed = chunks[chunk][1]
+        if len(chunks) == 1:
+            # The previous micro-batch's input is released before the backward pass.
+            yield Peak(int(tokens * (stack + recomputed)), outputs=outputs)
+            yield Peak(int(tokens * (stack + held * per.edge)), outputs=outputs)
+        else:
+            yield Peak(int(tokens * (stack + held * per.edge + recomputed)), outputs=outputs)
         if last and chunk == len(chunks) - 1:
-            found.append(Peak(int(tokens * (stack + ends)), logits, kept_logits, outputs))
-    return max(found, key=lambda moment: moment.total)
+            yield Peak(int(tokens * (stack + held * per.edge + ends)), logits, kept_logits, outputs)
+            # The losses have been differentiated by then: they were computed after the layers.
+            yield Peak(int(tokens * (stack + held * per.edge + ends + recomputed_prediction)), outputs=outputs)
 
 
 def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
@@ -81,23 +100,45 @@ def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
     return int(kept), int(kept + (2 if recipe.train.precision != "fp32" else 0) * logits)
 
 
-def _pending(layout: Layout, num_microbatches: int, stage: int) -> Iterator[tuple[list[int], int]]:
+def _pending(
+    layout: Layout, num_microbatches: int, stage: int, *, experts: bool
+) -> Iterator[tuple[list[int], int, int]]:
     """Forward passes of each chunk whose backward pass is pending, and the chunk of the next one, through a step.
+
+    Also the inputs that are there besides: that of the last backward pass, which megatron-core's 1F1B schedule and
+    layers with experts hold until there is another one; with several chunks, the first that is received after the
+    warm-up, the last of each chunk until it gets another one, and that of the next forward pass, which is there early.
 
     Chunks take turns in groups of as many micro-batches as there are stages (arXiv 2104.04473, figure 4).
     """
     stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     # A third group repeats what the second does.
     passes = min(num_microbatches, 3 * stages) * chunks
-    pending = [0] * chunks
-    for forward in range(passes + in_flight(layout, num_microbatches, stage) - 1):
+    ahead = in_flight(layout, num_microbatches, stage)
+    pending, number = [0] * chunks, [0] * chunks
+    done: list[tuple[int, int]] = []  # backward passes, each as its chunk and micro-batch
+    for forward in range(passes + ahead - 1):
         if forward < passes:
+            number[forward // stages % chunks] += 1
             pending[forward // stages % chunks] += 1
-        backward = forward + 1 - in_flight(layout, num_microbatches, stage)
-        if backward >= 0:
-            chunk = chunks - 1 - backward // stages % chunks
-            yield pending, chunk
-            pending[chunk] -= 1
+        if forward + 1 < ahead:
+            continue
+        held = set(done[-1:]) if chunks == 1 or experts else set()
+        following = forward + 1
+        if chunks > 1:
+            held |= {_pass(ahead - 1, stages, chunks)} & set(done)
+            held |= {(chunk, number[chunk] - 1) for chunk in range(chunks) if not pending[chunk]}
+            held |= {_pass(following, stages, chunks)} if following < passes else set()
+        chunk, micro_batch = _pass(len(done), stages, chunks)
+        chunk = chunks - 1 - chunk
+        yield pending, chunk, sum(stage > 0 or each > 0 for each, _ in held)
+        pending[chunk] -= 1
+        done.append((chunk, micro_batch))
+
+
+def _pass(number: int, stages: int, chunks: int) -> tuple[int, int]:
+    """Chunk and micro-batch of a forward pass, counted over all chunks; a backward pass has the opposite chunk."""
+    return number // stages % chunks, number // (stages * chunks) * stages + number % stages
 
 
 def in_flight(layout: Layout, num_microbatches: int, stage: int) -> int:
@@ -130,33 +171,39 @@ def _tokens(recipe: Recipe, layout: Layout) -> float:
     return recipe.train.micro_batch_size * recipe.model.seq_length / layout.context_parallel_size
 
 
-def _chunk(recipe: Recipe, per: _PerToken, dense: int, with_experts: int) -> tuple[float, float]:
-    """Bytes per token that the layers of one chunk store, and those that exist only during recomputation."""
-    train, layers = recipe.train, dense + with_experts
-    plain = dense * per.dense_layer + with_experts * per.expert_layer
-    largest = per.expert_layer if with_experts else per.dense_layer
+def _chunk(recipe: Recipe, per: _PerToken, layers: Sequence[float]) -> tuple[float, float]:
+    """Bytes per token that the layers of one chunk store, and those that exist only during recomputation.
+
+    Args:
+        recipe: with its granularity and method.
+        per: of the model.
+        layers: bytes of each of them.
+    """
+    train = recipe.train
     if not layers:
         return 0.0, 0.0
     if recompute_granularity(recipe, per.shape, per.device) == "selective":
-        return plain - layers * per.core, per.core
-    if train.recompute_granularity == "full" and train.recompute_num_layers:
-        number = min(train.recompute_num_layers, layers)
-        if train.recompute_method == "uniform":
-            return math.ceil(layers / number) * per.edge, number * largest
-        # The layers after the block are freed by the time one inside it is recomputed.
-        return number * per.edge + plain * (layers - number) / layers, largest if number == layers else 0.0
-    return plain, 0.0
+        return sum(layers) - len(layers) * per.core, per.core
+    if train.recompute_granularity != "full" or not train.recompute_num_layers:
+        return sum(layers), 0.0
+    number = min(train.recompute_num_layers, len(layers))
+    if train.recompute_method == "uniform":
+        groups = [sum(layers[start : start + number]) for start in range(0, len(layers), number)]
+        return len(groups) * per.edge, max(groups) - per.edge  # whose input is stored anyway
+    # The layers after the block are freed by the time one inside it is recomputed.
+    after = sum(layers[number:])
+    return number * per.edge + after, max(max(layers[:number]) - per.edge - after, 0.0)
 
 
-def _mtp(recipe: Recipe, per: _PerToken) -> float:
-    """Bytes per token of the multi-token prediction layers; recomputed ones store their inputs."""
+def _mtp(recipe: Recipe, per: _PerToken) -> tuple[float, float]:
+    """Bytes per token that multi-token prediction layers keep, and those of the one that is being recomputed."""
     depth = per.shape.mtp_num_layers
     layer = per.expert_layer if per.shape.mtp_moe_layers else per.dense_layer
     # Both inputs and their norms, concatenated for the projection; the result's norm, and the output layer's input.
     around = 2 * per.norm + 2 * per.edge + per.norm + per.edge
     if recipe.train.recompute_granularity == "full":
-        return depth * 3 * per.edge + (layer + around if depth else 0)
-    return depth * (layer + around)
+        return depth * 3 * per.edge, layer + around if depth else 0.0
+    return depth * (layer + around), 0.0
 
 
 @dataclass(frozen=True)
@@ -193,14 +240,21 @@ class _PerToken:
     def core(self) -> float:
         """Saved by core attention besides its inputs; freed by recomputing it."""
         s, model = self.shape, self.recipe.model
+        ranks = self.layout.context_parallel_size
         size = 4.0 * s.num_attention_heads  # the log-sum-exp of each head's row in fp32
-        matrix = float(self.element * s.num_attention_heads * s.seq_length)
-        if model.attention_dropout and self.device == "cpu":
-            # torch has no fused CPU kernel with dropout: probabilities, mask, product and scaled inputs are saved.
-            size = 3 * matrix + self.element * (s.query_size + s.key_size)
-        elif not self._fused:
-            size = matrix
+        if self._in_parts:
+            # Scores in fp32; with dropout also the mask and the product. A rank has the first and the last of the
+            # chunks that it could have, on average.
+            seen = s.seq_length * ((2 * ranks + 1) / (4 * ranks) if ranks > 1 else 1.0)
+            size = 4 * s.num_attention_heads * seen * (3 if model.attention_dropout else 1)
+            size += 4 * (s.query_size + s.num_attention_heads * s.query_channels * self._chunks)
+            if not self._value_is_view:
+                size += 4 * s.context_size * self._chunks
         return size / self.layout.tensor_model_parallel_size
+
+    def layer(self, number: int) -> float:
+        """One of the decoder's layers, from 0."""
+        return self.expert_layer if self.shape.moe_layers(number, number + 1) else self.dense_layer
 
     @property
     def dense_layer(self) -> float:
@@ -221,11 +275,19 @@ class _PerToken:
         wide = self._wide + 1  # plus one width: the scores are multiplied into the experts' hidden values
         experts = visits * element * wide * s.moe_ffn_hidden_size
         shared = element * self._wide * s.moe_shared_ffn_hidden_size
+        moved *= self.layout.expert_tensor_parallel_size  # whose ranks have each other's tokens too
         tensor = self.layout.tensor_model_parallel_size
         return (
             self._attention + self.norm + self.edge + self.mask
             + (router + moved + experts) / self._sequence_ranks + shared / tensor
         )  # fmt: skip
+
+    @property
+    def tables(self) -> float:
+        """Rotary angles in fp32, which recomputed layers keep; all sequences have the same."""
+        if self.recipe.model.position_embedding_type != "rope":
+            return 0.0
+        return 4.0 * self.shape.kv_channels / self.recipe.train.micro_batch_size
 
     @property
     def _sequence_ranks(self) -> int:
@@ -241,8 +303,26 @@ class _PerToken:
         return 3 if self.recipe.train.torch_compile else 5
 
     @property
-    def _fused(self) -> bool:
-        return has_fused_kernel(self.shape, self.device)
+    def _in_parts(self) -> bool:
+        """Whether torch has no fused kernel: it keeps scaled copies of queries and keys, and scores, all in fp32."""
+        return keeps_scores(self.recipe, self.shape, self.device)
+
+    @property
+    def _chunks(self) -> float:
+        """Keys that attention reads, in parts, for each of a rank's own: of two chunks under context parallelism."""
+        ranks = self.layout.context_parallel_size
+        return (2 * ranks + 1) / 2 if ranks > 1 else 1.0
+
+    @property
+    def _value_is_view(self) -> bool:
+        """Whether attention in parts reads values in the projection of queries, keys and values itself."""
+        s, model = self.shape, self.recipe.model
+        return (
+            self.recipe.train.precision == "fp32"
+            and s.num_query_groups == s.num_attention_heads
+            and self.layout.context_parallel_size == 1
+            and not model.multi_latent_attention
+        )
 
     @property
     def _attention(self) -> float:
@@ -250,21 +330,37 @@ class _PerToken:
         tensor = self.layout.tensor_model_parallel_size
         # Inputs of the norm and the projection, then the tensors split by heads, with the output projection's input.
         outside = self.norm + self.edge + self.mask
-        inner = element * (s.query_size + s.key_size + s.value_size + s.context_size)
+        gathered = self.layout.context_parallel_size > 1 and self.device == "cpu" and not self._in_parts
+        rope = model.position_embedding_type == "rope"
+        inner = float(element * (s.context_size + self._projected(gathered=gathered)))
         if model.multi_latent_attention:
-            outside += self._latent
+            outside += self._latent / self._sequence_ranks
             tables = 4.0 * element * model.qk_pos_emb_head_dim
         else:
-            rope = model.position_embedding_type == "rope"
             # Rotation or norm allocate new queries and keys, while the values keep the full projection alive.
-            inner += element * (s.query_size + s.key_size) * (rope or model.qk_layernorm)
+            if not self._in_parts and (rope or model.qk_layernorm):
+                inner += element * (s.query_size + (0 if gathered else s.key_size))
             inner += self._heads(rotated=rope)
             tables = 4.0 * element * s.kv_channels if rope else 0.0  # cosines and sines, for queries and for keys
         tables /= self.recipe.train.micro_batch_size  # all sequences have the same
-        if self.layout.context_parallel_size > 1 and self.device == "cpu":
-            # Our attention gathers keys and values of the full sequence; TransformerEngine's uses a ring.
+        if gathered:
+            # Our attention gathers keys and values of the full sequence, and has an output for each of two chunks;
+            # TransformerEngine's uses a ring.
             inner += element * (s.key_size + s.value_size) * self.layout.context_parallel_size
+            inner += element * s.context_size
         return outside + inner / tensor + tables + self.core
+
+    def _projected(self, *, gathered: bool) -> int:
+        """Width of queries, keys and values as they are projected that is kept: by attention, or by a norm of heads."""
+        s, model = self.shape, self.recipe.model
+        whole = s.query_size + s.key_size + s.value_size
+        if model.multi_latent_attention:
+            return 0 if self._in_parts else s.query_size if gathered else whole
+        if model.qk_layernorm:
+            return whole
+        if self._in_parts:
+            return whole if self._value_is_view else 0
+        return whole if not gathered or model.position_embedding_type != "rope" else 0
 
     def _heads(self, *, rotated: bool) -> float:
         """Queries and keys that are kept besides those that attention reads and the projection they come from."""
@@ -272,8 +368,8 @@ class _PerToken:
         groups = s.num_query_groups // self.layout.tensor_model_parallel_size
         # Queries of several heads for each of several groups are not contiguous in the projection, and are copied.
         if 1 < groups < s.num_attention_heads // self.layout.tensor_model_parallel_size:
-            size += s.query_size if model.qk_layernorm or not rotated else 0
-        if model.qk_layernorm and rotated and self.device == "cpu" and model.normalization == "RMSNorm":
+            size += s.query_size if model.qk_layernorm or not (rotated or self._in_parts) else 0
+        if model.qk_layernorm and self.device == "cpu" and model.normalization == "RMSNorm":
             size += s.query_size + s.key_size  # the norm's result, which the multiplication by its weight saves
         return float(self.element * size)
 

@@ -33,7 +33,7 @@ class Memory:
 
     `logits` are what the loss derives from the output layer's result, where that is the peak; `checkpoint_copy` is the
     snapshot of an asynchronous save (in a CPU run it uses the ranks' memory); `workspace` is the process without a
-    model; `buffers` are those in which ZeRO reduces gradients.
+    model; `buffers` are those in which ZeRO gathers weights and reduces gradients.
     """
 
     weights: int
@@ -97,7 +97,8 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
     n = count_on_rank(recipe.model, s, layout, stage, device)
     if zero is not None and zero.stage >= 1 and ENGINES[engine_name(recipe)].all_of_zero:
         share = ceil(n.dense / layout.data_parallel_size) + ceil(n.experts / layout.expert_data_parallel_size)
-        return sharded(recipe, zero, n.total, share, largest_gathered(recipe.model, s, layout), device)
+        layer = largest_gathered(recipe.model, s, layout)
+        return sharded(recipe, zero, n.total, share, layer, layout.data_parallel_size, device)
     half = recipe.train.precision != "fp32"
     element = 2 if half else 4
     # Adam's two moments in fp32, and fp32 master weights if the model's weights are not fp32.

@@ -15,11 +15,19 @@ from llmrecipes.recipe.zero import Zero
 _STATE = 12
 # Sub-groups of optimizer state that are in host memory at a time with NVMe: DeepSpeed's `buffer_count`.
 _NVME_BUFFERS = 4
+# Elements that stage 1 in bf16 with fp32 gradients copies to reduce them together: `MEMORY_OPT_ALLREDUCE_SIZE`.
+_REDUCED_TOGETHER = 500_000_000
+OWNERS = 64
+"""Data-parallel ranks up to which stages 1 and 2 reduce each gradient to its owner, half the bytes of an all-reduce.
+
+That is a collective for every owner, and each passes through all ranks: its latency grows with the square of their
+number, while the bytes saved do not.
+"""
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of model states and of the buffers that reduce gradients, in one kind of memory."""
+    """Bytes of model states in one kind of memory, and of the buffers that gather weights and reduce gradients."""
 
     weights: int = 0
     gradients: int = 0
@@ -39,7 +47,9 @@ class States:
         )
 
 
-def sharded(recipe: Recipe, zero: Zero, parameters: int, share: int, layer: int, device: str) -> tuple[States, States]:
+def sharded(
+    recipe: Recipe, zero: Zero, parameters: int, share: int, layer: int, ranks: int, device: str
+) -> tuple[States, States]:
     """The states of a rank on its device, and in host memory.
 
     Args:
@@ -48,36 +58,43 @@ def sharded(recipe: Recipe, zero: Zero, parameters: int, share: int, layer: int,
         parameters: of the rank's tensor- and expert-parallel share of the model.
         share: those of them whose state is this rank's.
         layer: parameters of the largest part that is gathered at once.
+        ranks: that have the same dense parameters.
         device: `cuda` or `cpu`; a CPU's buffer takes what is written to it, a GPU's its full size.
     """
     half = recipe.train.precision != "fp32"
     element = 2 if half else 4
     reduced = 4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element
     on_host = zero.offload_optimizer != "none"
+    own = share + _second_copy(zero, parameters)
     device_states = States(
-        weights=_weights(zero, element, parameters, layer, share),
-        gradients=_gradients(zero, reduced, parameters, share),
+        weights=element * (parameters if zero.stage < 3 else own if zero.offload_param == "none" else 0),
+        gradients=_gradients(zero, element, reduced, parameters, share, layer),
         optimizer=0 if on_host else _STATE * share,
-        buffers=_buffers(zero, element, reduced, parameters, device),
+        buffers=_gathered(zero, element, parameters, layer)
+        + _buffers(recipe, zero, element, reduced, parameters, share, ranks, device),
     )
     return device_states, _host(recipe, zero, element, reduced, parameters, share)
 
 
-def _gradients(zero: Zero, reduced: int, parameters: int, share: int) -> int:
-    if zero.stage >= 2:
-        return 0 if zero.offload_optimizer != "none" else reduced * share
-    return reduced * parameters
+def _gradients(zero: Zero, element: int, reduced: int, parameters: int, share: int, layer: int) -> int:
+    if zero.stage < 2:
+        return reduced * parameters
+    if zero.offload_optimizer != "none":
+        return 0
+    if zero.stage == 2 and reduced == element:
+        # Without a sum of another type, every parameter of which the rank has a part is kept whole.
+        return reduced * min(share + layer, parameters)
+    return reduced * share
 
 
-def _weights(zero: Zero, element: int, parameters: int, layer: int, share: int) -> int:
+def _gathered(zero: Zero, element: int, parameters: int, layer: int) -> int:
+    """At least what one layer needs; what is prefetched (up to max_live) or soon used again stays gathered."""
     if zero.stage < 3:
-        return element * parameters
-    # Gathered: at least what one layer needs; what is prefetched (up to max_live) or soon used again stays gathered.
+        return 0
     live = max(
         layer + zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance
     )
-    own = share + _second_copy(zero, parameters) if zero.offload_param == "none" else 0
-    return element * (own + min(parameters, live))
+    return element * min(parameters, live)
 
 
 def _second_copy(zero: Zero, parameters: int) -> int:
@@ -86,13 +103,22 @@ def _second_copy(zero: Zero, parameters: int) -> int:
     return -(-parameters // size) if size > 1 else 0
 
 
-def _buffers(zero: Zero, element: int, reduced: int, parameters: int, device: str) -> int:
-    """The bucket that gradients are collected in, a second one to overlap, and a copy in the type of the reduction."""
+def _buffers(
+    recipe: Recipe, zero: Zero, element: int, reduced: int, parameters: int, share: int, ranks: int, device: str
+) -> int:
+    """The bucket that gradients are collected in, a second one to overlap, and what is made of it to reduce it."""
     size = zero.reduce_bucket_size if device == "cuda" else min(zero.reduce_bucket_size, parameters)
     if zero.stage == 3:
-        return reduced * size
-    copy = reduced if reduced != element else 0
-    return size * (element * (1 + zero.overlap_comm) + copy)
+        return 2 * reduced * size  # in the order of parameters, and in that of their owners
+    if zero.stage == 1 and recipe.train.precision == "bf16" and reduced > element and zero.offload_optimizer == "none":
+        return reduced * parameters if parameters <= _REDUCED_TOGETHER else 0  # a larger sum is reduced where it is
+    collected = reduced if zero.stage == 1 else element
+    # Up to OWNERS ranks it is reduced in parts, one for each owner; only those that are added to a sum are copied.
+    if ranks > OWNERS:
+        copied = size * (collected + (reduced if reduced > collected else 0))
+    else:
+        copied = min(size, share) * (reduced if reduced > collected else 0)
+    return size * collected * (1 + zero.overlap_comm) + copied
 
 
 def _host(recipe: Recipe, zero: Zero, element: int, reduced: int, parameters: int, share: int) -> States:

@@ -14,6 +14,9 @@ from typing import NamedTuple
 from llmrecipes.plan.activations import recomputed_layers
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.parameters import count_on_rank
+from llmrecipes.plan.sharding import OWNERS
+from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.zero import Zero
 
 SMALL = 4096
 """Payload in bytes up to which a call is bookkeeping: token counts, norms, losses, tokens of each expert."""
@@ -37,8 +40,8 @@ class Call(NamedTuple):
 def calls(plan: Plan, stage: int) -> Iterator[Call]:
     """Calls of a step of a rank of one pipeline stage, without bookkeeping.
 
-    Holds without the layers of multi-token prediction, capacity and label smoothing, and for latent attention on GPUs,
-    as TransformerEngine splits it. Recomputed layers repeat the calls of their forward pass.
+    Holds without the layers of multi-token prediction, capacity and label smoothing. Recomputed layers repeat the calls
+    of their forward pass.
 
     Sources: tensor parallelism arXiv 1909.08053, section 3; sequence parallelism arXiv 2205.05198, section 4.2.2 (with
     the gather that its backward pass repeats instead of keeping the result); pipeline arXiv 2104.04473, section 2.2;
@@ -55,7 +58,7 @@ def calls(plan: Plan, stage: int) -> Iterator[Call]:
 def _of_stage(plan: Plan, stage: int) -> Iterator[Call]:
     layout, s = plan.layout, plan.shape
     last = stage == layout.pipeline_model_parallel_size - 1
-    core_again = plan.recipe.train.recompute_granularity == "selective"
+    core_again = plan.recompute_granularity == "selective"
     for _ in range(plan.num_microbatches):
         for chunk, layers in enumerate(layout.layers_per_stage[stage]):
             first = layout.first_layer(stage, chunk)
@@ -98,13 +101,28 @@ def _attention(plan: Plan, *, again: bool) -> Iterator[Call]:
     if not model.multi_latent_attention:
         yield from _split(plan, s.hidden_size, again=again)
         return
-    # The down-projections are whole on each rank, and so is the shared key; its positions are gathered.
+    # On a GPU the down-projections are whole on each rank, and so is the shared key; its positions are gathered.
     yield from _split(plan, model.q_lora_rank or s.hidden_size, again=again)
     yield from _columns(plan, model.kv_lora_rank, again=again)
+    if plan.device == "cpu":
+        yield from _split_down(plan, again=again)
     if layout.sequence_parallel:
         size = _activations(plan, model.qk_pos_emb_head_dim)
         yield from [Call("all-gather", layout.tensor_model_parallel_size, size)] * (1 + again)
         yield Call("reduce-scatter", layout.tensor_model_parallel_size, size)
+
+
+def _split_down(plan: Plan, *, again: bool) -> Iterator[Call]:
+    """Down-projections of latent attention that are cut by columns: their inputs, and their results put together."""
+    model, ranks = plan.recipe.model, plan.layout.tensor_model_parallel_size
+    for width in (model.q_lora_rank, model.kv_lora_rank + model.qk_pos_emb_head_dim):
+        if width:
+            yield from _columns(plan, plan.shape.hidden_size, again=again)
+            # Cut by tokens afterwards under sequence parallelism: gathered on the way back.
+            number = 1 + again + plan.layout.sequence_parallel
+            yield from [Call("all-gather", ranks, _activations(plan, width))] * number
+    if not plan.layout.sequence_parallel:
+        yield Call("all-reduce", ranks, _activations(plan, model.qk_pos_emb_head_dim))
 
 
 def _split(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
@@ -165,25 +183,34 @@ def _context(plan: Plan, *, again: bool) -> Iterator[Call]:
 
 def _experts(plan: Plan, *, again: bool) -> Iterator[Call]:
     layout, model = plan.layout, plan.recipe.model
-    ranks = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size
+    inner = layout.expert_tensor_parallel_size
+    ranks = layout.expert_model_parallel_size * inner
     share = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
     size, tokens = _activations(plan) // share, _tokens(plan) // share
+    score = {"fp32": 4, "fp64": 8, None: _element(plan)}[model.moe_router_dtype]
+    weighted = tokens * plan.shape.hidden_size * score  # results are summed in the precision of the scores
     if model.moe_token_dispatcher_type == "allgather":  # noqa: S105 - no password
         # Tokens and their probabilities for all experts there, results back; the backward pass the other way round.
         probabilities = ranks * tokens * (model.num_moe_experts or 0)
-        for part in (ranks * size, _FP32 * probabilities):
+        for part in (ranks * size, score * probabilities):
             yield from [Call("all-gather", ranks, part)] * (1 + again)
             yield Call("reduce-scatter", ranks, part)
-        yield from [Call("reduce-scatter", ranks, ranks * size)] * (1 + again)
-        yield Call("all-gather", ranks, ranks * size)
+        yield from [Call("reduce-scatter", ranks, ranks * weighted)] * (1 + again)
+        yield Call("all-gather", ranks, ranks * weighted)
         yield from [Call("all-gather", ranks, probabilities)] * (1 + again)  # which experts, one byte each
         return
     # How many tokens each rank has for each expert, as 64-bit integers.
     yield from [Call("all-gather", ranks, 8 * ranks * (model.num_moe_experts or 0))] * (1 + again)
     visits = model.moe_router_topk
     # Tokens there and results back, forward and backward; each token's probability there, and its gradient back.
-    yield from [Call("all-to-all", ranks, size * visits)] * (4 + 2 * again)
-    yield from [Call("all-to-all", ranks, _FP32 * tokens * visits)] * (2 + again)
+    yield from [Call("all-to-all", layout.expert_model_parallel_size, size * visits)] * (4 + 2 * again)
+    yield from [Call("all-to-all", layout.expert_model_parallel_size, score * tokens * visits)] * (2 + again)
+    # Ranks that share an expert have each other's tokens, and sum the results.
+    for part in (size, score * tokens):
+        yield from [Call("all-gather", inner, inner * part * visits)] * (1 + again)
+        yield Call("reduce-scatter", inner, inner * part * visits)
+    yield from [Call("reduce-scatter", inner, inner * weighted * visits)] * (1 + again)
+    yield Call("all-gather", inner, inner * weighted * visits)
 
 
 def _messages(plan: Plan, stage: int) -> Iterator[Call]:
@@ -200,11 +227,14 @@ def _gradients(plan: Plan, stage: int) -> Iterator[Call]:
     parallel = plan.recipe.parallelism
     parameters = count_on_rank(model, s, layout, stage, plan.device)
     reduced = 4 if parallel.grad_reduce_in_fp32 else _element(plan)
+    zero = plan.recipe.zero if ENGINES[engine_name(plan.recipe)].all_of_zero else None
     for number, ranks in (
         (parameters.dense, layout.data_parallel_size * layout.context_parallel_size),
         (parameters.experts, layout.expert_data_parallel_size),
     ):
-        if number and parallel.use_distributed_optimizer:
+        if number and zero is not None and zero.stage:
+            yield from _sharded(plan, zero, ranks, number, max(reduced, _element(plan)))
+        elif number and parallel.use_distributed_optimizer:
             yield from (
                 Call("reduce-scatter", ranks, reduced * number),
                 Call("all-gather", ranks, _element(plan) * number),
@@ -223,6 +253,21 @@ def _gradients(plan: Plan, stage: int) -> Iterator[Call]:
     elif model.qk_layernorm and not model.multi_latent_attention:
         heads = 2 * _norm(plan, s.query_channels)
         yield Call("all-reduce", tensor, reduced * sum(layout.layers_per_stage[stage]) * heads)
+
+
+def _sharded(plan: Plan, zero: Zero, ranks: int, number: int, reduced: int) -> Iterator[Call]:
+    """ZeRO by DeepSpeed: stages 2 and 3 reduce after each micro-batch, stage 3 gathers before each pass.
+
+    What stage 3 keeps for its next use (`stage3_max_reuse_distance`) it gathers less often.
+    """
+    weights = Call("all-gather", ranks, _element(plan) * number)
+    if zero.stage == 3:
+        yield from [weights, weights, Call("reduce-scatter", ranks, reduced * number)] * plan.num_microbatches
+        return
+    whole = ranks > OWNERS or (zero.stage == 1 and plan.recipe.train.precision == "bf16" and reduced == _FP32)
+    gradients = Call("all-reduce" if whole else "reduce", ranks, reduced * number)
+    yield from [gradients] * (plan.num_microbatches if zero.stage == 2 else 1)
+    yield weights
 
 
 def _norm(plan: Plan, width: int) -> int:

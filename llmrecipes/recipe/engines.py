@@ -31,7 +31,8 @@ class Engine:
     all_of_zero: bool = False
     """Whether it has every stage and key of the section `zero`; otherwise stages 0 and 1 without further keys."""
     needs_data: str | None = None
-    """Why it cannot run on tensors without data; None: it can (`llmrecipes dryrun`)."""
+    """Function that raises a `UserError` if a recipe cannot run on tensors without data (`llmrecipes dryrun`); without
+    torch. None: every recipe can."""
 
 
 ENGINES = {
@@ -44,7 +45,7 @@ ENGINES = {
         packages=("deepspeed",),
         requirements="llmrecipes.engine.deepspeed.requirements:require_offload",
         all_of_zero=True,
-        needs_data="DeepSpeed puts its buffers on the device of its own accelerator, and has none without data",
+        needs_data="llmrecipes.engine.deepspeed.requirements:require_no_data",
     ),
 }
 """Engines by name in a recipe."""

@@ -23,26 +23,23 @@ logger = logging.getLogger(__name__)
 class Start:
     """Where a run starts; `notes` record what was moved aside for it."""
 
-    progress: Progress
+    entry: Entry | None
+    """The checkpoint to load; without one, the model needs initial weights."""
     notes: tuple[Note, ...] = ()
 
 
-def resume(engine: Engine, store: CheckpointStore, world: World, *, from_scratch: bool = False) -> Start:
-    """Restore the newest valid checkpoint into the engine.
+def choose(store: CheckpointStore, world: World, *, from_scratch: bool = False) -> Start:
+    """Choose the newest valid checkpoint, before the model is built: where one is loaded, no initial weight is drawn.
 
     Damaged checkpoints are renamed, so that their steps can be saved again.
 
     Args:
-        engine: restored in place.
-        store: the checkpoints, in the run directory.
+        store: the checkpoints, in the run directory; claimed, if another process may write there.
         world: this rank.
         from_scratch: first move the run's history aside.
 
-    Returns:
-        The progress of the run; step 0 if it has never saved a checkpoint.
-
     Raises:
-        UserError: on every rank: none of its checkpoints is valid (`ExitCode.STOP`), or the checkpoint does not match.
+        UserError: on every rank: none of its checkpoints is valid (`ExitCode.STOP`).
     """
     # Rank 0 decides: ranks may see different listings of a shared file system. All of them compare hashes.
     if not world.is_first and not from_scratch:
@@ -51,9 +48,15 @@ def resume(engine: Engine, store: CheckpointStore, world: World, *, from_scratch
     dist.broadcast_object_list(found, src=0)
     if isinstance(found[0], dict):
         raise UserError(**found[0])
-    entry, notes = found[0]
-    if entry is None:
-        return Start(Progress(), notes)
+    return Start(*found[0])
+
+
+def resume(engine: Engine, entry: Entry, world: World) -> Progress:
+    """Restore a checkpoint into the engine.
+
+    Raises:
+        UserError: on every rank: the checkpoint does not match.
+    """
     require_readable(entry, engine.name)
     if entry.manifest.engine != engine.name and world.is_first:
         logger.info("%s was saved by engine %s and is resumed with %s", entry.path, entry.manifest.engine, engine.name)
@@ -64,7 +67,7 @@ def resume(engine: Engine, store: CheckpointStore, world: World, *, from_scratch
             where=str(entry.path),
             fix=f"train.train_iters={progress.step} or more, or a new run id",
         )
-    return Start(progress, notes)
+    return progress
 
 
 def _found(store: CheckpointStore, from_scratch: bool) -> tuple[Entry | None, tuple[Note, ...]] | dict[str, Any]:

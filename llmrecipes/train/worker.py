@@ -24,9 +24,10 @@ def run(spec: RunSpec) -> ExitCode:
     """
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
-    from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+    from llmrecipes.checkpoint.saver import AsyncSaver, claim, saver_group
     from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.engine.base import Progress
     from llmrecipes.engine.registry import backend
     from llmrecipes.faults.signals import catch_signals
     from llmrecipes.hardware.adapters import ports
@@ -41,7 +42,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.network import leave_out_other_adapters, nccl_log, prove
     from llmrecipes.train.pending import evaluation_due
     from llmrecipes.train.reporting import describe, open_tracker
-    from llmrecipes.train.resume import resume
+    from llmrecipes.train.resume import choose, resume
     from llmrecipes.train.summary import print_summary
 
     recipe = spec.recipe
@@ -68,20 +69,24 @@ def run(spec: RunSpec) -> ExitCode:
             loaders = one_batch_forever(loaders, plan.num_microbatches)
         store = CheckpointStore(spec.run_dir / "checkpoints")
         stop = stack.enter_context(catch_signals(lambda: _newest(store)))
-        engine = engines.build(plan, platform)
+        # A run that still writes here is refused before its checkpoints are judged.
+        group = saver_group()
+        stack.callback(store.release)
+        claim(store, group)
+        start = choose(store, world, from_scratch=spec.from_scratch)
+        engine = (engines.build if start.entry is None else engines.construct)(plan, platform)
         stack.callback(engine.close)
         saver = stack.enter_context(
             AsyncSaver(
                 store,
-                saver_group(),
+                group,
                 engine.checkpoint_format(),
                 async_save=recipe.checkpoint.async_save,
                 most_recent_k=recipe.checkpoint.most_recent_k,
                 keep_interval=recipe.checkpoint.keep_interval,
             )
         )
-        start = resume(engine, store, world, from_scratch=spec.from_scratch)
-        progress = start.progress
+        progress = Progress() if start.entry is None else resume(engine, start.entry, world)
         if world.is_first:
             describe(recipe, plan, engine.implementation, cluster, prepared, progress, spec.run_dir, network)
         tracker = stack.enter_context(open_tracker(spec, plan, engine.implementation, world, progress))

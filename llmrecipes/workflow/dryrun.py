@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
-from llmrecipes.commandline import command_line
 from llmrecipes.dryrun.drawing import memory_svg, passes_svg
 from llmrecipes.dryrun.spec import DryRunSpec, RankReport, report_name
+from llmrecipes.engine.requirements import require_installed
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.engines import ENGINES, engine_name
@@ -20,6 +22,7 @@ from llmrecipes.workflow.plan import plan_on
 from llmrecipes.workflow.run import new_run_id
 
 Log = Callable[[str], None]
+STDERR = 2
 
 
 @dataclass(frozen=True)
@@ -55,25 +58,25 @@ def dry_run(
         skew: times its even share of tokens that one expert of each layer on the rank gets.
 
     Raises:
-        UserError: the layout does not divide the ranks, there is no such rank, or the engine needs data.
+        UserError: the layout does not divide the ranks, there is no such rank, the engine is missing or needs data, or
+            the dry run failed, which leaves nothing behind.
     """
     plan, machine = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
     ranks = _ranks(plan, rank, stages=stages)
     _check(recipe, skew)
-    folder = runs_dir / f"{recipe.name}-dryrun" / new_run_id()
-    folder.mkdir(parents=True)
     world = plan.layout.world_size
     spec = DryRunSpec(recipe=recipe, cluster=machine, world_size=world, ranks=ranks, skew=skew)
-    path = folder / "spec.json"
-    path.write_text(spec.model_dump_json(), "utf-8")
     log(f"dryrun {recipe.name}: {_listed(ranks)} of {world}, {plan.num_microbatches} micro-batches each")
-    command = [sys.executable, "-m", "llmrecipes.dryrun.worker", str(path)]
-    ended = subprocess.run(command, env={**os.environ, **_environment()}, check=False)
+    folder = runs_dir / f"{recipe.name}-dryrun" / new_run_id()
+    folder.mkdir(parents=True)
+    path = folder / "spec.json"
+    try:
+        path.write_text(spec.model_dump_json(), "utf-8")
+        _run(path, recipe)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
     path.unlink()
-    if ended.returncode:
-        raise UserError(
-            f"the dry run ended with {ended.returncode}", where=f"recipe {recipe.name}", fix="see the messages above"
-        )
     reports = tuple(RankReport.model_validate_json((folder / report_name(each)).read_text("utf-8")) for each in ranks)
     for report in reports:
         title = f"{recipe.name}, rank {report.rank} of {world} (stage {report.stage})"
@@ -81,6 +84,16 @@ def dry_run(
     title = f"{recipe.name}, {_listed(ranks)} of {world}: passes in the order in which they start"
     (folder / "passes.svg").write_text(passes_svg(reports, title), "utf-8")
     return DryRun(plan, reports, folder)
+
+
+def _run(spec: Path, recipe: Recipe) -> None:
+    command = [sys.executable, "-m", "llmrecipes.dryrun.worker", str(spec), str(os.getpid())]
+    # Standard output is for the report alone.
+    ended = subprocess.run(command, env={**os.environ, **environment()}, stdout=STDERR, check=False)
+    if ended.returncode:
+        raise UserError(
+            f"the dry run ended with {ended.returncode}", where=f"recipe {recipe.name}", fix="see the messages above"
+        )
 
 
 def _ranks(plan: Plan, rank: int | None, *, stages: bool) -> tuple[int, ...]:
@@ -97,12 +110,8 @@ def _ranks(plan: Plan, rank: int | None, *, stages: bool) -> tuple[int, ...]:
 def _check(recipe: Recipe, skew: float) -> None:
     engine = ENGINES[engine_name(recipe)]
     if engine.needs_data is not None:
-        raise UserError(
-            f"{engine_name(recipe)} cannot run on tensors without data",
-            where="engine",
-            rule=engine.needs_data,
-            fix=f"its planned memory: {command_line('show', recipe.name)}",
-        )
+        resolve_name(engine.needs_data)(recipe)
+    require_installed(recipe)
     if recipe.train.torch_compile:
         raise UserError(
             "true",
@@ -112,11 +121,18 @@ def _check(recipe: Recipe, skew: float) -> None:
         )
     if skew != 1.0 and not recipe.model.num_moe_experts:
         raise UserError(f"{skew:g}", where="--skew", rule="only a mixture of experts has a routing")
+    if skew != 1.0 and recipe.model.moe_token_dispatcher_type == "allgather":  # noqa: S105 - no password
+        raise UserError(
+            f"{skew:g} with moe_token_dispatcher_type allgather",
+            where="--skew",
+            rule="only the all-to-all dispatcher's skewed routing can be dry run",
+            fix="model.moe_token_dispatcher_type=alltoall",
+        )
     if skew < 1.0:
         raise UserError(f"{skew:g}", where="--skew", rule="times its even share that one expert gets", fix="1 or more")
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """No GPU, one thread, and none of torch's warnings about groups of a fake backend."""
     return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 

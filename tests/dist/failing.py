@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.platform.cuda import CudaPlatform
 from llmrecipes.engine.megatron.world import join
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.ranks import Rank
@@ -26,11 +27,16 @@ from tests.refusals import refused
 HUNG = 77
 """Exit code of a rank that did not leave by itself."""
 
-ERRORS = {"defect": RuntimeError("a defect"), "mistake": UserError("a mistake", code=ExitCode.STOP)}
+ERRORS = {
+    "defect": RuntimeError("a defect"),
+    "mistake": UserError("a mistake", code=ExitCode.STOP),
+    "stuck": RuntimeError("a defect, and a checkpoint whose writing never ends"),
+}
 
 
 def fail_alone(port: int, turns: Path, what: str) -> None:
-    """Join as a rank that a launcher started, where the teardown of the process group waits for all ranks, as NCCL's.
+    """Join as a rank that a launcher started, where the teardown of the process group waits for all ranks, as NCCL's,
+    and so does the end of the interpreter.
 
     Args:
         port: of the rendezvous.
@@ -39,13 +45,16 @@ def fail_alone(port: int, turns: Path, what: str) -> None:
     """
     rank = next(number for number in range(2) if _taken(turns / str(number)))
     os.environ.update(Rank(rank, 2, rank, 2, "127.0.0.1", port).variables())
-    watchdog = threading.Timer(30, os._exit, (HUNG,))
+    watchdog = threading.Timer(120, os._exit, (HUNG,))
     watchdog.daemon = True
     watchdog.start()
-    recipe = tiny()
+    threading.Thread(target=_never_returns).start()  # what the end of an interpreter waits for
+    recipe = tiny(train={"exit_grace_seconds": 1.0 if what == "stuck" else 240.0})
 
     def run(_spec: RankSpec) -> ExitCode:
-        with join(select(), 1, Parallelism()), failure_reported(recipe):
+        with join(select(), 1, Parallelism()), ExitStack() as stack, failure_reported(recipe):
+            if what == "stuck":
+                stack.callback(_never_returns)
             dist.barrier()
             if rank == 1:
                 raise ERRORS[what]
@@ -63,11 +72,10 @@ def fail_alone(port: int, turns: Path, what: str) -> None:
 def join_with_another_device(port: int, turns: Path) -> str:
     """Join as one of two ranks, of which the second has a GPU; returns what the error is about."""
     rank = next(number for number in range(2) if _taken(turns / str(number)))
-    gpu: Any = SimpleNamespace(name="cuda", backend="nccl", device=torch.device("cuda", 0))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in Rank(rank, 2, rank, 2, "127.0.0.1", port).variables().items():
             patch.setenv(name, value)
-        mine = gpu if rank else select()
+        mine = CudaPlatform(0) if rank else select()
         with refused("torch.cuda", rule=("1", "2", "0")) as caught, join(mine, 1, Parallelism()):
             pass
     return caught.value.where

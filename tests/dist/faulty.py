@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from llmrecipes.engine.base import Progress
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.world import model_parallel
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.resume import Start
 from llmrecipes.verify.spec import VerifySpec
 from llmrecipes.verify.worker import train
 from tests.dist.training import Outcome
@@ -44,10 +44,10 @@ def resume_without_masters(recipe: Recipe, folder: Path) -> Outcome | None:
 
     plain = training.resume
 
-    def rebuilt(engine: MegatronEngine, *args: Any) -> Start:
-        start = plain(engine, *args)
+    def rebuilt(engine: MegatronEngine, *args: Any) -> Progress:
+        progress = plain(engine, *args)
         engine.optimizer.reload_model_params()
-        return start
+        return progress
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "resume", rebuilt)

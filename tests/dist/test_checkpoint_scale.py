@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import os
+from collections.abc import Callable
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,13 @@ from llmrecipes.checkpoint.ranks import Ranks, row_length, sockets
 from llmrecipes.checkpoint.saver import LONGEST_SAVE, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.checkpoint.writer import write_checkpoint
-from llmrecipes.engine.base import Engine, Progress
+from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.engine.megatron.checkpoint import optimizer_state
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
+from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME
+from llmrecipes.engine.megatron.checkpoint.table import decode
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.resume import resume
+from llmrecipes.train.resume import choose, resume
 from tests.dist.table import Row
 from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
@@ -89,13 +93,8 @@ def test_a_rank_holds_what_it_writes_and_sends_only_names(
     worlds: dict[int, GlooWorld], tmp_path: Path, layout: str, changes: dict[str, dict[str, Any]]
 ) -> None:
     found = worlds[4].run(held_and_sent, Row("gpt", layout, changes).recipe, tmp_path)
-    index = json.loads((tmp_path / "step-00000001" / "index.json").read_text())
-    elements = 0
-    for tensor in index["tensors"]:
-        size = 1
-        for length in tensor["shape"]:
-            size *= length
-        elements += size if not tensor["name"].startswith("random.") else 0
+    index = decode((tmp_path / "step-00000001" / INDEX_NAME).read_bytes())
+    elements = sum(prod(tensor.shape) for tensor in index.tensors if not tensor.name.startswith("random."))
     total = 4 * elements  # fp32 weights, master weights and two moments
     held, written, sent = (list(column) for column in zip(*found, strict=True))
     assert sum(held) == pytest.approx(total, rel=0.01)
@@ -119,51 +118,76 @@ def _held_with_small_pieces(recipe: Recipe, folder: Path) -> Any:
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def resumed_after(recipe: Recipe, folder: Path) -> list[Any] | None:
-    """Save steps 1 and 2, resume; the step, what each rank has hashed and read, and the notes of damage."""
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGES: tuple[tuple[str, Callable[[Path], None]], ...] = (
+    ("__3_0.distcp", flipped),
+    ("__1_0.distcp", cut),
+    ("__2_0.distcp", Path.unlink),
+    (INDEX_NAME, flipped),
+    (INDEX_NAME, cut),
+    ("manifest.json", flipped),
+    ("manifest.json", Path.unlink),
+)
+
+
+def resumed_from(engine: Engine, folder: Path, world: World) -> list[Any]:
+    """Step, files that each rank has hashed, and the notes of damage."""
+    hashed: list[str] = []
+    compare = shared_check.mismatch
+
+    def watched(path: Path, files: Any) -> str:
+        hashed.extend(f"{path.name}/{name}" for name in files)
+        return compare(path, files)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_check, "mismatch", watched)
+        start = choose(CheckpointStore(folder), world)
+        assert start.entry is not None
+        step = resume(engine, start.entry, world).step
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, (step, hashed, [note.details["reason"] for note in start.notes]))
+    return found
+
+
+def resumed_after_damage(recipe: Recipe, folder: Path) -> list[Any] | None:
+    """Save steps 1 and 2 and resume; then damage step 2 and resume, and save it again, for each kind of damage."""
     with training(recipe) as (engine, world):
-        for step in (1, 2):
-            save(engine, folder, step)
+        save(engine, folder, 1)
+        save(engine, folder, 2)
         dist.barrier()
-        if world.is_first and (folder / "damage").exists():
-            path = folder / "step-00000002" / (folder / "damage").read_text()
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
-        dist.barrier()
-        hashed: list[str] = []
-        compare = shared_check.mismatch
-
-        def watched(path: Path, files: Any) -> str:
-            hashed.extend(f"{path.name}/{name}" for name in files)
-            return compare(path, files)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shared_check, "mismatch", watched)
-            start = resume(engine, CheckpointStore(folder), world)
-        found: list[Any] = [None] * world.size
-        notes = [note.details["reason"] for note in start.notes]
-        dist.all_gather_object(found, (start.progress.step, hashed, notes))
+        found = [resumed_from(engine, folder, world)]
+        for name, damage in DAMAGES:
+            if world.is_first:
+                damage(folder / "step-00000002" / name)
+            dist.barrier()
+            found.append(resumed_from(engine, folder, world))
+            save(engine, folder, 2)
+            dist.barrier()
         return found if world.is_first else None
 
 
-def test_each_file_is_hashed_by_one_rank(worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
-    found = worlds[4].run(resumed_after, Row("gpt", "dp4", LARGE).recipe, tmp_path)
-    assert [step for step, _, _ in found] == [2] * 4
-    everything = sorted(name for _, hashed, _ in found for name in hashed)
+def test_each_file_is_hashed_by_one_rank_and_damage_is_known_to_all(
+    worlds: dict[int, GlooWorld], tmp_path: Path
+) -> None:
+    whole, *damaged = worlds[4].run(resumed_after_damage, Row("gpt", "dp4", LARGE).recipe, tmp_path)
+    assert [step for step, _, _ in whole] == [2] * 4
     (entry,) = [each for each in CheckpointStore(tmp_path).entries() if each.step == 2]
+    everything = sorted(name for _, hashed, _ in whole for name in hashed)
     assert everything == sorted(f"step-00000002/{name}" for name in entry.manifest.files)
-    tensors = [sum(name.endswith(".distcp") for name in hashed) for _, hashed, _ in found]
-    assert tensors == [1] * 4
-
-
-def test_damage_that_another_rank_finds_is_known_to_all(worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
-    (tmp_path / "damage").write_text("__3_0.distcp")
-    found = worlds[4].run(resumed_after, Row("gpt", "dp4", LARGE).recipe, tmp_path)
-    assert [step for step, _, _ in found] == [1] * 4
-    assert all(reason.startswith("__3_0.distcp: SHA-256") for _, _, notes in found for reason in notes)
-    assert [len(notes) for _, _, notes in found] == [1] * 4
-    assert len(list(tmp_path.glob("damaged-step-00000002-*"))) == 1
+    assert [sum(name.endswith(".distcp") for name in hashed) for _, hashed, _ in whole] == [1] * 4
+    for (name, _), found in zip(DAMAGES, damaged, strict=True):
+        assert [step for step, _, _ in found] == [1] * 4
+        assert all(reason.startswith(f"{name}: ") for _, _, (reason,) in found)
+    assert len(list(tmp_path.glob("damaged-step-00000002-*"))) == len(DAMAGES)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

@@ -133,8 +133,8 @@ FOUND = (
     Caught("gradients averaged, not summed, over replicas", {}, {}, 1, "grad_norm", EMBEDDING),
     Caught("chunks of context in another order", GATED, CP2, 1, "loss", EMBEDDING),
     Caught("routers start from other weights", EXPERTS, TP2_EP2, 1, "loss", ROUTER, 0, BEFORE),
-    # A router's gradient is too small to be seen in the norm of all; what it does to the next loss is not.
-    Caught("router gradients not reduced", EXPERTS, TP2_EP2, 2, "loss", ROUTER, 0, BEFORE),
+    # A router's gradient is too small to be seen in the norm of all; what it does to the next step is not.
+    Caught("router gradients not reduced", EXPERTS, TP2_EP2, 2, "grad_norm", ROUTER, 0, BEFORE),
     Caught("another learning rate", {}, {}, 2, "loss", EMBEDDING, None, BEFORE),
 )
 

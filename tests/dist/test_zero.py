@@ -1,20 +1,30 @@
-"""What DeepSpeed's stages 1 and 2 keep, send and print."""
+"""What DeepSpeed's stages draw, keep, send and print."""
 
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from itertools import count
+from typing import Any
 
 import pytest
 
 from benchmarks.ranks import counted
 from benchmarks.traffic import Call
 from benchmarks.zero_formulas import FP32, sent
+from llmrecipes.engine.deepspeed.placement import full_shape
+from llmrecipes.engine.megatron.model import philox
+from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.world import model_parallel
+from llmrecipes.engine.registry import backend
+from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.table import ROWS
 from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
+from tests.helpers import ROOMY
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.deepspeed]
 
@@ -67,3 +77,30 @@ def _sent_in_a_step(recipe: Recipe) -> tuple[int, float]:
         engine.train_step(batches)
         calls = counted(lambda: engine.train_step(batches))
         return engine.plan.num_parameters_on_rank, sum(Call(*call).volume for call in calls)
+
+
+def test_a_rank_of_stage_3_draws_its_partition_and_nothing_for_a_checkpoint(worlds: dict[int, GlooWorld]) -> None:
+    drawn, for_a_checkpoint, parameters = worlds[2].run(_drawn, recipe_of("gpt", 3))
+    assert drawn == pytest.approx(parameters / 2, rel=0.01)
+    assert for_a_checkpoint == 0
+
+
+def _drawn(recipe: Recipe) -> tuple[int, int, int]:
+    """Values that a rank draws for an engine that trains and for one that loads; elements of all matrices."""
+    sizes: list[int] = []
+    bits = philox.bits
+
+    def watched(key: int, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Any:
+        sizes.append(math.prod(size))
+        return bits(key, shape, offset, size)
+
+    platform, engines = select(), backend(recipe)
+    with pytest.MonkeyPatch.context() as patch, model_parallel(recipe.train.seed, recipe.parallelism) as world:
+        patch.setattr(philox, "bits", watched)
+        plan = derive(recipe, world.size, ROOMY)
+        engine = engines.build(plan, platform)
+        shapes = [full_shape(parameter) for module in engine.modules for parameter in module.parameters()]
+        engine.close()
+        drawn = sum(sizes)
+        engines.construct(plan, platform).close()
+    return drawn, sum(sizes) - drawn, sum(math.prod(shape) for shape in shapes if len(shape) > 1)

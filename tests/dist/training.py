@@ -22,7 +22,7 @@ from llmrecipes.engine.megatron.world import model_parallel
 from llmrecipes.engine.registry import backend
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.resume import resume
+from llmrecipes.train.resume import choose, resume
 from llmrecipes.verify import replicas
 from llmrecipes.verify.spec import ReplicaDifference
 from tests.dist.table import SAVED_AT, STEPS
@@ -131,7 +131,9 @@ def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
     different = {"seed": 99, "initial_loss_scale": recipe.train.initial_loss_scale * 4}
     elsewhere = recipe.model_copy(update={"train": recipe.train.model_copy(update=different)})
     with training(elsewhere) as (engine, world):
-        progress = resume(engine, CheckpointStore(folder), world).progress
+        entry = choose(CheckpointStore(folder), world).entry
+        assert entry is not None
+        progress = resume(engine, entry, world)
         assert progress.step == SAVED_AT
         loaded = _everything(engine, world)
         outcome = _run(engine, world, STEPS - SAVED_AT, progress.consumed_samples)

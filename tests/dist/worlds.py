@@ -222,6 +222,8 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         if rendezvous is not None:
             store = dist.FileStore(str(rendezvous), size)
             dist.init_process_group(platform.backend, store=store, rank=rank, world_size=size, timeout=LONGEST_JOB)
+            # A rank whose job ends at once would close connections that another one is still making.
+            dist.barrier()
         try:
             ok, answer = True, job(*arguments)
         except Exception:  # raised again by the test that started the job; this process serves the next one

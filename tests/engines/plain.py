@@ -187,6 +187,9 @@ class PlainBackend:
     def build(self, plan: Plan, platform: Platform) -> PlainEngine:
         return PlainEngine(plan, platform)
 
+    def construct(self, plan: Plan, platform: Platform) -> PlainEngine:
+        return PlainEngine(plan, platform)
+
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> PlainEngine:
         engine = PlainEngine(plan, platform)
         engine.load_state(entry)

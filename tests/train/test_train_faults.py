@@ -318,6 +318,13 @@ def test_a_profile_is_a_chrome_trace_of_the_requested_steps(train: Command, run_
     assert len([name for name in names if str(name).startswith("ProfilerStep#")]) == 2
 
 
+def test_routers_are_measured_in_some_steps_only(train: Command, run_dir: Path) -> None:
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+    code, printed = train(model=experts, train={"log_interval": 1})
+    assert code == 0, printed
+    assert [line["step"] for line in train_lines(run_dir) if "experts" in line] == [1, 10, 12]
+
+
 # -- resuming --------------------------------------------------------------------------------------------------------
 
 

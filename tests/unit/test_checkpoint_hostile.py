@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,7 +25,9 @@ from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.engine.megatron.checkpoint import loader
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, Index
+from llmrecipes.engine.megatron.checkpoint.json_index import JSON_NAME
 from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
+from llmrecipes.engine.megatron.checkpoint.table import MAGIC, Header, decode
 from tests.refusals import refused
 
 INFO = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")
@@ -56,7 +59,7 @@ def marker(tmp_path: Path) -> Path:
 def seal(path: Path, number: int = 2) -> Entry:
     """Make the manifest fit the files, in the format of now or in that of older versions, and find the checkpoint."""
     if number == 1:
-        (path / INDEX_NAME).unlink()
+        (path / INDEX_NAME).unlink()  # which no older version has written
     names = [file.name for file in path.iterdir() if file.name != MANIFEST_NAME]
     manifest = build(INFO, {}, {name: digest(path / name) for name in names})
     old = manifest.model_copy(update={"format": 1}).model_dump_json(indent=1, exclude={"recipe"})
@@ -256,10 +259,12 @@ def test_older_checkpoints_of_debian_12_load(checkpoint: Path) -> None:
     assert_whole(load(seal(checkpoint, 1), state()))
 
 
-def test_both_indexes_agree(checkpoint: Path) -> None:
-    new = read_index(seal(checkpoint))
-    old = read_index(seal(checkpoint, 1))
-    assert flat(new) == flat(old)
+def test_all_forms_of_the_index_agree(checkpoint: Path) -> None:
+    found = flat(read_index(seal(checkpoint)))
+    write_json(checkpoint)
+    assert flat(read_index(seal(checkpoint))) == found
+    (checkpoint / JSON_NAME).rename(checkpoint / INDEX_NAME)
+    assert flat(read_index(seal(checkpoint, 1))) == found
 
 
 def flat(index: Index) -> dict[str, Any]:
@@ -267,7 +272,7 @@ def flat(index: Index) -> dict[str, Any]:
         "files": index.files,
         "objects": index.objects,
         **{
-            name: (each.dtype, each.shape, each.offsets.tolist(), each.sizes.tolist(), each.places.tolist())
+            name: (each.dtype, each.shape, each.longest, [column.tolist() for column in each.columns])
             for name, each in index.tensors.items()
         },
     }
@@ -280,12 +285,197 @@ def test_torchs_own_loader_reads_it(checkpoint: Path) -> None:
     assert found["scalar"] == 7.0
 
 
-# -- the index as JSON -----------------------------------------------------------------------------------------------
+# -- the index as a table ---------------------------------------------------------------------------------------------
+
+Edit = Callable[[dict[str, Any], list[list[int]]], Any]
+"""Changes the header, or the columns; what it returns, if not None, are the types of the columns."""
+
+
+def edit_table(checkpoint: Path, change: Edit) -> None:
+    """Change the index; numbers need not fit the types of their columns."""
+    table = decode((checkpoint / INDEX_NAME).read_bytes())
+    columns = [column.tolist() for column in table.columns]
+    header = Header(files=table.files, objects=table.objects, tensors=table.tensors, columns=["i8"] * len(columns))
+    changed = header.model_dump()
+    kinds = change(changed, columns) or ["i8"] * len(columns)
+    changed["columns"] = kinds
+    (checkpoint / INDEX_NAME).write_bytes(table_bytes(changed, [np.asarray(column, np.int64) for column in columns]))
+
+
+def table_bytes(header: object, columns: list[np.ndarray]) -> bytes:
+    text = json.dumps(header).encode()
+    return b"".join((MAGIC, len(text).to_bytes(8, "little"), text, *(column.tobytes() for column in columns)))
+
+
+def number(column: int, value: int) -> Edit:
+    """Change a number of the only part of "weight": file, first byte, bytes, offset and size of two dimensions."""
+
+    def change(header: dict[str, Any], columns: list[list[int]]) -> None:
+        assert header["tensors"][0]["name"] == "weight" and header["tensors"][0]["rows"] == 1
+        columns[column][0] = value
+
+    return change
+
+
+def head(key: str, value: object, tensor: int = 0) -> Edit:
+    return lambda header, columns: header["tensors"][tensor].update({key: value})
+
+
+def field(key: str, value: object) -> Edit:
+    return lambda header, columns: header.update({key: value})
+
+
+def boxes(*rows: tuple[int, int, int, int], longest: int = 4) -> Edit:
+    """Put several parts in place of the one of "weight": offset and size in either dimension."""
+
+    def change(header: dict[str, Any], columns: list[list[int]]) -> None:
+        header["tensors"][0].update(rows=len(rows), longest=longest)
+        for column in columns[:3]:
+            column[:1] = column[:1] * len(rows)
+        for place, column in enumerate(columns[3:]):
+            column[:1] = [row[place] for row in rows]
+
+    return change
+
+
+def swap_rows(header: dict[str, Any], columns: list[list[int]]) -> None:
+    header["tensors"][0]["rows"], header["tensors"][1]["rows"] = 0, 2
+
+
+def again(header: dict[str, Any], columns: list[list[int]]) -> None:
+    header["tensors"].append(header["tensors"][0])
+    for column in columns:
+        column.append(column[0])
+
+
+HOSTILE_TABLES: dict[str, Edit] = {
+    "file above": field("files", ["../elsewhere"]),
+    "absolute file": field("files", ["/etc/passwd"]),
+    "file that the manifest lacks": field("files", [MANIFEST_NAME]),
+    "file with a zero": field("files", ["a\0b"]),
+    "file number": number(0, 1),
+    "negative file number": number(0, -1),
+    "negative start": number(1, -1),
+    "huge start": number(1, (1 << 63) - 1),
+    "huge length": number(2, 1 << 40),
+    "negative length": number(2, -1),
+    "part outside": number(3, 1),
+    "negative offset": number(3, -1),
+    "part too large": number(4, 5),
+    "part of 2⁶³": number(4, (1 << 63) - 1),
+    "negative size": number(4, -4),
+    "gap": number(4, 3),
+    "no parts": boxes(),
+    "parts twice": boxes((0, 4, 0, 2), (0, 4, 0, 2)),
+    "as many elements, but some twice": boxes((0, 2, 0, 2), (1, 2, 0, 2)),
+    "crossing boxes and gaps": boxes((0, 2, 0, 2), (1, 2, 0, 1), (2, 1, 1, 1), (3, 1, 1, 1)),
+    "unsorted parts": boxes((2, 2, 0, 2), (0, 2, 0, 2), longest=2),
+    "parts longer than said": boxes((0, 3, 0, 2), (3, 1, 0, 2), longest=0),
+    "rows of another tensor": swap_rows,
+    "more rows than there are": head("rows", 2),
+    "2⁶² rows": head("rows", 1 << 62),
+    "rows beyond 64 bits": head("rows", 1 << 80),
+    "negative rows": head("rows", -1),
+    "rows that are no number": head("rows", "1"),
+    "another shape": head("shape", [8]),
+    "more dimensions than columns": head("shape", [4, 2, 1]),
+    "a thousand dimensions": head("shape", [1] * 1000),
+    "huge shape": head("shape", [1 << 60, 1 << 60]),
+    "negative shape": head("shape", [-4, -2]),
+    "dtype that is a function": head("dtype", "load"),
+    "dtype that is not the stored one": head("dtype", "int32"),
+    "tensor twice": again,
+    "another key": field("planner_data", {}),
+    "without tensors": field("tensors", []),
+    "objects of Python in a column": lambda header, columns: ["O"] * len(columns),
+    "fractions in a column": lambda header, columns: ["f8"] * len(columns),
+    "a column less": lambda header, columns: columns.pop() and None,
+    "one column": lambda header, columns: ["i8"],
+    "place of an object outside": lambda header, columns: header["objects"][0].update(place=[0, 0, 1 << 40]),
+    "object in no file": lambda header, columns: header["objects"][0].update(place=[7, 0, 1]),
+    "object named like a tensor": lambda header, columns: header["objects"][0].update(name="weight"),
+    "object twice": lambda header, columns: header["objects"].append(header["objects"][0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE_TABLES))
+def test_a_table_that_cannot_be_true_is_refused(checkpoint: Path, name: str) -> None:
+    edit_table(checkpoint, lambda header, columns: None)
+    assert_whole(load(seal(checkpoint), state()))
+    edit_table(checkpoint, HOSTILE_TABLES[name])
+    require_refused(seal(checkpoint))
+
+
+def test_parts_may_be_any_that_are_the_whole(checkpoint: Path) -> None:
+    table = decode((checkpoint / INDEX_NAME).read_bytes())
+    place = [column.tolist()[0] for column in table.columns[:3]]
+    torch.save(torch.full((2, 1), 7.0), checkpoint / "quarter.distcp")
+    quarter = [1, 0, (checkpoint / "quarter.distcp").stat().st_size]
+
+    def quarters(header: dict[str, Any], columns: list[list[int]]) -> None:
+        header["files"].append("quarter.distcp")
+        boxes((0, 2, 0, 1), (0, 2, 1, 1), (2, 2, 0, 1), (2, 2, 1, 1), longest=2)(header, columns)
+        for column, value in zip(columns, quarter, strict=False):
+            column[:4] = [value] * 4
+
+    assert place[0] == 0
+    edit_table(checkpoint, quarters)
+    assert_whole(load(seal(checkpoint), state()))
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 15, 16, 17, 100, -1])
+def test_a_table_that_is_cut_is_refused(checkpoint: Path, length: int) -> None:
+    whole = (checkpoint / INDEX_NAME).read_bytes()
+    (checkpoint / INDEX_NAME).write_bytes(whole[:length])
+    require_refused(seal(checkpoint), INDEX_NAME)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        MAGIC + b"\xff" * 8,
+        MAGIC + b"\xff" * 7 + b"\x7f" + b"{}",
+        MAGIC + (0).to_bytes(8, "little"),
+        MAGIC + (2).to_bytes(8, "little") + b"{}",
+        MAGIC + (1 << 20).to_bytes(8, "little") + b"[" * (1 << 20),
+        MAGIC[:-1] + b"2" + (2).to_bytes(8, "little") + b"{}",
+        b"{}" * 100,
+    ],
+)
+def test_bytes_that_are_no_table_are_refused(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / INDEX_NAME).write_bytes(content)
+    require_refused(seal(checkpoint), INDEX_NAME)
+
+
+def test_a_byte_more_is_refused(checkpoint: Path) -> None:
+    with (checkpoint / INDEX_NAME).open("ab") as stream:
+        stream.write(b"\0")
+    require_refused(seal(checkpoint), INDEX_NAME)
+
+
+# -- the index as JSON, of older versions ------------------------------------------------------------------------------
+
+
+def write_json(checkpoint: Path) -> None:
+    """Put `index.json`, as older versions wrote it, in place of the index."""
+    table = decode((checkpoint / INDEX_NAME).read_bytes())
+    tensors = []
+    for each, rows in zip(table.tensors, table.rows, strict=True):
+        width = 3 + 2 * len(each.shape)
+        lists = zip(*(column[rows].tolist() for column in table.columns[:width]), strict=True)
+        chunks = [[*row[3::2], *row[4::2], *row[:3]] for row in lists]
+        tensors.append({"name": each.name, "dtype": each.dtype, "shape": each.shape, "chunks": chunks})
+    objects = [each.model_dump() for each in table.objects]
+    found = {"format": 1, "files": table.files, "tensors": tensors, "objects": objects}
+    (checkpoint / JSON_NAME).write_text(json.dumps(found))
+    (checkpoint / INDEX_NAME).unlink()
 
 
 def edit(checkpoint: Path, change: Callable[[Any], Any]) -> None:
-    found = json.loads((checkpoint / INDEX_NAME).read_text())
-    (checkpoint / INDEX_NAME).write_text(json.dumps(change(found) or found))
+    if (checkpoint / INDEX_NAME).exists():
+        write_json(checkpoint)
+    found = json.loads((checkpoint / JSON_NAME).read_text())
+    (checkpoint / JSON_NAME).write_text(json.dumps(change(found) or found))
 
 
 def tensor(found: Any, name: str = "weight") -> Any:
@@ -351,8 +541,9 @@ def test_an_index_that_cannot_be_true_is_refused(checkpoint: Path, name: str) ->
     "content", [b"", b"{", b"\xff\xfe", b"[" * (1 << 20), b'{"files":' * (1 << 17), b"1" * (1 << 20)]
 )
 def test_json_that_is_none_is_refused(checkpoint: Path, content: bytes) -> None:
-    (checkpoint / INDEX_NAME).write_bytes(content)
-    require_refused(seal(checkpoint), INDEX_NAME)
+    (checkpoint / INDEX_NAME).unlink()
+    (checkpoint / JSON_NAME).write_bytes(content)
+    require_refused(seal(checkpoint), JSON_NAME)
 
 
 def test_a_checkpoint_without_an_index_is_refused(checkpoint: Path) -> None:

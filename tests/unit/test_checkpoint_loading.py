@@ -130,3 +130,20 @@ def test_loading_logs_nothing_to_worry_about(checkpoint: Path, group: Ranks, cap
         loaded = load(entry, state())
     assert loaded["rng"] == [1, 2]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("saved", [{}, {"model": {"others": []}}, {"model": {"others": [[], []]}}])
+def test_a_rank_loads_lists_that_the_first_rank_did_not_have(
+    tmp_path: Path, group: Ranks, saved: dict[str, Any]
+) -> None:
+    """Router biases, of a stage whose first layers are dense: what is not sharded comes from the first rank alone."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    with AsyncSaver(store, group, ShardedFormat(), async_save=False) as saver:
+        saver.save({**state(), **saved}, INFO)
+    entry = store.latest_valid()
+    assert entry is not None
+    bias = torch.zeros(4)
+    own = ShardedTensor.from_rank_offsets("weight", bias)
+    loaded = load(entry, {**state(), "model": {"others": [[], [own], []]}})
+    assert torch.equal(bias, torch.ones(4)), "it is read in place"
+    assert loaded["step"] == 1

@@ -147,6 +147,8 @@ def test_random_states_of_another_kind_of_device_are_not_loaded(
     (note,) = caplog.records
     assert note.args is not None
     assert str(entry.path) in note.getMessage()
+    assert "device cpu" in note.args
+    assert {"device": "cpu", "layers": "local"}.items() <= entry.manifest.versions.items()
 
 
 @pytest.mark.parametrize("engine", [("fp32", True)], ids=("fp32",), indirect=True)

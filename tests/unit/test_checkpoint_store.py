@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from llmrecipes.checkpoint import inspection
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, FileRecord, digest
 from llmrecipes.checkpoint.retention import surviving
 from llmrecipes.checkpoint.store import CheckpointStore
@@ -208,10 +209,14 @@ def test_claim_removes_what_a_dead_writer_left(store: CheckpointStore) -> None:
     store.release()
 
 
-def test_claim_finishes_a_checkpoint_killed_before_its_rename(store: CheckpointStore) -> None:
+def test_claim_finishes_a_checkpoint_killed_before_its_rename_without_hashing_it(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish(store, 1)
     publish(store, 2).rename(store.directory / ".tmp-step-00000002-dead")
-    store.claim()
+    with monkeypatch.context() as patch:
+        patch.setattr(inspection, "digest", lambda path: pytest.fail(f"{path} was read by one rank for all"))
+        store.claim()
     store.release()
     assert store.valid(2, full=True)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ import pytest
 
 from llmrecipes.errors import ExitCode
 from llmrecipes.launch.local import Grace, rank_environment, run_ranks
+from llmrecipes.launch.local.ranks import reserved_port
+from llmrecipes.launch.ranks import FIRST_PORT
 from tests.refusals import refused
 
 # Each rank does what the JSON in its argument says under its rank; `wait` lasts until a file is there.
@@ -162,6 +166,16 @@ def test_after_the_grace_period_ranks_are_killed_and_the_code_tells_whether_they
     assert "1 (stopped)" in told
     assert f"step-{2 if saved else 1}" in told
     assert not alive(int((folder / "pid-1").read_text()))
+
+
+def test_a_rendezvous_port_is_held_for_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reserved_port() as one:
+        drawn = (one - FIRST_PORT + number // 2 for number in range(100))
+        monkeypatch.setattr(secrets, "randbelow", lambda _: next(drawn))
+        with reserved_port() as other:
+            assert one < other
+        with socket.create_server(("", one)), reserved_port() as other:  # as torch's store
+            assert one < other
 
 
 def test_variables_of_a_run_reach_every_rank_unless_the_user_has_set_them(

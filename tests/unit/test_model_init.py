@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from llmrecipes.engine.megatron.model.init import global_values
+from llmrecipes.engine.megatron.model import init, philox
+from llmrecipes.engine.megatron.model.init import Piece
+from llmrecipes.engine.megatron.model.init import values as drawn
 from llmrecipes.recipe.schema import Model
 from tests.helpers import LLAMA, MODEL, built, tiny
 
@@ -24,7 +28,11 @@ SHAPES = {
 
 def values(init_method: str, seed: int = 1, names: list[str] | None = None, **model: int) -> dict[str, torch.Tensor]:
     section = Model.model_validate({**MODEL, "init_method": init_method, "init_method_std": 0.02, **model})
-    return {name: global_values(name, torch.Size(SHAPES[name]), section, seed) for name in names or list(SHAPES)}
+    return {name: whole(name, section, seed) for name in names or list(SHAPES)}
+
+
+def whole(name: str, section: Model, seed: int) -> torch.Tensor:
+    return drawn(name, SHAPES[name], section, seed, [0] * len(SHAPES[name]), SHAPES[name])
 
 
 def test_values_follow_from_seed_and_name_alone() -> None:
@@ -36,6 +44,44 @@ def test_values_follow_from_seed_and_name_alone() -> None:
     assert torch.equal(values("normal", names=[DOWN])[DOWN], one[DOWN])
     assert not torch.equal(values("normal", seed=2)[QKV], one[QKV])
     assert not torch.equal(one[QKV][:256], one[OUT] * 2)
+
+
+@pytest.mark.parametrize("init_method", ["normal", "xavier_uniform", "kaiming_normal"])
+@pytest.mark.parametrize("name", [QKV, DOWN])
+def test_a_box_has_the_values_of_the_whole(init_method: str, name: str) -> None:
+    section = Model.model_validate({**MODEL, "init_method": init_method})
+    expected = whole(name, section, 1)
+    rows, columns = SHAPES[name]
+    for offset, size in (((rows // 2, 0), (rows // 2, columns)), ((0, columns // 4), (rows, columns // 4))):
+        box = tuple(slice(first, first + length) for first, length in zip(offset, size, strict=True))
+        assert torch.equal(drawn(name, SHAPES[name], section, 1, offset, size), expected[box])
+
+
+def test_a_rank_draws_its_part_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    bits = philox.bits
+
+    def counted(key: int, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Any:
+        asked.append(math.prod(size))
+        return bits(key, shape, offset, size)
+
+    monkeypatch.setattr(philox, "bits", counted)
+    monkeypatch.setattr(init, "SLAB", 1 << 18)
+    section = Model.model_validate(MODEL)
+    parts = [torch.full((128, 32, 8192), math.nan)[:, 0], torch.full((16, 16384), math.nan)]
+    shape = (16384, 16384)
+    init.draw([Piece(part, QKV, shape, (256, 8192)) for part in parts[:1]], section, 1)
+    assert (sum(asked), max(asked)) == (128 * 8192, 1 << 18)
+    init.draw([Piece(parts[1], QKV, shape, (256, 0))], section, 1)
+    assert torch.equal(parts[0][:16], parts[1][:, 8192:])
+
+
+@pytest.mark.parametrize("init_method", ["normal", "xavier_uniform", "kaiming_normal"])
+@pytest.mark.parametrize("name", [WORDS, "output_layer.weight"])
+def test_rows_that_pad_the_vocabulary_change_no_value(init_method: str, name: str) -> None:
+    section = Model.model_validate({**MODEL, "init_method": init_method})
+    one, other = (drawn(name, (rows, 64), section, 1, (0, 0), (100, 64)) for rows in (128, 1024))
+    assert torch.equal(one, other)
 
 
 def test_normal_with_scaled_output_projections() -> None:

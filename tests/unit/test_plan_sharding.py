@@ -20,6 +20,7 @@ N = 24 * (4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048) + 50304 * 2048 + 2048
 """Parameters of gpt-1b with its padded vocabulary."""
 PLAIN = ("parallelism.overlap_grad_reduce=false", "parallelism.overlap_param_gather=false")
 BUCKET = 500_000_000
+EMBEDDING = 50304 * 2048
 EXACT = ("zero.stage3_max_live_parameters=0", "zero.stage3_max_reuse_distance=0", "zero.stage3_prefetch_bucket_size=0")
 
 
@@ -65,30 +66,31 @@ def test_parameters() -> None:
     [
         # Figure 1 of arXiv 1910.02054: 2 + 2 + 12 bytes a parameter, each divided from its stage on; fp32 gradients.
         (("zero.stage=1",), 2 * N, 4 * N, 12 * N // 8, 0),
-        (("zero.stage=1", "engine=deepspeed"), 2 * N, 4 * N, 12 * N // 8, (2 + 4) * BUCKET),
-        (("zero.stage=2",), 2 * N, 4 * N // 8, 12 * N // 8, (2 + 4) * BUCKET),
+        (("zero.stage=1", "engine=deepspeed"), 2 * N, 4 * N, 12 * N // 8, 0),
+        (("zero.stage=1", "engine=deepspeed", "train.precision=fp16"), 2 * N, 4 * N, 12 * N // 8, 4 * BUCKET),
+        (("zero.stage=2",), 2 * N, 4 * N // 8, 12 * N // 8, 2 * BUCKET + 4 * N // 8),
         (
             ("zero.stage=2", "parallelism.grad_reduce_in_fp32=false"),
-            2 * N, 2 * N // 8, 12 * N // 8, 2 * BUCKET,
+            2 * N, 2 * (N // 8 + EMBEDDING), 12 * N // 8, 2 * BUCKET,
         ),
-        (("zero.stage=2", "zero.overlap_comm=true"), 2 * N, 4 * N // 8, 12 * N // 8, (2 + 2 + 4) * BUCKET),
-        (("zero.stage=2", "train.precision=fp32"), 4 * N, 4 * N // 8, 12 * N // 8, 4 * BUCKET),
-        (("zero.stage=2", "zero.offload_optimizer=cpu"), 2 * N, 0, 0, (2 + 4) * BUCKET),
-        (("zero.stage=1", "zero.offload_optimizer=cpu"), 2 * N, 4 * N, 0, (2 + 4) * BUCKET),
+        (("zero.stage=2", "zero.overlap_comm=true"), 2 * N, 4 * N // 8, 12 * N // 8, 2 * 2 * BUCKET + 4 * N // 8),
+        (("zero.stage=2", "train.precision=fp32"), 4 * N, 4 * (N // 8 + EMBEDDING), 12 * N // 8, 4 * BUCKET),
+        (("zero.stage=2", "zero.offload_optimizer=cpu"), 2 * N, 0, 0, 2 * BUCKET + 4 * N // 8),
+        (("zero.stage=1", "zero.offload_optimizer=cpu"), 2 * N, 4 * N, 0, 4 * BUCKET),
         # Stage 3 and gathered: a billion parameters by default.
-        (("zero.stage=3",), 2 * N // 8 + 2 * 10**9, 4 * N // 8, 12 * N // 8, 4 * BUCKET),
-        (("zero.stage=3", "train.precision=fp32"), 4 * N // 8 + 4 * 10**9, 4 * N // 8, 12 * N // 8, 4 * BUCKET),
+        (("zero.stage=3",), 2 * N // 8, 4 * N // 8, 12 * N // 8, 2 * 10**9 + 2 * 4 * BUCKET),
+        (("zero.stage=3", "train.precision=fp32"), 4 * N // 8, 4 * N // 8, 12 * N // 8, 4 * 10**9 + 2 * 4 * BUCKET),
         (
             ("zero.stage=3", "zero.zero_hpz_partition_size=4"),
-            2 * N // 8 + 2 * N // 4 + 2 * 10**9, 4 * N // 8, 12 * N // 8, 4 * BUCKET,
+            2 * N // 8 + 2 * N // 4, 4 * N // 8, 12 * N // 8, 2 * 10**9 + 2 * 4 * BUCKET,
         ),
         (
             ("zero.stage=3", "train.precision=fp32", "zero.offload_param=cpu"),
-            4 * 10**9, 4 * N // 8, 12 * N // 8, 4 * BUCKET,
+            0, 4 * N // 8, 12 * N // 8, 4 * 10**9 + 2 * 4 * BUCKET,
         ),
         (
             ("zero.stage=3", "zero.offload_optimizer=cpu", "zero.offload_param=cpu"),
-            2 * 10**9, 0, 0, 4 * BUCKET,
+            0, 0, 0, 2 * 10**9 + 2 * 4 * BUCKET,
         ),
     ],
 )  # fmt: skip
@@ -102,12 +104,21 @@ def test_the_states_of_a_rank(
 
 
 def test_stage_3_gathers_at_least_its_largest_part_and_at_most_the_model() -> None:
-    share = 2 * N // 8
-    embedding = 50304 * 2048
-    assert plan("zero.stage=3", *EXACT).memory.weights == share + 2 * embedding
+    reducing = 2 * 4 * BUCKET
+    assert plan("zero.stage=3", *EXACT).memory.buffers == 2 * EMBEDDING + reducing
     more = plan("zero.stage=3", *EXACT[:2], "zero.stage3_prefetch_bucket_size=1000").memory
-    assert more.weights == share + 2 * (embedding + 1000)
-    assert plan("zero.stage=3", "zero.stage3_max_live_parameters=9000000000").memory.weights == share + 2 * N
+    assert more.buffers == 2 * (EMBEDDING + 1000) + reducing
+    assert plan("zero.stage=3", "zero.stage3_max_live_parameters=9000000000").memory.buffers == 2 * N + reducing
+
+
+def test_a_small_sum_of_stage_1_is_copied_to_reduce_it() -> None:
+    small = derive(load("gpt-125m", [*PLAIN, "engine=deepspeed", "zero.stage=1"]).recipe, 8, NODE)
+    assert small.memory.buffers == 4 * small.num_parameters.total
+
+
+def test_above_64_ranks_whole_buckets_are_copied_to_reduce_them() -> None:
+    found = plan("zero.stage=2", "train.global_batch_size=576", machine=NODE.times(9), ranks=72)
+    assert found.memory.buffers == (2 + 2 + 4) * BUCKET
 
 
 @pytest.mark.parametrize(
@@ -151,7 +162,8 @@ def test_on_a_cpu_offloaded_states_are_in_the_same_memory() -> None:
     assert here.host_memory_bytes == here.memory.host == 0
     assert here.memory.gradients + here.memory.optimizer == there.memory.host
     small = derive(load("gpt-tiny", ["zero.stage=3"]).recipe, 2, LAPTOP)
-    assert small.memory.buffers == 4 * small.num_parameters.total  # what is written to, of a larger bucket
+    # Gathered weights, and what is written to, of a larger bucket and its copy.
+    assert small.memory.buffers == 3 * 4 * small.num_parameters.total
 
 
 def test_sharded_gradients_need_two_replicas_on_a_cpu() -> None:

@@ -38,6 +38,7 @@ from llmrecipes.tracking import run_tracker
 from llmrecipes.train import loaders, worker
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
+from llmrecipes.train.resume import Start
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow import train as workflow
 from tests.helpers import MODEL, ROOMY, TRAIN, RandomTokens, built, engine_of, random_batches, tiny
@@ -151,7 +152,9 @@ def tracking(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> d
 
 def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("llmrecipes.checkpoint.saver.AsyncSaver", recorder)
-    monkeypatch.setattr("llmrecipes.checkpoint.saver.saver_group", lambda: None)
+    for name in ("checkpoint.saver.saver_group", "checkpoint.saver.claim"):
+        monkeypatch.setattr(f"llmrecipes.{name}", lambda *_: None)
+    monkeypatch.setattr("llmrecipes.train.resume.choose", lambda *_, **__: Start(None))
     engine = SimpleNamespace(close=lambda: None, checkpoint_format=lambda: None)
     backend = SimpleNamespace(
         platform=lambda _: SimpleNamespace(name="cpu"),

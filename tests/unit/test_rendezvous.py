@@ -27,7 +27,8 @@ def test_nccl_gets_the_device_and_later_groups_are_not_split_off(monkeypatch: py
     connect(gpu, TIMEOUT)
     try:
         assert told == {"backend": "nccl", "device_id": torch.device("cuda", 3)}
-        # Bound to a GPU, torch would look for the communicator to split this group off.
+        # Bound to a GPU, torch would split later groups off by a collective of all ranks.
+        assert dist.group.WORLD.bound_device_id is None  # type: ignore[union-attr]
         assert dist.new_group([0], backend="gloo").size() == 1
     finally:
         dist.destroy_process_group()

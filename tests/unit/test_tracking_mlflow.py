@@ -35,7 +35,7 @@ from llmrecipes.tracking.mlflow.config import LOCK
 from llmrecipes.tracking.mlflow.database import require_database
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.tracking.store import redact, tracking_uri
-from tests.helpers import ROOT
+from tests.helpers import ROOT, not_waiting_for
 from tests.refusals import refused
 
 TOTAL = 1000
@@ -243,6 +243,7 @@ def train_and_die(runs_dir: Path, name: str) -> None:
 def test_a_run_killed_outright_is_closed_in_mlflow_all_the_same(runs_dir: Path) -> None:
     train_and_die(runs_dir, "killed")
     uri = tracking_uri(runs_dir)
+    wait_for(lambda: "run_id" in identity(runs_dir / "tiny" / "killed"))  # two that create the database fail
 
     def closed() -> bool:
         found = MlflowClient(uri).get_experiment_by_name("killed")
@@ -340,14 +341,14 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
         process.wait()
     with ExitStack() as stack:
         stack.enter_context(web.reserved(port))  # for the server that replaces the dead one
-        slowest = 0.0
-        for number in range(12, 31):
-            before = time.perf_counter()
-            tracker.step(step(number))
-            slowest = max(slowest, time.perf_counter() - before)
+        (mirror,) = [
+            each for each in psutil.Process().children() if "llmrecipes.tracking.mlflow.mirror" in each.cmdline()
+        ]
+        with not_waiting_for(mirror):
+            for number in range(12, 31):
+                tracker.step(step(number))
         wait_for(lambda: "retrying in the background" in caplog.text)
         tracker.close("KILLED")
-        assert slowest < 1.0
         assert caplog.text.count("retrying") == 1  # said once
         assert "20 point(s) lost" in caplog.text
         assert len((runs / "tiny" / "r" / "metrics.jsonl").read_text().splitlines()) == 30

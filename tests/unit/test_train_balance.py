@@ -190,7 +190,7 @@ def test_expert_bias_turns_tokens_away_from_crowded_experts(world: World) -> Non
     recipe = moe_recipe(
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
-        moe_router_bias_update_rate=0.02,
+        moe_router_bias_update_rate=0.01,
         moe_router_load_balancing_type="none",
     )
     # The bias alone has to do it: the weights stay.
@@ -203,8 +203,8 @@ def test_expert_bias_turns_tokens_away_from_crowded_experts(world: World) -> Non
         mean = sum(layer.tokens_per_expert) / EXPERTS
         moved = [now - then for now, then in zip(router.expert_bias.tolist(), crooked, strict=True)]
         for count, move in zip(layer.tokens_per_expert, moved, strict=True):
-            assert move == pytest.approx(0.02 * ((count < mean) - (count > mean)))
-    for _ in range(30):
+            assert move == pytest.approx(0.01 * ((count < mean) - (count > mean)), abs=1e-7)  # biases are in fp32
+    for _ in range(60):
         last = one_step(engine).layers
     for before, after in zip(first, last, strict=True):
         assert before.imbalance > 1.4 and after.imbalance < 1.1

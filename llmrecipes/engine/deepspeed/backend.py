@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Engine, Platform, TextModel, World
-from llmrecipes.engine.deepspeed.build import build, zero
+from llmrecipes.engine.base import Engine, MetaEngine, Platform, TextModel, World
+from llmrecipes.engine.deepspeed.build import build, construct, zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.runtime import communication
 from llmrecipes.engine.deepspeed.swap import swap_files
 from llmrecipes.engine.megatron.backend import MegatronBackend
+from llmrecipes.engine.megatron.checkpoint.placement import Placement
+from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.hardware.profile import Group
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
@@ -39,11 +41,25 @@ class DeepSpeedBackend:
 
     def build(self, plan: Plan, platform: Platform) -> DeepSpeedEngine:
         """See `Backend`."""
+        return _engine(plan, platform, build)
+
+    def construct(self, plan: Plan, platform: Platform) -> DeepSpeedEngine:
+        """See `Backend`."""
+        return _engine(plan, platform, construct)
+
+    def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
+        """See `MetaBackend`."""
+        return self._megatron.meta_platform(rank, world_size, kernels, skew)
+
+    def construct_meta(self, plan: Plan, platform: Platform) -> MetaEngine:
+        """See `MetaBackend`."""
         with ExitStack() as stack:
-            stack.enter_context(swap_files(zero(plan.recipe), dist.get_rank()))
             stack.enter_context(communication(platform))
-            built, placements = build(plan, platform)
-            return DeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
+            # Its import is DeepSpeed's, which guesses an accelerator unless it has been named.
+            from llmrecipes.engine.deepspeed.meta import MetaDeepSpeedEngine
+
+            built, placements = construct(plan, platform)
+            return MetaDeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
 
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """See `Backend`."""
@@ -60,3 +76,13 @@ class DeepSpeedBackend:
     def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
         """See `Backend`."""
         return self._megatron.process_groups()
+
+
+def _engine(
+    plan: Plan, platform: Platform, model: Callable[[Plan, Platform], tuple[BuiltModel, list[Placement]]]
+) -> DeepSpeedEngine:
+    with ExitStack() as stack:
+        stack.enter_context(swap_files(zero(plan.recipe), dist.get_rank()))
+        stack.enter_context(communication(platform))
+        built, placements = model(plan, platform)
+        return DeepSpeedEngine(plan, built, placements, platform, stack.pop_all())

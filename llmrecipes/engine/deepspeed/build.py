@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from llmrecipes.engine.deepspeed.operators import load_operators
 from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
 from llmrecipes.engine.deepspeed.placement import full_shape, placements
 from llmrecipes.engine.deepspeed.runtime import mpu
+from llmrecipes.engine.megatron.checkpoint.boxes import boxes
 from llmrecipes.engine.megatron.checkpoint.placement import Placement
 from llmrecipes.engine.megatron.model import gpt
-from llmrecipes.engine.megatron.model.init import global_name, global_values
+from llmrecipes.engine.megatron.model.init import Piece, draw, global_name, initialise
 from llmrecipes.engine.megatron.model.mup import hidden_group, is_hidden
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
@@ -28,17 +30,21 @@ from llmrecipes.recipe.schema import Recipe, Zero
 
 
 def build(plan: Plan, platform: Platform) -> tuple[gpt.BuiltModel, list[Placement]]:
-    """The initialised model of this rank; with stage 3 each rank only ever has its part of a parameter's memory."""
-    load_operators(zero(plan.recipe))
+    """`construct`, with initial values."""
+    built, found = construct(plan, platform)
     if zero(plan.recipe).stage < 3:
-        built = gpt.build(plan, platform)
-        return built, placements(built.module)
-    with _partitioned(plan):
-        built = gpt.construct(plan, platform)
-    found = placements(built.module)
-    for placement in found:
-        _initialise(placement, plan.recipe)
+        initialise(built.module.sharded_state(), plan.recipe.model, plan.recipe.train.seed)
+    else:
+        _initialise_partitions(found, plan.recipe)
     return built, found
+
+
+def construct(plan: Plan, platform: Platform) -> tuple[gpt.BuiltModel, list[Placement]]:
+    """The model of this rank, without defined values; stage 3 only ever has its part of a parameter's memory."""
+    load_operators(zero(plan.recipe))
+    with _partitioned(plan) if zero(plan.recipe).stage == 3 else nullcontext():
+        built = gpt.construct(plan, platform)
+    return built, placements(built.module)
 
 
 def zero(recipe: Recipe) -> Zero:
@@ -130,23 +136,20 @@ def _partitioned(plan: Plan) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def _initialise(placement: Placement, recipe: Recipe) -> None:
-    """Fill this rank's part of a partitioned parameter with the values that every layout starts from."""
+def _initialise_partitions(found: list[Placement], recipe: Recipe) -> None:
+    """Fill this rank's part of each parameter with the values that every layout starts from."""
+    draw((piece for placement in found for piece in _own_pieces(placement)), recipe.model, recipe.train.seed)
+    for placement in found:
+        drop_second_copy(placement.parameter)
+
+
+def _own_pieces(placement: Placement) -> Iterator[Piece]:
     partition = own_partition(placement.parameter)
     for part in placement.parts:
         shard, depth = part.shard, part.shard.prepend_axis_num
-        shape = torch.Size(shard.global_shape[depth:])
-        whole = global_values(global_name(shard), shape, recipe.model, recipe.train.seed)
-        local = whole[
-            tuple(
-                slice(first, first + size)
-                for first, size in zip(shard.global_offset[depth:], shard.local_shape, strict=True)
-            )
-        ].flatten()
-        start, stop = max(partition.start, part.start), min(partition.stop, part.start + part.numel)
-        if start < stop:
-            partition.values[start - partition.start : stop - partition.start].copy_(
-                local[start - part.start : stop - part.start]
-            )
-    drop_second_copy(placement.parameter)
+        inside = range(max(partition.start, part.start), min(partition.stop, part.start + part.numel))
+        for box in boxes(shard.local_shape, inside.start - part.start, inside.stop - part.start):
+            first = part.start + box.start - partition.start
+            into = partition.values[first : first + prod(box.shape)].view(box.shape)
+            offset = [a + b for a, b in zip(shard.global_offset[depth:], box.offset, strict=True)]
+            yield Piece(into, global_name(shard), shard.global_shape[depth:], offset)

@@ -7,15 +7,9 @@ from copy import deepcopy
 from typing import Any, cast
 
 from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.sharding import OWNERS
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.zero import STAGE_3, Zero
-
-OWNERS = 64
-"""Data-parallel ranks up to which stages 1 and 2 reduce each gradient to its owner, half the bytes of an all-reduce.
-
-That is a collective for every owner, and each passes through all ranks: its latency grows with the square of their
-number, while the bytes saved do not.
-"""
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:

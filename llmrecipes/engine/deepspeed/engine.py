@@ -161,7 +161,7 @@ class DeepSpeedEngine:
 
     def checkpoint_format(self) -> ShardedFormat:
         """See `Engine`."""
-        return ShardedFormat()
+        return ShardedFormat({"device": self.platform.name, "layers": self.implementation.name})
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """See `Engine`."""

@@ -121,6 +121,12 @@ class Partition:
             else:
                 state["step"] = count
 
+    def states(self) -> Iterator[torch.Tensor]:
+        """Master weights and moments of this rank, in memory."""
+        for master in self._masters():
+            yield master.detach()
+            yield from (each for each in self.base.state[master].values() if torch.is_tensor(each))
+
     def _masters(self) -> list[torch.Tensor]:
         # Stage 3 shows its optimizer one group at a time, so its parameter groups are empty.
         partitioned = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.disk import unfit_for_offload
 from llmrecipes.hardware.operators import ASYNC_IO, CPU_ADAM, obstacle
@@ -29,6 +30,33 @@ def require_offload(recipe: Recipe) -> None:
             rule="nvme_path is a folder on a fast disk of each node: every step reads and writes all of it",
             fix="a folder on a local NVMe disk, or offload to cpu",
         )
+
+
+def require_no_data(recipe: Recipe) -> None:
+    """Refuse what DeepSpeed computes outside of torch, which needs data.
+
+    Raises:
+        UserError: the recipe offloads or quantizes.
+    """
+    zero = recipe.zero
+    if zero is None:
+        return
+    for key in ("offload_optimizer", "offload_param"):
+        if getattr(zero, key) != "none":
+            raise UserError(
+                f"{getattr(zero, key)} cannot run on tensors without data",
+                where=f"zero.{key}",
+                rule="DeepSpeed reads and writes what it offloads in host memory, with operators of its own",
+                fix=f"zero.{key}=none; the plan of both memories: {command_line('show', recipe.name)}",
+            )
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if getattr(zero, key):
+            raise UserError(
+                "true",
+                where=f"zero.{key}",
+                rule="DeepSpeed quantizes with CUDA kernels, which need data",
+                fix=f"zero.{key}=false",
+            )
 
 
 def _operators(zero: Zero) -> Iterator[tuple[str, str]]:

@@ -29,7 +29,7 @@ _MPU = {
 def communication(platform: Platform) -> Iterator[None]:
     """A block in which DeepSpeed uses the device and the process group of this process."""
     # Read at DeepSpeed's first import, which would otherwise guess.
-    os.environ["DS_ACCELERATOR"] = platform.name
+    os.environ["DS_ACCELERATOR"] = "cpu" if platform.name == "meta" else platform.name
     os.environ.setdefault("LOCAL_RANK", "0")  # a single process without a launcher
     os.environ["PATH"] = search_path()
     import deepspeed
@@ -37,6 +37,10 @@ def communication(platform: Platform) -> Iterator[None]:
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.utils import groups, logger
 
+    if platform.name == "meta":
+        from llmrecipes.engine.deepspeed import meta_accelerator
+
+        meta_accelerator.install()
     if platform.name == "cpu":
         # It asks for fast fp16; torch computes in fp16 on every CPU.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True

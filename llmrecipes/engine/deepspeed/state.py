@@ -18,7 +18,7 @@ from llmrecipes.engine.deepspeed.build import zero
 from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
 from llmrecipes.engine.deepspeed.placement import other_state
 from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
-from llmrecipes.engine.megatron.checkpoint.placement import Owned, copy_loaded
+from llmrecipes.engine.megatron.checkpoint.placement import Owned
 from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
 from llmrecipes.engine.megatron.state import load_model, model_state
 
@@ -37,15 +37,12 @@ def load_state(engine: DeepSpeedEngine, entry: Entry) -> Progress:
     random = same_random_states(engine.recipe, entry, index)
     owned = list(engine.partition.owned())
     wanted = _sharded_state(engine, Progress(), owned, random)
-    model, optimizer = wanted["model"], wanted["optimizer"]["param_state"]
     loaded = load(entry, wanted, index)
     if zero(engine.recipe).stage < 3:
         load_model([engine.module], loaded["model"])
     else:
-        copy_loaded(loaded["model"], model)
         for placement in engine.placements:
             drop_second_copy(placement.parameter)
-    copy_loaded(loaded["optimizer"]["param_state"], optimizer)
     engine.partition.write_back(owned)
     engine.partition.updates = loaded["optimizer"]["step"]
     _load_scaler(engine, loaded["optimizer"]["grad_scaler"])

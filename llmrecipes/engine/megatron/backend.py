@@ -13,7 +13,7 @@ from llmrecipes.engine.megatron import generate, schedule, world
 from llmrecipes.engine.megatron.checkpoint.loader import load
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
-from llmrecipes.engine.megatron.model.upcycle import copy_into_experts
+from llmrecipes.engine.megatron.model.upcycle import ROUTER, copy_into_experts
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.state import load_model, model_state
 from llmrecipes.engine.sampling import Sampling
@@ -48,8 +48,12 @@ class MegatronBackend:
         return MegatronEngine(plan, build(plan, platform), platform)
 
     def construct(self, plan: Plan, platform: Platform) -> MegatronEngine:
-        """See `MetaBackend`."""
+        """See `Backend`."""
         return MegatronEngine(plan, construct(plan, platform), platform)
+
+    def construct_meta(self, plan: Plan, platform: Platform) -> MegatronEngine:
+        """See `MetaBackend`."""
+        return self.construct(plan, platform)
 
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:
         """See `Backend`."""
@@ -58,7 +62,7 @@ class MegatronBackend:
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         """See `Backend`."""
         given = _loaded(dense, platform, entry)
-        built = build(moe, platform)
+        built = build(moe, platform, only=ROUTER)
         copy_into_experts(given.module, built.module)
         del given
         # The optimizer copies its master weights here, so the experts' weights must be set before.
@@ -89,6 +93,6 @@ class TextGPT:
 
 
 def _loaded(plan: Plan, platform: Platform, entry: Entry) -> BuiltModel:
-    built = build(plan, platform)
+    built = construct(plan, platform)
     load_model(built.modules, load(entry, model_state(built.modules)))
     return built

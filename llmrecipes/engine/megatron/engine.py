@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -47,6 +47,7 @@ class MegatronEngine:
     """
 
     name = "megatron"
+    first_steps = 0
 
     def __init__(self, plan: Plan, built: BuiltModel, platform: Platform) -> None:
         self.recipe, self.plan, self.platform = plan.recipe, plan, platform
@@ -141,6 +142,9 @@ class MegatronEngine:
             "optimizer": update.states(self.optimizer, parameters),
         }
 
+    def watch_states(self, see: Callable[[str, Iterable[torch.Tensor]], None]) -> None:
+        """See `MetaEngine`; all of them stay."""
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Engine`."""
         found = [pair for module in self.modules for pair in _as_in_the_whole_model(module)]
@@ -166,7 +170,7 @@ class MegatronEngine:
 
     def checkpoint_format(self) -> ShardedFormat:
         """See `Engine`."""
-        return ShardedFormat()
+        return ShardedFormat({"device": self.platform.name, "layers": self.implementation.name})
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """See `Engine`."""

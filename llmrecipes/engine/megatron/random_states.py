@@ -28,7 +28,8 @@ def same_random_states(recipe: Recipe, entry: Entry, index: Index) -> bool:
         saved, resumed = _degrees(then), _degrees(now)
     elif tensor_differences(index, {"random": sharded_random_states()}):
         # A GPU's generator has another state than a CPU's.
-        saved, resumed = "another kind of device", torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        saved = f"device {entry.manifest.versions.get('device', 'of another kind')}"
+        resumed = f"device {'cuda' if torch.cuda.is_available() else 'cpu'}"
     else:
         return True
     if dist.get_rank() == 0:

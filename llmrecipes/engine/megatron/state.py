@@ -28,7 +28,6 @@ from llmrecipes.engine.megatron.checkpoint.placement import (
     EXTRA_STATE,
     Owned,
     Placement,
-    copy_loaded,
     is_extra_state,
     other_state,
     placements,
@@ -71,8 +70,6 @@ def load_state(engine: MegatronEngine, entry: Entry) -> Progress:
     weights = [] if distributed else [_weights(each, exclusive=False) for part in needed.values() for each in part]
     wanted = _state(engine, model, weights, needed, Progress(), exclusive=distributed, random=random)
     loaded = load(entry, wanted, index)
-    copy_loaded(loaded["model"], wanted["model"])
-    copy_loaded(loaded["optimizer"].get("param_state", {}), wanted["optimizer"]["param_state"])
     finish_load(engine.optimizer, loaded["optimizer"]["step"], loaded["optimizer"]["grad_scaler"])
     if distributed:
         for chunk in engine.chunks:

@@ -20,6 +20,8 @@ PREDICTION_LOSSES_ARE_SCALED = _VERSION >= (0, 19)
 MUP_IS_BUILT_IN = _VERSION >= (0, 19)
 """megatron-core has the maximal-update parametrisation, except for our initialisation; before, `model.mup` has it."""
 
+PERMUTES_BY_MASK = _VERSION < (0, 19)
+"""Tokens are sorted by expert with masked selections, for whose size the host waits."""
 
 SENDS_BEFORE_FREEING = _VERSION >= (0, 19)
 """With virtual pipeline stages, whose messages overlap with computation, an output is freed after it was sent; before,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -87,15 +87,16 @@ def run_ranks(
     Raises:
         UserError: ranks were killed after the grace period, and no checkpoint was published since the signal.
     """
-    if node is None:
-        port = _free_port()
-        environments = [rank_environment(rank, world_size, port, threads) for rank in range(world_size)]
-    else:
-        ours = node.ranks(world_size // node.nodes)
-        environments = [{**rank.variables(), "OMP_NUM_THREADS": str(threads)} for rank in ours]
     common = {**missing(environment or {}, os.environ), **os.environ, LAUNCHER: str(os.getpid())}
     processes: list[subprocess.Popen[bytes]] = []
-    with _forwarded_signals(processes) as signals:
+    with ExitStack() as stack:
+        if node is None:
+            port = stack.enter_context(reserved_port())
+            environments = [rank_environment(rank, world_size, port, threads) for rank in range(world_size)]
+        else:
+            ours = node.ranks(world_size // node.nodes)
+            environments = [{**rank.variables(), "OMP_NUM_THREADS": str(threads)} for rank in ours]
+        signals = stack.enter_context(_forwarded_signals(processes))
         # A rank starts with it blocked, because Python would raise KeyboardInterrupt until a handler is installed.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -221,10 +222,20 @@ def _log(logs: Path, rank: str) -> Path:
     return logs / f"rank-{rank}.log"
 
 
-def _free_port() -> int:
-    """A port for the rendezvous, which starts some seconds later, when ranks have imported torch."""
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port for the rendezvous on the loopback interface; no other launcher gets it while the context is open.
+
+    The first rank binds it some seconds later, when it has imported torch, with SO_REUSEADDR.
+    """
     while True:
         port = FIRST_PORT + secrets.randbelow(PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        with socket.socket() as holder:
+            try:
+                holder.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            # Only now: with it, this socket could be bound to a port that another launcher holds.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            yield port
+            return

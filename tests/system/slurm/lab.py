@@ -85,12 +85,18 @@ class Lab:
         done = subprocess.run(
             command, env=self.variables, cwd=cwd, capture_output=True, text=True, timeout=60, check=False
         )
-        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        assert not check or done.returncode == 0, f"{command}: {done.returncode} {done.stdout}{done.stderr}"
         return done
 
     def job(self, number: str) -> dict[str, str]:
         """A job's fields as `scontrol show job` has them."""
-        words = self.run("scontrol", "--oneliner", "show", "job", number).stdout.split()
+        command = ["scontrol", "--oneliner", "show", "job", number]
+
+        def ask() -> list[str] | None:  # again where it fails, as it did once, without a word, on a busy machine
+            done = self.run(*command, check=False)
+            return done.stdout.split() if done.returncode == 0 else None
+
+        words = self.until(ask, " ".join(command), 30)
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, number: str, *states: str, timeout: float = 240) -> dict[str, str]:
@@ -232,7 +238,7 @@ def _configure(lab: Lab, spank: str, accounting: bool, prolog: str) -> None:
                 "PriorityType=priority/basic", "SlurmdParameters=config_overrides", "ReturnToService=2",
                 "SlurmdTimeout=10", "SlurmctldTimeout=10", "InactiveLimit=0", "KillWait=5", "MinJobAge=3600",
                 "BatchStartTimeout=20", "JobRequeue=1", "PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE",
-                "TopologyPlugin=topology/tree", "EnforcePartLimits=ALL", *account, *plugin, *lines,
+                "TopologyPlugin=topology/tree", "EnforcePartLimits=ALL", "MessageTimeout=30", *account, *plugin, *lines,
                 "PartitionName=train Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF",
                 "PartitionName=spot Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE "
                 "GraceTime=60",
@@ -371,7 +377,9 @@ def _free_network() -> str:
     """Numbers of a network that this machine does not have, so that several runs of the tests do not meet."""
     show = ["ip", "-4", "-oneline", "addr"]
     done = subprocess.run(show, capture_output=True, text=True, check=True, env={"PATH": PATH})
-    return f"231.{random.choice([number for number in range(1, 255) if f' 10.231.{number}.' not in done.stdout])}"
+    # From a place of its own: another process of pytest-xdist may be about to take one.
+    numbers = ((os.getpid() * 16 + number) % 254 + 1 for number in range(254))
+    return f"231.{next(number for number in numbers if f' 10.231.{number}.' not in done.stdout)}"
 
 
 def _free_ports() -> int:

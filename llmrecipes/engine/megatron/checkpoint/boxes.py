@@ -6,7 +6,8 @@ tensors, which any other layout can read: a range of a tensor of n dimensions is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -50,3 +51,23 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterat
     before = index * prod(shape[1:])
     for box in boxes(shape[1:], start - before, stop - before):
         yield Box((index, *box.offset), (1, *box.shape), box.start + before)
+
+
+def runs(shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Start and length of the ranges of a flattened row-major tensor that a box is, in the box's order.
+
+    Args:
+        shape: of the tensor.
+        offset, size: of the box.
+    """
+    if not prod(size):
+        return
+    whole = len(shape)  # the dimensions from here on are taken whole
+    while whole and size[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    cut = max(whole - 1, 0)
+    strides = [prod(shape[number + 1 :]) for number in range(len(shape))]
+    length = prod(size[cut:])
+    for index in product(*map(range, size[:cut])):
+        place = [*(first + step for first, step in zip(offset, index, strict=False)), *offset[cut:]]
+        yield sum(number * stride for number, stride in zip(place, strides, strict=True)), length

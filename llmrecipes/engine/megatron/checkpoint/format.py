@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from llmrecipes.checkpoint.format import StateDict, Written
-from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, Document, merge, parse
+from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, covered
 from llmrecipes.engine.megatron.checkpoint.snapshot import Staging
+from llmrecipes.engine.megatron.checkpoint.table import Table, boxes_of, decode, encode, merge
 from llmrecipes.engine.megatron.checkpoint.torch_index import METADATA_NAME, MOST_PARTS, pickled
 from llmrecipes.engine.megatron.checkpoint.writer import write_file
 from llmrecipes.io import write_synced
@@ -49,9 +49,13 @@ class ShardedFormat:
 
     Ranks write their files, and the index of each, without asking each other: torch's and megatron-core's own writers
     plan on one rank what all of them write.
+
+    Args:
+        written_by: what the manifest says of the engine besides versions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, written_by: Mapping[str, str] | None = None) -> None:
+        self._written_by = dict(written_by or {})
         self._staging = Staging()
         self._checked = False
 
@@ -100,19 +104,19 @@ class ShardedFormat:
             return Written({}, b"")
         name = f"__{rank}_0.distcp"
         record, index = write_file(directory / name, prepared.tensors, prepared.objects)
-        return Written({name: record}, index.model_dump_json().encode())
+        return Written({name: record}, encode(index))
 
     def finish(self, directory: Path, indexes: list[bytes]) -> None:
         """See `CheckpointFormat`."""
-        index = merge(parse(each) for each in indexes if each)
-        _require_whole(index)
-        write_synced(directory / INDEX_NAME, index.model_dump_json().encode())
-        if sum(len(tensor.chunks) for tensor in index.tensors) <= MOST_PARTS:
+        index = merge([decode(each) for each in indexes if each])
+        require_whole(index)
+        write_synced(directory / INDEX_NAME, encode(index))
+        if len(index.columns[0]) <= MOST_PARTS:
             write_synced(directory / METADATA_NAME, pickled(index))
 
     def versions(self) -> dict[str, str]:
         """See `CheckpointFormat`."""
-        return {"megatron-core": version("megatron-core"), "torch": version("torch")}
+        return {"megatron-core": version("megatron-core"), "torch": version("torch"), **self._written_by}
 
 
 class _Translation(TorchDistSaveShardedStrategy):
@@ -151,14 +155,13 @@ def _saved(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _require_whole(index: Document) -> None:
+def require_whole(index: Table) -> None:
     """Every element of every tensor was written once.
 
     Raises:
         RuntimeError: it was not: a bug in who writes what.
     """
-    for tensor in index.tensors:
-        dimensions = len(tensor.shape)
-        written = sum(prod(chunk[dimensions : 2 * dimensions]) for chunk in tensor.chunks)
-        if written != prod(tensor.shape):
-            raise RuntimeError(f"{tensor.name} has the shape {tensor.shape}, and {written} elements were written")
+    for tensor, rows in zip(index.tensors, index.rows, strict=True):
+        offsets, sizes = boxes_of([column[rows] for column in index.columns], len(tensor.shape))
+        if not covered(tensor.shape, offsets, sizes):
+            raise RuntimeError(f"{tensor.name}, {tensor.shape}: elements were not written, or twice")

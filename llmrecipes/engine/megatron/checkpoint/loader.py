@@ -2,21 +2,23 @@
 
 A rank reads the parts that overlap with its own, without asking other ranks. megatron-core's `dist_checkpointing.load`
 would compare every part of a rank with every stored one, read torch's pickled `.metadata` and unpickle byte items; here
-the index is JSON and everything else is read as plain data.
+everything is read as plain data.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import mmap
+import os
 import pickle
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
@@ -27,8 +29,11 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from llmrecipes.checkpoint.safety import load_plain, open_inside, unsafe
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, Document, Index, build, parse
+from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, Index, build
+from llmrecipes.engine.megatron.checkpoint.json_index import JSON_NAME
+from llmrecipes.engine.megatron.checkpoint.json_index import read as read_json
 from llmrecipes.engine.megatron.checkpoint.pickled_index import read as read_pickled
+from llmrecipes.engine.megatron.checkpoint.table import Numbers, Table, decode
 from llmrecipes.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -46,11 +51,12 @@ def load(entry: Entry, state: dict[str, Any], index: Index | None = None) -> dic
 
     Args:
         entry: a checkpoint, as found by `CheckpointStore.latest_valid` on rank 0.
-        state: sharded state dict of the current model and optimizer, in any parallel layout.
+        state: sharded state dict of the current model and optimizer, in any parallel layout; it is read into its
+            tensors.
         index: what `read_index` found, if it was called before.
 
     Returns:
-        The loaded state dict: the structure of `state`, and other saved values.
+        The loaded state dict: the structure of `state` without what is empty, and other saved values.
 
     Raises:
         UserError: the checkpoint has a different architecture (with the tensors that differ), or is not plain data.
@@ -74,33 +80,39 @@ def load(entry: Entry, state: dict[str, Any], index: Index | None = None) -> dic
     loaded = _read_common(entry, index)
     frame, local, factories = load_preprocess(state)
     merge(loaded, local)
-    merge(loaded, _read_sharded(entry, index, extract_sharded_base(frame)[0]))
+    _replace(loaded, _read_sharded(entry, index, extract_sharded_base(frame)[0]))
     whole: dict[str, Any] = apply_factory_merges(loaded, factories)
     return whole
 
 
+def _replace(common: dict[str, Any], sharded: dict[str, Any]) -> None:
+    """Put what is sharded into what is not.
+
+    The first rank saved the latter, with empty lists where it had nothing; other ranks and layouts may have something.
+    """
+    for key, value in sharded.items():
+        if isinstance(value, dict) and isinstance(known := common.get(key), dict):
+            _replace(known, value)
+        else:
+            common[key] = value
+
+
 def read_index(entry: Entry) -> Index:
-    """Read and check the index of a checkpoint.
+    """Open and check the index of a checkpoint; of millions of parts, those that are used are read.
 
     Raises:
         UserError: it is missing, not plain data, or inconsistent with the files.
     """
-    name = _PICKLED_INDEX if entry.manifest.format == 1 else INDEX_NAME
+    forms = {_PICKLED_INDEX: _unpickled} if entry.manifest.format == 1 else {INDEX_NAME: _mapped, JSON_NAME: _json}
+    name = next((each for each in forms if each in entry.manifest.files), None)
+    if name is None:
+        raise _unfit(entry.path / next(iter(forms)), "it has no index")
     path = entry.path / name
-    if name not in entry.manifest.files:
-        raise _unfit(path, "it has no index")
     with open_inside(entry.path, name) as stream:
-        if name == _PICKLED_INDEX:
-            found = _unpickled(stream, path)
-        else:
-            try:
-                found = parse(stream.read())
-            except ValueError as problem:
-                raise _unfit(path, str(problem)) from problem
-    try:
-        return build(found, entry.manifest.files)
-    except ValueError as problem:
-        raise _unfit(path, str(problem)) from problem
+        try:
+            return build(forms[name](stream, path), entry.manifest.files)
+        except ValueError as problem:
+            raise _unfit(path, str(problem)) from problem
 
 
 def tensor_differences(index: Index, state: dict[str, Any]) -> list[str]:
@@ -124,7 +136,17 @@ def tensor_differences(index: Index, state: dict[str, Any]) -> list[str]:
     return sorted(found)
 
 
-def _unpickled(stream: io.BufferedReader, path: Path) -> Document:
+def _mapped(stream: io.BufferedReader, path: Path) -> Table:
+    if not os.fstat(stream.fileno()).st_size:
+        raise ValueError("it is empty")  # which cannot be mapped
+    return decode(memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)))
+
+
+def _json(stream: io.BufferedReader, path: Path) -> Table:
+    return read_json(stream.read())
+
+
+def _unpickled(stream: io.BufferedReader, path: Path) -> Table:
     try:
         return read_pickled(stream)
     except (OSError, MemoryError):
@@ -201,17 +223,21 @@ def _parts(entry: Entry, index: Index, shard: ShardedTensor) -> Iterator[_Part]:
     if shard.allow_shape_mismatch:
         shard.data.zero_()
     target = shard.data.view(shape)
-    found = 0
-    for number in stored.overlapping(shard.global_offset, shape):
-        offset, size = stored.offsets[number].tolist(), stored.sizes[number].tolist()
-        starts = [max(a, b) for a, b in zip(offset, shard.global_offset, strict=True)]
-        ends = [min(a + b, c + d) for a, b, c, d in zip(offset, size, shard.global_offset, shape, strict=True)]
-        elements = tuple(slice(start - a, end - a) for start, end, a in zip(starts, ends, offset, strict=True))
-        here = tuple(slice(start - a, end - a) for start, end, a in zip(starts, ends, shard.global_offset, strict=True))
-        found += prod(end - start for start, end in zip(starts, ends, strict=True))
-        yield _Part(tuple(stored.places[number].tolist()), shard.key, tuple(size), elements, target[here])
-    if found != target.numel() and not shard.allow_shape_mismatch:
-        raise _unfit(entry.path / INDEX_NAME, f"{shard.key!r} has parts twice and others not at all")
+    try:
+        parts = stored.parts(shard.global_offset, shape)
+    except ValueError as problem:
+        raise _unfit(entry.path, str(problem)) from problem
+    low, high = np.asarray(shard.global_offset, np.int64), np.asarray(shape, np.int64) + shard.global_offset
+    starts, ends = np.maximum(parts.offsets, low), np.minimum(parts.offsets + parts.sizes, high)
+    for number, place in enumerate(parts.places.tolist()):
+        elements, here = (
+            _slices(starts[number] - origin, ends[number] - origin) for origin in (parts.offsets[number], low)
+        )
+        yield _Part(tuple(place), shard.key, tuple(parts.sizes[number].tolist()), elements, target[here])
+
+
+def _slices(starts: Numbers, ends: Numbers) -> tuple[slice, ...]:
+    return tuple(slice(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
 
 
 def _object(entry: Entry, index: Index, name: str) -> list[Any]:

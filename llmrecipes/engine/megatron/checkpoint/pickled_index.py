@@ -9,7 +9,8 @@ from __future__ import annotations
 import pickle
 from typing import IO, Any, NoReturn
 
-from llmrecipes.engine.megatron.checkpoint.index import DTYPES, Chunk, Document, Span, document
+from llmrecipes.engine.megatron.checkpoint.index import DTYPES, Span
+from llmrecipes.engine.megatron.checkpoint.table import Described, ObjectRecord, Table, make
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 
@@ -81,7 +82,7 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def read(stream: IO[bytes]) -> Document:
+def read(stream: IO[bytes]) -> Table:
     """Read `.metadata`.
 
     Raises:
@@ -89,20 +90,30 @@ def read(stream: IO[bytes]) -> Document:
         Exception: of any kind, for malformed bytes.
     """
     fields = _fields(_Reader(stream).load(), "Metadata")
-    tensors, objects = {}, []
+    numbers: dict[str, int] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], list[int]] = {}
+    for key, info in fields["storage_data"].items():
+        where, (file, start, length) = _place(key, info)
+        places[where] = [numbers.setdefault(file, len(numbers)), start, length]
+    objects, tensors = [], []
     for name, stored in fields["state_dict_metadata"].items():
         if _is(stored, "BytesStorageMetadata"):
-            objects.append(name)
+            objects.append(ObjectRecord(name=name, place=places[name, None]))
         else:
-            tensors[name] = _tensor(_fields(stored, "TensorStorageMetadata"))
-    places = dict(_place(key, info) for key, info in fields["storage_data"].items())
-    return document(tensors, objects, places)
+            tensors.append(_tensor(name, _fields(stored, "TensorStorageMetadata"), places))
+    return make(list(numbers), objects, tensors)
 
 
-def _tensor(fields: dict[str, Any]) -> tuple[str, tuple[int, ...], list[Chunk]]:
+def _tensor(
+    name: str, fields: dict[str, Any], places: dict[tuple[str, tuple[int, ...] | None], list[int]]
+) -> Described:
     properties = _state(fields["properties"], "TensorProperties", tuple)
-    boxes = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
-    return properties[0], _size(fields["size"]), [(_size(box["offsets"]), _size(box["sizes"])) for box in boxes]
+    rows = []
+    for chunk in fields["chunks"]:
+        box = _fields(chunk, "ChunkStorageMetadata")
+        offset, size = _size(box["offsets"]), _size(box["sizes"])
+        rows.append([*places[name, offset], *(number for pair in zip(offset, size, strict=True) for number in pair)])
+    return name, properties[0], _size(fields["size"]), rows
 
 
 def _place(key: object, info: object) -> tuple[tuple[str, tuple[int, ...] | None], Span]:

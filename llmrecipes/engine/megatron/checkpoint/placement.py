@@ -6,7 +6,7 @@ tensors, such ranges need no other rank to be written, and any other layout can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -106,19 +106,6 @@ def other_state(state: dict[str, Any]) -> list[ShardedTensor | ShardedObject]:
 def is_extra_state(value: Any) -> bool:
     """Whether it is what TransformerEngine's layers keep for fp8: empty here, and unknown to local layers."""
     return isinstance(value, ShardedObject) and value.key.endswith(EXTRA_STATE)
-
-
-def copy_loaded(loaded: Any, wanted: Any) -> None:
-    """Copy loaded tensors into those of a sharded state dict of the same structure.
-
-    Where they were read in place, that changes nothing.
-    """
-    pairs: Iterable[tuple[Any, Any]] = wanted.items() if isinstance(wanted, dict) else enumerate(wanted)
-    for key, value in pairs:
-        if isinstance(value, ShardedTensor):
-            value.data.copy_(loaded[key])
-        elif isinstance(value, dict | list) and value:  # megatron-core drops empty ones
-            copy_loaded(loaded[key], value)
 
 
 def _parts(value: ShardedTensor | ShardedTensorFactory) -> Iterator[Part]:

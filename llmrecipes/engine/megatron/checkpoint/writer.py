@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -13,13 +14,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from llmrecipes.checkpoint.manifest import FileRecord
 from llmrecipes.checkpoint.writer import os_error
-from llmrecipes.engine.megatron.checkpoint.index import Chunk, Document, Span, document
+from llmrecipes.engine.megatron.checkpoint.table import ObjectRecord, Table, make
 from llmrecipes.io import sync
 
 _BUFFER = 1 << 20
 
 
-def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[str, Any]) -> tuple[FileRecord, Document]:
+def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[str, Any]) -> tuple[FileRecord, Table]:
     """Write and sync a file.
 
     It is hashed while it is written, so that it is not read again.
@@ -35,26 +36,26 @@ def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[st
     Raises:
         OSError: a disk error.
     """
-    described: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
-    places: dict[tuple[str, tuple[int, ...] | None], Span] = {}
+    parts: dict[str, tuple[str, tuple[int, ...], list[list[int]]]] = {}
+    found = []
     try:
         with path.open("wb", buffering=_BUFFER) as file:
             stream = _Hashed(file)
             for shard in tensors:
                 shape = (*(1 for _ in range(shard.prepend_axis_num)), *shard.local_shape)
                 dtype = str(shard.data.dtype).removeprefix("torch.")
-                chunks = described.setdefault(shard.key, (dtype, shard.global_shape, []))[2]
-                chunks.append((shard.global_offset, shape))
-                places[shard.key, tuple(shard.global_offset)] = (path.name, *stream.store(shard.data.view(shape)))
+                place = stream.store(shard.data.view(shape))
+                box = chain.from_iterable(zip(shard.global_offset, shape, strict=True))
+                parts.setdefault(shard.key, (dtype, shard.global_shape, []))[2].append([0, *place, *box])
             for name, value in objects.items():
-                places[name, None] = (path.name, *stream.store(value))
+                found.append(ObjectRecord(name=name, place=[0, *stream.store(value)]))
     except RuntimeError as error:
         # torch's zip code raises one about positions for a failed write; the OSError is only in its context.
         if (cause := os_error(error)) is not None:
             raise cause from error
         raise
     sync(path)
-    return stream.record(), document(described, objects, places)
+    return stream.record(), make([path.name], found, ((name, *of) for name, of in parts.items()))
 
 
 class _Hashed(io.RawIOBase):

@@ -130,16 +130,17 @@ class BuiltModel:
         return module
 
 
-def build(plan: Plan, platform: Platform) -> BuiltModel:
+def build(plan: Plan, platform: Platform, *, only: str = "") -> BuiltModel:
     """The initialised model of this rank, on the platform's device.
 
     Args:
         plan: of the recipe, on this world.
         platform: device of the parameters.
+        only: initialise the parameters with this in their global name; the others have no defined values.
     """
     built = construct(plan, platform)
     for module in built.modules:
-        initialise(module.sharded_state(), plan.recipe.model, plan.recipe.train.seed)
+        initialise(module.sharded_state(), plan.recipe.model, plan.recipe.train.seed, only=only)
     return built
 
 

@@ -1,22 +1,27 @@
 """Initial weights that depend only on the seed and the parameter's global name.
 
 megatron-core draws weights from random states that differ by rank and construction order, so a different layout starts
-from a different model. Here every global tensor has its own generator, on the CPU, in fp32, and a rank takes its part
-of it: any layout, device or precision starts from the same numbers. megatron-core's sharded state dict, which is also
-used to reshard checkpoints, tells which part a rank holds.
+from a different model. Here every element of a global tensor is a function of the seed, the tensor's name and the
+element's place in it, so a rank draws its part alone: any layout, device or precision starts from the same numbers.
+They are drawn on the CPU in fp32. megatron-core's sharded state dict, which is also used to reshard checkpoints, tells
+which part a rank holds.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+from llmrecipes.engine.megatron.model import philox
 from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.schema import Model
 
@@ -24,9 +29,11 @@ OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 EMBEDDINGS = ("word_embeddings.weight", "position_embeddings.weight")
 OUTPUT_LAYER = "output_layer.weight"
 
+SLAB = 1 << 20
+"""Elements that a thread draws at a time: a rank holds few besides its weights."""
 
-@torch.no_grad()
-def initialise(state: dict[str, Any], model: Model, seed: int) -> None:
+
+def initialise(state: dict[str, Any], model: Model, seed: int, *, only: str = "") -> None:
     """Fill every parameter of a sharded state dict in place, but not buffers.
 
     Weight matrices follow `model.init_method`: normal(0, `init_method_std`), Xavier uniform (Glorot and Bengio, 2010)
@@ -38,23 +45,9 @@ def initialise(state: dict[str, Any], model: Model, seed: int) -> None:
         state: sharded state dict of a model, whose tensors are its parameters.
         model: the recipe's model section.
         seed: the recipe's seed.
+        only: fill parameters with this in their global name.
     """
-    for shard in parameters(state):
-        depth = shard.prepend_axis_num
-        values = global_values(global_name(shard), torch.Size(shard.global_shape[depth:]), model, seed)
-        part = tuple(
-            slice(start, start + size)
-            for start, size in zip(shard.global_offset[depth:], shard.local_shape, strict=True)
-        )
-        shard.data.copy_(values[part])
-
-
-def parameters(state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Shards of the parameters of a sharded state dict; a gated MLP yields its two halves."""
-    for value in nested_values(state):
-        if not isinstance(value.data, torch.nn.Parameter):
-            continue
-        yield from nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else (value,)
+    draw((piece for piece in pieces(state) if only in piece.name), model, seed)
 
 
 def global_name(shard: ShardedTensor) -> str:
@@ -63,36 +56,83 @@ def global_name(shard: ShardedTensor) -> str:
     return f"{shard.key}[{place}]"
 
 
-def generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator for one global tensor."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+class Piece(NamedTuple):
+    """A box of a global tensor."""
+
+    into: torch.Tensor
+    name: str
+    """See `global_name`."""
+    shape: Sequence[int]
+    """Of the global tensor, without the axes along which layers and experts are stacked."""
+    offset: Sequence[int]
 
 
-def global_values(name: str, shape: torch.Size, model: Model, seed: int) -> torch.Tensor:
-    """Initial values of a full global tensor in fp32.
+def pieces(state: dict[str, Any]) -> Iterator[Piece]:
+    """The parameters of a sharded state dict; a gated MLP yields its two halves."""
+    for value in nested_values(state):
+        if not isinstance(value.data, torch.nn.Parameter):
+            continue
+        for shard in nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else (value,):
+            depth = shard.prepend_axis_num
+            yield Piece(shard.data, global_name(shard), shard.global_shape[depth:], shard.global_offset[depth:])
+
+
+@torch.no_grad()
+def draw(wanted: Iterable[Piece], model: Model, seed: int) -> None:
+    """Fill boxes with initial values, on as many threads as torch has; arguments as `initialise`."""
+
+    def drawn(piece: Piece) -> torch.Tensor:
+        return values(piece.name, piece.shape, model, seed, piece.offset, piece.into.shape)
+
+    threads = torch.get_num_threads()
+    slabs = chain.from_iterable(map(_slabs, wanted))
+    with ThreadPoolExecutor(threads) as pool:
+        while held := list(islice(slabs, 4 * threads)):
+            # Copied here, because each thread that uses torch's operators has as many threads again.
+            for slab, found in zip(held, pool.map(drawn, held), strict=True):
+                slab.into.copy_(found)
+
+
+def _slabs(piece: Piece) -> Iterator[Piece]:
+    first, *rest = piece.offset
+    rows = max(1, SLAB // max(prod(piece.into.shape[1:]), 1))
+    for number, into in enumerate(piece.into.split(rows)):
+        yield piece._replace(into=into, offset=(first + number * rows, *rest))
+
+
+def values(
+    name: str, shape: Sequence[int], model: Model, seed: int, offset: Sequence[int], size: Sequence[int]
+) -> torch.Tensor:
+    """Initial values of a box of a global tensor, in fp32; nothing else of the tensor is drawn.
 
     Args:
-        name: see `global_name`.
-        shape: its global shape, without the axes along which layers and experts are stacked.
-        model: the recipe's model section.
-        seed: the recipe's seed.
+        name, shape, offset: see `Piece`.
+        model, seed: as `initialise`.
+        size: of the box.
     """
     key = name.partition("[")[0]
     if len(shape) == 1:
         # The only one-dimensional weights are those of norms; fused ones are called layer_norm_weight.
-        return torch.ones(shape) if key.endswith("weight") else torch.zeros(shape)
-    values = torch.empty(shape, dtype=torch.float32)
-    random = generator(seed, name)
+        return torch.ones(*size) if key.endswith("weight") else torch.zeros(*size)
+    # Rows that pad the vocabulary do not count.
+    fan_out = model.vocab_size if key.endswith(OUTPUT_LAYER) else shape[0]
+    fan_in = prod(shape[1:])
+    distribution = philox.normal
     if key.endswith(EMBEDDINGS) or model.init_method == "normal":
-        values.normal_(0.0, model.init_method_std, generator=random)
+        scale = model.init_method_std
     elif model.init_method == "xavier_uniform":
-        torch.nn.init.xavier_uniform_(values, generator=random)
+        distribution, scale = philox.uniform, math.sqrt(6 / (fan_in + fan_out))
     else:
-        torch.nn.init.kaiming_normal_(values, nonlinearity="relu", generator=random)
+        scale = math.sqrt(2 / fan_in)
     if key.endswith(OUTPUT_PROJECTIONS):
-        values.div_(math.sqrt(2.0 * model.num_layers))
+        scale /= math.sqrt(2.0 * model.num_layers)
     factors = mup(model)
     if factors and not key.endswith((*EMBEDDINGS, OUTPUT_LAYER)):
-        values.div_(math.sqrt(factors.width_mult))
-    return values
+        scale /= math.sqrt(factors.width_mult)
+    found = distribution(_key(seed, name), shape, offset, size)
+    found *= scale
+    return torch.from_numpy(found).view(*size)
+
+
+def _key(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "big")

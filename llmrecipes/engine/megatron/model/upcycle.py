@@ -18,7 +18,7 @@ def copy_into_experts(dense: RecipeGPTModel, moe: RecipeGPTModel) -> None:
 
     Args:
         dense: a full model of megatron-core's local layers, on one rank.
-        moe: the same with experts; its routers keep their initial weights.
+        moe: the same with experts; its routers keep their initial weights, and nothing else.
 
     Raises:
         ValueError: the models differ in more than their experts.

@@ -1,4 +1,4 @@
-"""One NVIDIA GPU per process. megatron-core runs unpatched here, except for `substitutes`."""
+"""One NVIDIA GPU per process. megatron-core runs unpatched here, except for `substitutes` and `permutation`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 
+from llmrecipes.engine.megatron.platform.permutation import install_permutation
 from llmrecipes.engine.megatron.platform.rendezvous import connect
 from llmrecipes.engine.megatron.platform.substitutes import install_substitutes
 
@@ -26,6 +27,7 @@ class CudaPlatform:
     def install(self) -> None:
         torch.cuda.set_device(self._device)
         install_substitutes()
+        install_permutation()
 
     def connect(self, timeout: timedelta) -> None:
         connect(self, timeout)

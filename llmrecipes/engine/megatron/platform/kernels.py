@@ -16,7 +16,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from llmrecipes.engine.megatron.model.latent import LatentAttention
+from llmrecipes.engine.megatron.platform import permutation
 from llmrecipes.engine.megatron.platform.patching import replace, resolve
+from llmrecipes.engine.megatron.versions import PERMUTES_BY_MASK
 
 _FUNCTIONAL, _ATTENTION = "torch.nn.functional", "llmrecipes.engine.megatron.model.attention"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
@@ -27,6 +29,7 @@ _REPLACED = (
     (f"{_ATTENTION}.SdpaCoreAttention", "_attend_over_context"),
     (_LATENT, "TELinear"),
     ("llmrecipes.engine.megatron.model.spec", "_use_ours"),
+    (permutation.DISPATCHER, "permute"),
 )
 _PLAIN = {name: getattr(resolve(owner), name) for owner, name in _REPLACED}
 _ALIGNED = torch.empty(0)
@@ -42,6 +45,7 @@ def install_kernels(device: str) -> None:
         "_attend_over_context": _ring_attention,
         "TELinear": DuplicatedLinear,
         "_use_ours": _use_duplicated,
+        "permute": permutation.permute if PERMUTES_BY_MASK else permutation.PLAIN,
     }
     chosen = on_gpu if device == "cuda" else {"scaled_dot_product_attention": _cpu_attention}
     for owner, name in _REPLACED:

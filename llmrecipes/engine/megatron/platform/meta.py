@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmrecipes.engine.megatron.platform.cpu import patch_cuda
 from llmrecipes.engine.megatron.platform.kernels import install_kernels
-from llmrecipes.engine.megatron.platform.patching import replace
+from llmrecipes.engine.megatron.platform.patching import replace, resolve
 from llmrecipes.engine.megatron.platform.routing import install_routing
 from llmrecipes.engine.megatron.platform.substitutes import install_substitutes
 
@@ -37,6 +37,8 @@ GROUPS = {
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "optimizer",
 }
 """megatron-core's groups by the names that `llmrecipes layout` has."""
+_MIXED = "megatron.core.optimizer.optimizer.MixedPrecisionOptimizer"
+_PLAIN_UNSCALE = resolve(_MIXED)._unscale_main_grads_and_check_for_nan
 _COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 
 
@@ -67,6 +69,7 @@ class MetaPlatform:
         patch_cuda(META)
         install_substitutes()
         replace("torch.nn.Module", "to", _keeping_marks(torch.nn.Module.to))
+        replace(_MIXED, "_unscale_main_grads_and_check_for_nan", _without_overflow(_PLAIN_UNSCALE))
         _answer_locally()
         MetaPlatform.library = _register_coalesced()
 
@@ -126,6 +129,17 @@ def _keeping_marks(plain: Any) -> Any:
         return moved
 
     return to
+
+
+def _without_overflow(plain: Any) -> Any:
+    """The check of fp16's gradients, which says that they are finite: else there would be no update."""
+
+    @wraps(plain)
+    def unscale(optimizer: Any) -> bool:
+        plain(optimizer)
+        return False
+
+    return unscale
 
 
 def _register_coalesced() -> torch.library.Library:

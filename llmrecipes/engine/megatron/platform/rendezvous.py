@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,8 @@ from llmrecipes.engine.base import Platform
 from llmrecipes.errors import UserError
 
 TIMEOUT = timedelta(minutes=30)
+LONGEST_TELLING = timedelta(seconds=30)
+"""How long the first rank waits for others to read why they are refused."""
 MOST_NAMED = 8
 """Ranks without a GPU that an error names."""
 
@@ -73,6 +76,11 @@ def require_same_device(store: dist.Store, rank: int, size: int, device: str) ->
     if 0 < gpus < size:
         some = [store.get(f"devices/cpu/{each}").decode() for each in range(1, min(size - gpus, MOST_NAMED) + 1)]
         without = ", ".join(some) + (", …" if size - gpus > MOST_NAMED else "")
+        if store.add("devices/told", 1) == size:
+            store.set("devices/all told", "")
+        if rank == 0:  # the store ends with its process
+            with suppress(RuntimeError):
+                store.wait(["devices/all told"], LONGEST_TELLING)
         raise UserError(
             f"{gpus} of {size} ranks have a GPU; torch sees none on rank {without}",
             where="torch.cuda",

@@ -11,14 +11,17 @@ from llmrecipes.engine.megatron.platform.patching import replace, resolve
 
 _MODULE = "megatron.core.transformer.moe.token_dispatcher"
 _DISPATCHER = f"{_MODULE}.MoEAlltoAllTokenDispatcher"
+_GATHERING = f"{_MODULE}.MoEAllGatherTokenDispatcher"
 _PLAIN = resolve(f"{_DISPATCHER}._maybe_dtoh_and_synchronize")
+_PLAIN_GATHERED = resolve(f"{_GATHERING}.dispatch_postprocess")
 
 
 def install_routing(skew: float) -> None:
-    """Answer the all-to-all dispatcher's questions; a later call replaces the answers.
+    """Answer the dispatchers' questions; a later call replaces the answers.
 
     Args:
         skew: times its even share that the first expert of this rank gets, on every rank; the others share the rest.
+            Without effect where all tokens are gathered.
     """
 
     @wraps(_PLAIN)
@@ -27,7 +30,13 @@ def install_routing(skew: float) -> None:
         tokens_per_expert = _PLAIN(dispatcher, point, tokens_per_expert)
         return _fill(dispatcher, skew) if read_now else tokens_per_expert
 
+    @wraps(_PLAIN_GATHERED)
+    def gathered(dispatcher: Any, *inputs: Any) -> Any:
+        tokens, _, probabilities = _PLAIN_GATHERED(dispatcher, *inputs)
+        return tokens, torch.tensor(counts(tokens.size(0), dispatcher.num_local_experts, 0, 1.0)), probabilities
+
     replace(_DISPATCHER, "_maybe_dtoh_and_synchronize", read)
+    replace(_GATHERING, "dispatch_postprocess", gathered)
     replace(_MODULE, "maybe_move_tensor_to_cpu", _to_host)
 
 
