@@ -25,7 +25,7 @@ from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.load import load, names, recipes_dir
 from llmrecipes.units import GIB
-from tests.dist.test_checkpoint_scale import held_and_sent
+from tests.dist.test_checkpoint_scale import held_and_sent, read_on_resume
 from tests.dist.worlds import GlooWorld
 from tests.refusals import require_message
 
@@ -206,7 +206,11 @@ def test_a_rank_of_gpt_175b_takes_seconds_and_no_memory(process: GlooWorld) -> N
     assert sum(report["memory"].values()) > 30 * GIB
     assert sum(report["waits"].values()) == 1
     require_traffic(report, plan_of(text), padding=1e-4)
-    assert report["save"]["written_bytes"] > 0
+    # Of bf16 weights, master weights and two moments: all are written, and all but the weights are read.
+    assert report["resume"]["read_bytes"] == pytest.approx(report["save"]["written_bytes"] * 12 / 14, rel=1e-3)
+    assert report["resume"]["held_bytes"] < report["resume"]["read_bytes"] / 10
+    (gathered,) = report["resume"]["traffic"]
+    assert gathered["op"] == "all-gather" and gathered["bytes"] >= report["memory"]["weights"]
 
 
 def whole_recipes() -> list[str]:
@@ -253,11 +257,22 @@ def test_the_plan_is_what_drawn_layouts_do(process: GlooWorld) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_save_is_as_large_as_the_real_one(process: GlooWorld, worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
-    """Of both ranks of gpt-tiny: host memory exactly, and the file but for names and what frames its tensors."""
-    recipe = load("gpt-tiny", ["train.global_batch_size=16"]).recipe
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "whole optimizer"])
+def test_a_save_and_a_resume_are_as_large_as_the_real_ones(
+    distributed: bool, process: GlooWorld, worlds: dict[int, GlooWorld], tmp_path: Path
+) -> None:
+    """Of both ranks of gpt-tiny: what is held and read exactly, the file but for names and what frames its tensors."""
+    keys = ("train.global_batch_size=16", f"parallelism.use_distributed_optimizer={str(distributed).lower()}")
+    recipe = load("gpt-tiny", list(keys)).recipe
     real = worlds[2].run(held_and_sent, recipe, tmp_path)
-    reports = run(process, spec("gpt-tiny", "train.global_batch_size=16", world=2, ranks=(0, 1)))
+    resumed = worlds[2].run(read_on_resume, recipe, tmp_path)
+    reports = run(process, spec("gpt-tiny", *keys, world=2, ranks=(0, 1)))
+    for report, sizes in zip(reports, resumed, strict=True):
+        assert report["resume"]["read_bytes"] == sum(sizes)
+        if distributed:  # other ranks cut what all of them have
+            assert report["resume"]["held_bytes"] == max(sizes)
+        gathered = [each for each in report["resume"]["traffic"] if each["op"] == "all-gather"]
+        assert bool(gathered) == distributed
     for report, (held, file, _) in zip(reports, real, strict=True):
         assert report["save"]["held_bytes"] == held
         assert report["save"]["written_bytes"] <= file

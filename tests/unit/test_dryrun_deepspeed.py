@@ -137,3 +137,7 @@ def test_a_rank_of_a_full_size_recipe(text: str, process: GlooWorld) -> None:
     assert sum(report["memory"].values()) > 30 * GIB
     assert sum(report["memory"].values()) < sum(report["planned"].values()) * 1.001
     assert report["save"]["written_bytes"] > 0
+    # Of bf16 weights, master weights and two moments a rank writes its share, and below stage 3 it reads all weights.
+    weights, share = report["memory"]["weights"], report["memory"]["optimizer"] / 12
+    assert report["save"]["written_bytes"] == pytest.approx(14 * share, rel=0.01)
+    assert report["resume"]["read_bytes"] == pytest.approx(12 * share + weights, rel=0.01)
