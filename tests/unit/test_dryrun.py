@@ -336,6 +336,8 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*command, "--json", "--runs-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
+        # A shell without job control ignores it in what it starts in the background, such as these tests.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as started:  # fmt: skip
         assert started.stderr is not None
         assert "gpt-175b" in started.stderr.readline()
