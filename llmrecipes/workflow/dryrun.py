@@ -88,8 +88,10 @@ def dry_run(
 
 def _run(spec: Path, recipe: Recipe) -> None:
     command = [sys.executable, "-m", "llmrecipes.dryrun.worker", str(spec), str(os.getpid())]
-    # Standard output is for the report alone.
-    ended = subprocess.run(command, env={**os.environ, **environment()}, stdout=STDERR, check=False)
+    # Standard output is for the report alone, and Ctrl-C for this process alone, which kills the other one.
+    ended = subprocess.run(
+        command, env={**os.environ, **environment()}, stdout=STDERR, start_new_session=True, check=False
+    )
     if ended.returncode:
         raise UserError(
             f"the dry run ended with {ended.returncode}", where=f"recipe {recipe.name}", fix="see the messages above"
