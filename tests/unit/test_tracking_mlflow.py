@@ -51,10 +51,10 @@ def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def local_store(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    if (
-        "runs_dir" in request.fixturenames
-    ):  # no server that may be dead; but a mirror takes long to start on a busy machine
-        monkeypatch.setitem(MirrorSink.__init__.__kwdefaults__, "close_seconds", 200.0)
+    if "runs_dir" in request.fixturenames:  # there is no server that may be dead, and a busy machine may need longer
+        defaults = MirrorSink.__init__.__kwdefaults__
+        assert defaults is not None
+        monkeypatch.setitem(defaults, "close_seconds", 200.0)
 
 
 def recipe(experiment: str, *, description: str = "", **tracking: Any) -> Recipe:
