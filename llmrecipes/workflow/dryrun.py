@@ -105,7 +105,9 @@ def _ranks(plan: Plan, rank: int | None, *, stages: bool) -> tuple[int, ...]:
             raise UserError(f"{rank} with --stages", where="--rank", rule="--stages runs the first rank of each stage")
         return tuple(range(0, world, world // number))
     if rank is not None and not 0 <= rank < world:
-        raise UserError(f"{rank} of {world} ranks", where="--rank", rule="ranks are counted from 0", fix=f"{world - 1}")
+        raise UserError(
+            f"{rank} of {world} ranks", where="--rank", rule="ranks are counted from 0", fix=f"0 to {world - 1}"
+        )
     return (rank or 0,)
 
 

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -52,26 +53,28 @@ def drawn_deviations(numbers: list[int]) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def waits_with(text: str, owner: type, name: str, reading: Callable[..., Any]) -> dict[str, int]:
+    """Host waits of a step with another method of the engine, which is given the original; job as `dry_runs`."""
+    from llmrecipes.dryrun.rank import dry_run
+
+    spec = DryRunSpec.model_validate_json(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, partialmethod(reading, getattr(owner, name)))
+        return dry_run(spec, spec.ranks[0]).waits
+
+
 def waits_with_a_read_added(text: str) -> dict[str, int]:
-    """Host waits of a step in which the engine reads one number more; job as `dry_runs`."""
+    """The engine makes a tensor of each loss."""
     import torch
 
-    from llmrecipes.dryrun.rank import dry_run
     from llmrecipes.engine.megatron.engine import MegatronEngine
 
-    plain = MegatronEngine._passes
-
-    def reading(engine: MegatronEngine, *args: Any, **options: Any) -> Any:
+    def reading(engine: MegatronEngine, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
         outputs = plain(engine, *args, **options)
         torch.tensor([output["loss"][0] for output in outputs])
         return outputs
 
-    MegatronEngine._passes = reading  # type: ignore[method-assign, assignment]
-    spec = DryRunSpec.model_validate_json(text)
-    try:
-        return dry_run(spec, spec.ranks[0]).waits
-    finally:
-        MegatronEngine._passes = plain  # type: ignore[method-assign]
+    return waits_with(text, MegatronEngine, "_passes", reading)
 
 
 @pytest.fixture(scope="module")
