@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +28,13 @@ _ON_THE_HOST = "megatron/core/tensor_parallel/random.py"
 class _Count(TorchFunctionMode):
     def __init__(self, found: list[str], package: str) -> None:
         super().__init__()
-        self._found, self._package = found, f"/{package}/" if package else ""
+        self._found = found
+        # By its folder: that of a clone may have the same name.
+        self._folder = f"{Path(import_module(package).__path__[0])}/" if package else ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         caller = sys._getframe(1).f_code.co_filename
-        if self._package in caller and not caller.endswith(_ON_THE_HOST):
+        if caller.startswith(self._folder) and not caller.endswith(_ON_THE_HOST):
             if func in _READS:
                 self._found.append(_READS[func])
             elif func in (torch.tensor, torch.as_tensor) and _holds_tensors(args[0]):
@@ -49,7 +53,7 @@ def waits(package: str = "") -> Iterator[list[str]]:
     """A block whose reads of tensors, and synchronisations of the device, are listed in what it yields.
 
     Args:
-        package: folder of the code whose reads count; empty: all code.
+        package: whose reads count; empty: all code.
     """
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch, _Count(found, package):

@@ -12,7 +12,7 @@ import torch
 from llmrecipes.dryrun.passes import Passes
 from llmrecipes.dryrun.recorder import Recorder, recording
 from llmrecipes.dryrun.saving import plan_save
-from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Share, Traffic
+from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Resume, Share, Traffic
 from llmrecipes.dryrun.storages import Storages
 from llmrecipes.engine.base import Batch, MetaBackend
 from llmrecipes.engine.registry import backend
@@ -58,6 +58,10 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         timeline = storages.timeline(first)
         fullest, memory = max(timeline, key=lambda moment: moment[1].total())
         save = plan_save(engine)
+        recorder.clear()
+        with recording(recorder):
+            sizes = engine.rehearse_load()
+        resume = Resume(held_bytes=max(sizes), read_bytes=sum(sizes), traffic=_traffic(recorder, spec))
         with recording(recorder):
             engine.close()
     return RankReport(
@@ -80,6 +84,7 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         passes=tuple(passes.order),
         operations=operations,
         save=save,
+        resume=resume,
         build_seconds=built - started,
         seconds=time.monotonic() - started,
     )

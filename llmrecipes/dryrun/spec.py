@@ -81,6 +81,16 @@ class Save(_Frozen):
     written_bytes: int
 
 
+class Resume(_Frozen):
+    """Loading a checkpoint that the same layout has saved, on this rank."""
+
+    held_bytes: int
+    """Host memory of the largest part; they are read one after the other."""
+    read_bytes: int
+    traffic: tuple[Traffic, ...]
+    """Collectives after reading."""
+
+
 class RankReport(_Frozen):
     """One rank's step."""
 
@@ -105,6 +115,7 @@ class RankReport(_Frozen):
     passes: tuple[Pass, ...]
     operations: int
     save: Save
+    resume: Resume
     build_seconds: float
     seconds: float
     """Of everything, building included, but not imports."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -18,7 +17,6 @@ def main() -> None:
     Each report is written beside the spec as `rank-<n>.json` when it is ready.
     """
     end_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches both processes: no traceback
     setup_logging()
     # Every call of a library passes through the recorder, which is blamed for their warnings.
     warnings.filterwarnings("ignore", module=r"llmrecipes\.dryrun\.recorder")

@@ -275,6 +275,13 @@ class MetaEngine(Engine, Protocol):
         Tensors of one part do not overlap. They may share a buffer with padding, which is not counted.
         """
 
+    def rehearse_load(self) -> list[int]:
+        """`load_state` of a checkpoint of the same layout, without reading; a collective of all ranks.
+
+        Returns:
+            Bytes of each part of a tensor that this rank would read.
+        """
+
     def watch_states(self, see: Callable[[str, Iterable[torch.Tensor]], None]) -> None:
         """Call `see(part, tensors)` in each step from now on for states that do not stay in memory between steps.
 

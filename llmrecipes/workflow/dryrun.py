@@ -88,8 +88,10 @@ def dry_run(
 
 def _run(spec: Path, recipe: Recipe) -> None:
     command = [sys.executable, "-m", "llmrecipes.dryrun.worker", str(spec), str(os.getpid())]
-    # Standard output is for the report alone.
-    ended = subprocess.run(command, env={**os.environ, **environment()}, stdout=STDERR, check=False)
+    # Standard output is for the report alone, and Ctrl-C for this process alone, which kills the other one.
+    ended = subprocess.run(
+        command, env={**os.environ, **environment()}, stdout=STDERR, start_new_session=True, check=False
+    )
     if ended.returncode:
         raise UserError(
             f"the dry run ended with {ended.returncode}", where=f"recipe {recipe.name}", fix="see the messages above"
@@ -103,7 +105,9 @@ def _ranks(plan: Plan, rank: int | None, *, stages: bool) -> tuple[int, ...]:
             raise UserError(f"{rank} with --stages", where="--rank", rule="--stages runs the first rank of each stage")
         return tuple(range(0, world, world // number))
     if rank is not None and not 0 <= rank < world:
-        raise UserError(f"{rank} of {world} ranks", where="--rank", rule="ranks are counted from 0", fix=f"{world - 1}")
+        raise UserError(
+            f"{rank} of {world} ranks", where="--rank", rule="ranks are counted from 0", fix=f"0 to {world - 1}"
+        )
     return (rank or 0,)
 
 

@@ -22,7 +22,7 @@ from llmrecipes.checkpoint.saver import LONGEST_SAVE, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.checkpoint.writer import write_checkpoint
 from llmrecipes.engine.base import Engine, Progress, World
-from llmrecipes.engine.megatron.checkpoint import optimizer_state
+from llmrecipes.engine.megatron.checkpoint import loader, optimizer_state
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME
 from llmrecipes.engine.megatron.checkpoint.table import decode
@@ -113,6 +113,27 @@ def _held_with_small_pieces(recipe: Recipe, folder: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_state, "LEAST_PIECE", 1000)
         return held_and_sent(recipe, folder)
+
+
+def read_on_resume(recipe: Recipe, folder: Path) -> list[list[int]] | None:
+    """Bytes of each tensor that each rank reads when it resumes, but random states."""
+    sizes: list[int] = []
+    plain = loader.load_plain
+
+    def counted(*arguments: Any) -> Any:
+        value = plain(*arguments)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            sizes.append(value.nbytes)
+        return value
+
+    with training(recipe) as (engine, world), pytest.MonkeyPatch.context() as patch:
+        entry = choose(CheckpointStore(folder), world).entry
+        assert entry is not None
+        patch.setattr(loader, "load_plain", counted)
+        resume(engine, entry, world)
+        found: list[Any] = [None] * world.size
+        dist.all_gather_object(found, sizes)
+        return found if world.is_first else None
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,7 +26,7 @@ from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.load import load, names, recipes_dir
 from llmrecipes.units import GIB
-from tests.dist.test_checkpoint_scale import held_and_sent
+from tests.dist.test_checkpoint_scale import held_and_sent, read_on_resume
 from tests.dist.worlds import GlooWorld
 from tests.refusals import require_message
 
@@ -52,26 +53,28 @@ def drawn_deviations(numbers: list[int]) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def waits_with(text: str, owner: type, name: str, reading: Callable[..., Any]) -> dict[str, int]:
+    """Host waits of a step with another method of the engine, which is given the original; job as `dry_runs`."""
+    from llmrecipes.dryrun.rank import dry_run
+
+    spec = DryRunSpec.model_validate_json(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, partialmethod(reading, getattr(owner, name)))
+        return dry_run(spec, spec.ranks[0]).waits
+
+
 def waits_with_a_read_added(text: str) -> dict[str, int]:
-    """Host waits of a step in which the engine reads one number more; job as `dry_runs`."""
+    """The engine makes a tensor of each loss."""
     import torch
 
-    from llmrecipes.dryrun.rank import dry_run
     from llmrecipes.engine.megatron.engine import MegatronEngine
 
-    plain = MegatronEngine._passes
-
-    def reading(engine: MegatronEngine, *args: Any, **options: Any) -> Any:
+    def reading(engine: MegatronEngine, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
         outputs = plain(engine, *args, **options)
         torch.tensor([output["loss"][0] for output in outputs])
         return outputs
 
-    MegatronEngine._passes = reading  # type: ignore[method-assign, assignment]
-    spec = DryRunSpec.model_validate_json(text)
-    try:
-        return dry_run(spec, spec.ranks[0]).waits
-    finally:
-        MegatronEngine._passes = plain  # type: ignore[method-assign]
+    return waits_with(text, MegatronEngine, "_passes", reading)
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +209,11 @@ def test_a_rank_of_gpt_175b_takes_seconds_and_no_memory(process: GlooWorld) -> N
     assert sum(report["memory"].values()) > 30 * GIB
     assert sum(report["waits"].values()) == 1
     require_traffic(report, plan_of(text), padding=1e-4)
-    assert report["save"]["written_bytes"] > 0
+    # Of bf16 weights, master weights and two moments: all are written, and all but the weights are read.
+    assert report["resume"]["read_bytes"] == pytest.approx(report["save"]["written_bytes"] * 12 / 14, rel=1e-3)
+    assert report["resume"]["held_bytes"] < report["resume"]["read_bytes"] / 10
+    (gathered,) = report["resume"]["traffic"]
+    assert gathered["op"] == "all-gather" and gathered["bytes"] >= report["memory"]["weights"]
 
 
 def whole_recipes() -> list[str]:
@@ -253,11 +260,22 @@ def test_the_plan_is_what_drawn_layouts_do(process: GlooWorld) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_save_is_as_large_as_the_real_one(process: GlooWorld, worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
-    """Of both ranks of gpt-tiny: host memory exactly, and the file but for names and what frames its tensors."""
-    recipe = load("gpt-tiny", ["train.global_batch_size=16"]).recipe
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "whole optimizer"])
+def test_a_save_and_a_resume_are_as_large_as_the_real_ones(
+    distributed: bool, process: GlooWorld, worlds: dict[int, GlooWorld], tmp_path: Path
+) -> None:
+    """Of both ranks of gpt-tiny: what is held and read exactly, the file but for names and what frames its tensors."""
+    keys = ("train.global_batch_size=16", f"parallelism.use_distributed_optimizer={str(distributed).lower()}")
+    recipe = load("gpt-tiny", list(keys)).recipe
     real = worlds[2].run(held_and_sent, recipe, tmp_path)
-    reports = run(process, spec("gpt-tiny", "train.global_batch_size=16", world=2, ranks=(0, 1)))
+    resumed = worlds[2].run(read_on_resume, recipe, tmp_path)
+    reports = run(process, spec("gpt-tiny", *keys, world=2, ranks=(0, 1)))
+    for report, sizes in zip(reports, resumed, strict=True):
+        assert report["resume"]["read_bytes"] == sum(sizes)
+        if distributed:  # other ranks cut what all of them have
+            assert report["resume"]["held_bytes"] == max(sizes)
+        gathered = [each for each in report["resume"]["traffic"] if each["op"] == "all-gather"]
+        assert bool(gathered) == distributed
     for report, (held, file, _) in zip(reports, real, strict=True):
         assert report["save"]["held_bytes"] == held
         assert report["save"]["written_bytes"] <= file
@@ -321,6 +339,8 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*command, "--json", "--runs-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
+        # A shell without job control ignores it in what it starts in the background, such as these tests.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as started:  # fmt: skip
         assert started.stderr is not None
         assert "gpt-175b" in started.stderr.readline()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from llmrecipes.dryrun.spec import DryRunSpec, RankReport
 from llmrecipes.plan.traffic import SMALL
 from llmrecipes.units import GIB
 from tests.dist.worlds import GlooWorld
-from tests.unit.test_dryrun import Report, plan_of, require_traffic, run, spec
+from tests.unit.test_dryrun import Report, plan_of, require_traffic, run, spec, waits_with
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
@@ -97,23 +97,15 @@ def test_the_engine_waits_once_a_step_and_deepspeed_a_few_times(sharded: dict[st
 
 
 def waits_with_a_read_added(text: str) -> dict[str, int]:
-    """Host waits of a step in which the engine reads each loss; job as `test_dryrun.dry_runs`."""
-    from llmrecipes.dryrun.rank import dry_run
+    """The engine reads each loss."""
     from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 
-    plain = DeepSpeedEngine._loss
-
-    def reading(engine: DeepSpeedEngine, *args: Any) -> Any:
+    def reading(engine: DeepSpeedEngine, plain: Callable[..., Any], *args: Any) -> Any:
         loss = plain(engine, *args)
         float(loss.detach())
         return loss
 
-    DeepSpeedEngine._loss = reading  # type: ignore[method-assign, assignment]
-    found = DryRunSpec.model_validate_json(text)
-    try:
-        return dry_run(found, found.ranks[0]).waits
-    finally:
-        DeepSpeedEngine._loss = plain  # type: ignore[method-assign]
+    return waits_with(text, DeepSpeedEngine, "_loss", reading)
 
 
 def test_a_host_wait_that_is_added_is_seen(process: GlooWorld) -> None:
@@ -137,3 +129,7 @@ def test_a_rank_of_a_full_size_recipe(text: str, process: GlooWorld) -> None:
     assert sum(report["memory"].values()) > 30 * GIB
     assert sum(report["memory"].values()) < sum(report["planned"].values()) * 1.001
     assert report["save"]["written_bytes"] > 0
+    # Of bf16 weights, master weights and two moments a rank writes its share, and below stage 3 it reads all weights.
+    weights, share = report["memory"]["weights"], report["memory"]["optimizer"] / 12
+    assert report["save"]["written_bytes"] == pytest.approx(14 * share, rel=0.01)
+    assert report["resume"]["read_bytes"] == pytest.approx(12 * share + weights, rel=0.01)

@@ -31,6 +31,7 @@ from rich.console import Console
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking import ui, web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
+from llmrecipes.tracking.mirror_sink import MirrorSink
 from llmrecipes.tracking.mlflow.config import LOCK
 from llmrecipes.tracking.mlflow.database import require_database
 from llmrecipes.tracking.run_tracker import RunTracker
@@ -48,8 +49,12 @@ def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def local_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def local_store(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if "runs_dir" in request.fixturenames:  # there is no server that may be dead, and a busy machine may need longer
+        defaults = MirrorSink.__init__.__kwdefaults__
+        assert defaults is not None
+        monkeypatch.setitem(defaults, "close_seconds", 200.0)
 
 
 def recipe(experiment: str, *, description: str = "", **tracking: Any) -> Recipe:

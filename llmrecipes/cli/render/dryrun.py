@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmrecipes.cli.render.table import aligned
 from llmrecipes.console import duration
-from llmrecipes.dryrun.spec import PARTS, RankReport
+from llmrecipes.dryrun.spec import PARTS, RankReport, Resume
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.units import KIB, MIB
@@ -45,11 +45,17 @@ def _of_rank(report: RankReport) -> list[str]:
         lines += ["", *aligned([header, *traffic], right=(2, 3, 4))]
     places = ", ".join(f"{place} × {number:,}" for place, number in report.waits.items())
     lines += ["", f"host waits for the device in a step: {places or 'none'}"]
-    save = report.save
+    save, resume = report.save, report.resume
     lines += [
-        f"a save holds {_size(save.held_bytes)} of host memory on this rank, and writes {_size(save.written_bytes)}"
+        f"a save holds {_size(save.held_bytes)} of host memory on this rank, and writes {_size(save.written_bytes)}",
+        f"a resume holds {_size(resume.held_bytes)}, and reads {_size(resume.read_bytes)}{_sent(resume)}",
     ]
     return lines
+
+
+def _sent(resume: Resume) -> str:
+    sent = ", ".join(f"{each.op} of {_size(each.bytes)} over {each.ranks} ranks" for each in resume.traffic)
+    return f", then {sent}" if sent else ""
 
 
 def _memory(report: RankReport) -> list[tuple[str, str, str]]:

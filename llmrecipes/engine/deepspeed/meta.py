@@ -12,6 +12,7 @@ from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.meta_accelerator import META
 from llmrecipes.engine.deepspeed.partition import own_partition
 from llmrecipes.engine.deepspeed.placement import full_shape
+from llmrecipes.engine.deepspeed.state import rehearse_load
 
 
 class MetaDeepSpeedEngine(DeepSpeedEngine):
@@ -34,6 +35,10 @@ class MetaDeepSpeedEngine(DeepSpeedEngine):
             "gradients": _kept_gradients(self.optimizer),
             "optimizer": list(self.partition.states()),
         }
+
+    def rehearse_load(self) -> list[int]:
+        """See `MetaEngine`."""
+        return rehearse_load(self)
 
     def watch_states(self, see: Callable[[str, Iterable[torch.Tensor]], None]) -> None:
         """See `MetaEngine`."""

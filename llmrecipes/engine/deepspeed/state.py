@@ -17,7 +17,7 @@ from llmrecipes.engine.base import Progress
 from llmrecipes.engine.deepspeed.build import zero
 from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
 from llmrecipes.engine.deepspeed.placement import other_state
-from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
+from llmrecipes.engine.megatron.checkpoint.loader import load, read_index, rehearse
 from llmrecipes.engine.megatron.checkpoint.placement import Owned
 from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
 from llmrecipes.engine.megatron.state import load_model, model_state
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 def sharded_state(engine: DeepSpeedEngine, progress: Progress) -> dict[str, Any]:
     """The state to save; its tensors are the engine's own, but copies where the engine keeps them on a disk."""
-    return _sharded_state(engine, progress, list(engine.partition.owned()), random=True)
+    owned = list(engine.partition.owned())
+    return _sharded_state(engine, progress, _owned_weights(engine, owned), owned, random=True)
 
 
 def load_state(engine: DeepSpeedEngine, entry: Entry) -> Progress:
@@ -36,8 +37,20 @@ def load_state(engine: DeepSpeedEngine, entry: Entry) -> Progress:
     index = read_index(entry)
     random = same_random_states(engine.recipe, entry, index)
     owned = list(engine.partition.owned())
-    wanted = _sharded_state(engine, Progress(), owned, random)
-    loaded = load(entry, wanted, index)
+    wanted = _sharded_state(engine, Progress(), _weights(engine), owned, random)
+    return _restore(engine, load(entry, wanted, index), owned)
+
+
+def rehearse_load(engine: DeepSpeedEngine) -> list[int]:
+    """`load_state` without reading; returns the bytes of each part that this rank would read."""
+    owned = list(engine.partition.owned())
+    loaded, sizes = rehearse(_sharded_state(engine, Progress(), _weights(engine), owned, random=False))
+    _restore(engine, loaded, owned)
+    return sizes
+
+
+def _restore(engine: DeepSpeedEngine, loaded: dict[str, Any], owned: list[Owned]) -> Progress:
+    """Set what is not read in place."""
     if zero(engine.recipe).stage < 3:
         load_model([engine.module], loaded["model"])
     else:
@@ -52,9 +65,11 @@ def load_state(engine: DeepSpeedEngine, entry: Entry) -> Progress:
     return progress
 
 
-def _sharded_state(engine: DeepSpeedEngine, progress: Progress, owned: Sequence[Owned], random: bool) -> dict[str, Any]:
+def _sharded_state(
+    engine: DeepSpeedEngine, progress: Progress, model: dict[str, Any], owned: Sequence[Owned], random: bool
+) -> dict[str, Any]:
     state = {
-        "model": _model(engine),
+        "model": model,
         "optimizer": {
             "param_state": {0: _optimizer(engine, owned)},
             "step": engine.partition.updates,
@@ -68,14 +83,22 @@ def _sharded_state(engine: DeepSpeedEngine, progress: Progress, owned: Sequence[
     return state
 
 
-def _model(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Weights as this rank has them, and buffers that training changes."""
+def _weights(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Weights that this rank has, and buffers that training changes."""
     if zero(engine.recipe).stage < 3:
         return model_state([engine.module])
     parameters = []
     for placement in engine.placements:
         own = own_partition(placement.parameter)
         parameters.append(placement.shards("", own.start, own.values, exclusive=True))
+    return {"parameters": parameters, "others": other_state(engine.module)}
+
+
+def _owned_weights(engine: DeepSpeedEngine, owned: Sequence[Owned]) -> dict[str, Any]:
+    """`_weights`, but in stages 1 and 2, where all data-parallel ranks have the same, those that this rank updates."""
+    if zero(engine.recipe).stage not in (1, 2):
+        return _weights(engine)
+    parameters = [each.weight_shards(exclusive=True) for each in owned]
     return {"parameters": parameters, "others": other_state(engine.module)}
 
 

@@ -180,6 +180,10 @@ class MegatronEngine:
         """See `Engine`."""
         return state.load_state(self, entry)
 
+    def rehearse_load(self) -> list[int]:
+        """See `MetaEngine`."""
+        return state.rehearse_load(self)
+
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
-from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
+from llmrecipes.engine.megatron.checkpoint.loader import load, read_index, rehearse
 from llmrecipes.engine.megatron.checkpoint.optimizer_state import (
     finish_load,
     needed_state,
@@ -50,7 +50,7 @@ def sharded_state(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
     """
     model = _states(engine.modules)
     owned = saved_state(engine.optimizer, _placements(model))
-    weights = [_weights(each, exclusive=True) for part in owned.values() for each in part]
+    weights = [each.weight_shards(exclusive=True) for part in owned.values() for each in part]
     return _state(engine, model, weights, owned, progress, exclusive=True, random=True)
 
 
@@ -64,14 +64,29 @@ def load_state(engine: MegatronEngine, entry: Entry) -> Progress:
     """
     index = read_index(entry)
     random = same_random_states(engine.recipe, entry, index)
+    return _restore(engine, load(entry, _wanted(engine, random=random), index))
+
+
+def rehearse_load(engine: MegatronEngine) -> list[int]:
+    """`load_state` without reading; returns the bytes of each part that this rank would read."""
+    loaded, sizes = rehearse(_wanted(engine, random=False))
+    _restore(engine, loaded)
+    return sizes
+
+
+def _wanted(engine: MegatronEngine, *, random: bool) -> dict[str, Any]:
+    """What this rank needs of a checkpoint; it is read into the engine's tensors."""
     distributed = engine.recipe.parallelism.use_distributed_optimizer
     model = _states(engine.modules)
     needed = needed_state(engine.optimizer, _placements(model))
-    weights = [] if distributed else [_weights(each, exclusive=False) for part in needed.values() for each in part]
-    wanted = _state(engine, model, weights, needed, Progress(), exclusive=distributed, random=random)
-    loaded = load(entry, wanted, index)
+    weights = [] if distributed else [each.weight_shards(exclusive=False) for part in needed.values() for each in part]
+    return _state(engine, model, weights, needed, Progress(), exclusive=distributed, random=random)
+
+
+def _restore(engine: MegatronEngine, loaded: dict[str, Any]) -> Progress:
+    """Set what is not read in place."""
     finish_load(engine.optimizer, loaded["optimizer"]["step"], loaded["optimizer"]["grad_scaler"])
-    if distributed:
+    if engine.recipe.parallelism.use_distributed_optimizer:
         for chunk in engine.chunks:
             chunk.start_param_sync(force_sync=True)
     engine.scheduler.load_state_dict(loaded["scheduler"])
@@ -106,13 +121,6 @@ def _states(modules: Sequence[RecipeGPTModel]) -> list[dict[str, Any]]:
 
 def _placements(states: Sequence[dict[str, Any]]) -> list[Placement]:
     return [placement for state in states for placement in placements(state)]
-
-
-def _weights(owned: Owned, *, exclusive: bool) -> list[Any]:
-    """Weights of the range of a parameter whose optimizer state is given."""
-    size = next(iter(owned.tensors.values())).numel()
-    values = owned.placement.parameter.detach().view(-1)[owned.start : owned.start + size]
-    return owned.placement.shards("", owned.start, values, exclusive=exclusive)
 
 
 def _state(

@@ -75,13 +75,13 @@ def model_parallel(seed: int, parallelism: Parallelism, *, after_errors: bool = 
 @contextmanager
 def _torn_down(teardown: Callable[[], None], *, after_errors: bool) -> Iterator[None]:
     """A block with a teardown at its end, also after an error if so asked."""
+    failed = True
     try:
         yield
-    except BaseException:
-        if after_errors:
+        failed = False
+    finally:
+        if after_errors or not failed:
             teardown()
-        raise
-    teardown()
 
 
 def _take_away_groups() -> None:

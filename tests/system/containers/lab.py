@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,10 +51,11 @@ class Podman:
 
     Args:
         folder: for storage and configuration; its file `podman` is a program that anything else can call.
+        run: for sockets, so podman takes no path above 50 characters.
         holder: process whose mount namespace is used: a container's network lives in one.
     """
 
-    def __init__(self, folder: Path, holder: int) -> None:
+    def __init__(self, folder: Path, run: str, holder: int) -> None:
         self.folder = folder
         self.program = folder / "podman"
         self.networks: list[str] = []
@@ -63,7 +65,7 @@ class Podman:
             f"export CONTAINERS_CONF={folder}/containers.conf\n"
             "cwd=$(pwd)\n"
             f'exec nsenter --mount=/proc/{holder}/ns/mnt --wd="$cwd" '
-            f'podman --root {folder}/store --runroot {folder}/run --storage-driver overlay "$@"\n'
+            f'podman --root {folder}/store --runroot {run} --storage-driver overlay "$@"\n'
         )
         self.program.chmod(0o755)
 
@@ -101,7 +103,8 @@ def podman(folder: Path) -> Iterator[Podman]:
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "ready\n"
-    made = Podman(folder, holder.pid)
+    run = tempfile.mkdtemp(prefix="podman-")
+    made = Podman(folder, run, holder.pid)
     try:
         yield made
     finally:
@@ -112,7 +115,8 @@ def podman(folder: Path) -> Iterator[Podman]:
             made("network", "rm", "--force", name, check=False)
         holder.send_signal(signal.SIGTERM)
         holder.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+        for each in (folder, run):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def base_image(tool: Podman, name: str, folder: Path) -> str:

@@ -31,8 +31,9 @@ STEPS = 100
 SMALL = [
     f"train.train_iters={STEPS}", "train.log_interval=10", "train.global_batch_size=4", "train.micro_batch_size=2",
     "train.eval_iters=1", "model.seq_length=64", "model.num_layers=2",
-    # As in tests/dist/table.py: Adam must not turn rounding noise into full steps.
-    "optimizer.adam_eps=1e-2",
+    # As in tests/dist/table.py: Adam must not turn rounding noise into full steps. Nor clipping: DeepSpeed adds up the
+    # squares of gradients in fp32, so its norm is off by up to 7e-5 here, and the losses were by 1e-5.
+    "optimizer.adam_eps=1e-2", "optimizer.clip_grad=0",
 ]  # fmt: skip
 
 

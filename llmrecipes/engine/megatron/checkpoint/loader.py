@@ -13,7 +13,7 @@ import mmap
 import os
 import pickle
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,11 +77,39 @@ def load(entry: Entry, state: dict[str, Any], index: Index | None = None) -> dic
             "which is read as data only; checkpoints saved from now on have neither",
             entry.path,
         )
-    loaded = _read_common(entry, index)
+    return _filled(state, _read_common(entry, index), lambda sharded: _read_sharded(entry, index, sharded))
+
+
+def rehearse(state: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """`load` without reading anything, of a checkpoint that this layout has saved.
+
+    Args:
+        state: as `load`.
+
+    Returns:
+        The state as loaded, with the values that it has, and the bytes of each part that would be read.
+    """
+    sizes: list[int] = []
+
+    def present(value: ShardedTensor | ShardedObject) -> Any:
+        if isinstance(value, ShardedTensor):
+            value.init_data("meta", torch.empty)
+            sizes.append(value.data.nbytes)
+        return value.data
+
+    return _filled(state, None, lambda sharded: dict_list_map_inplace(present, sharded)), sizes
+
+
+def _filled(
+    state: dict[str, Any], common: dict[str, Any] | None, fill: Callable[[dict[str, Any]], Any]
+) -> dict[str, Any]:
+    """A state dict with what is common to all ranks (None: its own), and what `fill` makes of its shards."""
     frame, local, factories = load_preprocess(state)
-    merge(loaded, local)
-    _replace(loaded, _read_sharded(entry, index, extract_sharded_base(frame)[0]))
-    whole: dict[str, Any] = apply_factory_merges(loaded, factories)
+    sharded, own = extract_sharded_base(frame)
+    found = own if common is None else common
+    merge(found, local)
+    _replace(found, fill(sharded))
+    whole: dict[str, Any] = apply_factory_merges(found, factories)
     return whole
 
 

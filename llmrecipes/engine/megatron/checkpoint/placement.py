@@ -75,6 +75,12 @@ class Owned:
         """The same in memory of its own."""
         return replace(self, tensors={name: tensor.clone() for name, tensor in self.tensors.items()})
 
+    def weight_shards(self, *, exclusive: bool) -> list[ShardedTensor]:
+        """Weights of the range as shards; `exclusive` as in `Placement.shards`."""
+        size = next(iter(self.tensors.values())).numel()
+        values = self.placement.parameter.detach().view(-1)[self.start : self.start + size]
+        return self.placement.shards("", self.start, values, exclusive=exclusive)
+
     def optimizer_shards(self, *, exclusive: bool) -> dict[str, list[ShardedTensor]]:
         """The state as shards, by its names; `exclusive` as in `Placement.shards`."""
         return {

@@ -60,8 +60,7 @@ def _flash_attention(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **_options: Any,
 ) -> torch.Tensor:
     """Memory of FlashAttention (arXiv 2205.14135): inputs, output and the logarithm of each row's sum are kept.
 
@@ -77,7 +76,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
-        """[b, h, s, d] of a value's width; laid out as [b, s, h, d], as the kernel does."""
+        """Attention of [b, h, s, d] tensors; the output has the value's d and strides of [b, s, h, d], like the kernel."""
         batch, heads, length, _ = query.shape
         output = query.new_empty(batch, length, heads, value.size(-1)).transpose(1, 2)
         rows = query.new_empty(batch, heads, length, dtype=torch.float32)
@@ -197,14 +196,11 @@ def _cpu_attention(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
     """torch's choice on a CPU: flash attention, but the whole matrix with dropout or values of another width."""
     if dropout_p == 0.0 and query.size(-1) == value.size(-1):
         return _flash_attention(query, key, value, attn_mask, is_causal=is_causal)
     causal = is_causal or attn_mask is not None  # the mask's values do not matter, and it has none
-    output: torch.Tensor = _PLAIN["scaled_dot_product_attention"](
-        query, key, value, None, dropout_p, causal, scale=scale, enable_gqa=enable_gqa
-    )
+    output: torch.Tensor = _PLAIN["scaled_dot_product_attention"](query, key, value, None, dropout_p, causal, **options)
     return output
