@@ -59,9 +59,7 @@ def parse(report: str) -> tuple[str, list[GpuState]]:
     return root.findtext("driver_version", ""), [_state(gpu) for gpu in root.iter("gpu")]
 
 
-def check(
-    gpus: list[GpuState], profile: Profile | None, own: Collection[int] | None = None
-) -> Iterator[Finding]:
+def check(gpus: list[GpuState], profile: Profile | None, own: Collection[int] | None = None) -> Iterator[Finding]:
     """Check the GPUs.
 
     Args:
