@@ -34,8 +34,9 @@ environment: {FROM_PROFILE: 1, SET_BY_USER: profile}
 
 def run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     """As the batch script starts it: with the signals that stop a run ignored."""
+    calm = ["sh", "-c", 'trap "" USR1 TERM; exec "$@"', "sh"]
     return subprocess.run(
-        ["sh", "-c", 'trap "" USR1 TERM; exec "$@"', "sh", sys.executable, "-P", "-m", "llmrecipes.workflow.slurm", *arguments],
+        [*calm, sys.executable, "-P", "-m", "llmrecipes.workflow.slurm", *arguments],
         env={**environment(), **TASK, **variables}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 

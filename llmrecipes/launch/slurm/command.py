@@ -31,8 +31,8 @@ class Options:
     """Options of the user; None is the default of the profile or the site.
 
     `image` is for srun's `--container-image` or Apptainer. The run saves `warning` seconds before the time limit.
-    `more` are further options of sbatch, each as one `--name=value`. `python` runs the ranks. `prepare_partition` is for
-    the job that tokenizes.
+    `more` are further options of sbatch, each as one `--name=value`. `python` runs the ranks. `prepare_partition` is
+    that of the job that tokenizes.
     """
 
     partition: str | None = None

@@ -1,4 +1,4 @@
-"""How long before its time limit a job is warned, so that all ranks can save: from earlier saves, else from the plan."""
+"""When a job is warned of its time limit, so that all ranks can save: from earlier runs, else from the plan."""
 
 from __future__ import annotations
 
