@@ -9,6 +9,9 @@
 # It runs as root on every node of a job before the job starts, so it must be quick. Edit these lines:
 python=${LLMRECIPES_PYTHON:-/opt/llmrecipes/.venv/bin/python}
 cluster=${LLMRECIPES_CLUSTER:-}
+# GPUs that are checked one by one: those of this job, because on a shared node another job's are in use. `all` where Slurm
+# does not manage GPUs (no Gres=gpu), and gives whole nodes to jobs.
+gpus=${LLMRECIPES_GPUS-${SLURM_JOB_GPUS-}}
 # Seconds for the doctor, longer than it waits for nvidia-smi (30, and 20 for NVLink); and for nvidia-smi alone.
 doctor_limit=${LLMRECIPES_DOCTOR_LIMIT:-120}
 gpu_limit=${LLMRECIPES_GPU_LIMIT:-60}
@@ -31,9 +34,10 @@ driver_hangs() {
 }
 
 cd / || exit 0
-# On a shared node only the GPUs of this job are checked one by one: another job's are in use.
+own=()
+[[ $gpus == all ]] || own=(--gpus "$gpus")
 report=$(timeout -k 5 "$doctor_limit" "$python" -P -m llmrecipes.cli doctor --quiet ${cluster:+--cluster "$cluster"} \
-    --gpus "${SLURM_JOB_GPUS-}" --nodes "$(hostname)" --runs-dir /tmp --data-dir /tmp 2>&1) && exit 0
+    "${own[@]}" --nodes "$(hostname)" --runs-dir /tmp --data-dir /tmp 2>&1) && exit 0
 status=$?
 case $status in
     1) # a finding

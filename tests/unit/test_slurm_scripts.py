@@ -451,8 +451,9 @@ def test_the_prolog_waits_longer_than_the_doctor_does_for_nvidia_smi(lab: Lab) -
 
 def test_the_prolog_checks_the_gpus_of_its_job_only(lab: Lab) -> None:
     show = 'printf "%s|" "$@" >&2; exit 1'
-    for gpus in ("0,3", ""):
-        assert f"|--gpus|{gpus}|" in prolog(lab, show, None, SLURM_JOB_GPUS=gpus).stderr
+    assert "|--gpus|0,3|" in prolog(lab, show, None, SLURM_JOB_GPUS="0,3").stderr
+    assert "|--gpus||" in prolog(lab, show, None).stderr  # a job without GPUs
+    assert "--gpus" not in prolog(lab, show, None, LLMRECIPES_GPUS="all").stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

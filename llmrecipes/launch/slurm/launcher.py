@@ -68,7 +68,12 @@ class Slurm:
         own = any(word.partition("=")[0] == "--dependency" for word in options.more)
         if planned.profile.gpus_per_node and not submission.prepared and not own:
             first = prepare_command(request, planned.profile, options, SCRIPTS / "prepare.sbatch")
-            notes["tokenize"] = "the data is not prepared: another job does it first, on one node"
+            where = (
+                ""
+                if given.get("prepare-partition") or planned.profile.slurm.cpu_partition
+                else ("; --prepare-partition NAME for one without GPUs")
+            )
+            notes["tokenize"] = f"the data is not prepared: another job does it first, on one node{where}"
         given_last = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
         return Rendering(
             words,
