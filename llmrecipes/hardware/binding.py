@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmrecipes.hardware import nvidia
+from llmrecipes.hardware.cluster import allowed_cpus
 
 PCI, ADAPTERS, CPUS = Path("/sys/bus/pci/devices"), Path("/sys/class/infiniband"), Path("/sys/devices/system/cpu")
 FIELDS = ("index", "uuid", "pci.bus_id")
@@ -70,7 +71,7 @@ def bind(local_rank: int, ranks: int) -> Binding:
     listed = nvidia.query(*FIELDS, timeout=60)
     addresses = visible(listed, os.environ.get("CUDA_VISIBLE_DEVICES"))
     devices = [device(address) for address in addresses[:ranks]]
-    found = choose(local_rank, devices, ranks, os.sched_getaffinity(0), siblings())
+    found = choose(local_rank, devices, ranks, allowed_cpus(), siblings())
     if found.cores:
         os.sched_setaffinity(0, found.cores)
         numa = None if found.device is None else found.device.numa
