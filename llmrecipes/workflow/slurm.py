@@ -29,7 +29,7 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.launch.environment import detected_environment, environment, missing, threads
-from llmrecipes.launch.ranks import from_slurm
+from llmrecipes.launch.ranks import Rank, from_slurm
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunOptions, RunSpec
@@ -135,10 +135,7 @@ def rank(path: Path) -> NoReturn:
     os.environ.update(here.variables())
     setup_logging(rank=here.rank)
     if job.bind:
-        # One node is shown; on the others only what differs from the rule.
-        bound = binding.bind(here.local_rank, here.local_world_size)
-        if here.rank < here.local_world_size or not bound.cores:
-            print(f"rank {here.rank}: {bound}", flush=True)
+        bind(here)
     from llmrecipes.train.rank import leave, process_exit_code
     from llmrecipes.train.worker import run
 
@@ -146,6 +143,13 @@ def rank(path: Path) -> NoReturn:
     if here.rank == 0:
         (path.parent / OUTCOME).write_text(f"{code}\n", "utf-8")
     leave(ExitCode.DONE if code == ExitCode.REQUEUE else code)
+
+
+def bind(here: Rank) -> None:
+    """Bind this rank next to its GPU. All ranks of the first node say how, and one of another node if it is not."""
+    bound = binding.bind(here.local_rank, here.local_world_size)
+    if here.rank < here.local_world_size or (here.local_rank == 0 and not bound.cores):
+        print(f"rank {here.rank}: {bound}", flush=True)
 
 
 def hold_signals() -> None:

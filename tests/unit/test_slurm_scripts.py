@@ -338,6 +338,8 @@ def test_every_step_asks_for_the_gpus(
     assert ("--cpu-bind=none" in training) is on_gpus  # ranks bind themselves, next to their GPU
     assert ("--bind" in begin) is on_gpus
     assert "--cpu-bind=none" not in doctor
+    [search] = lab.run("search.sbatch", "x", **{**variables, "SLURM_JOB_NUM_NODES": "1"}).calls
+    assert [word for word in search if word.startswith("--gres")] == ([gres] if gres else [])
     unbound = lab.train("--bind", "no", **variables).calls
     assert not any("--cpu-bind=none" in call or "--bind" in call for call in unbound)
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.errors import ExitCode
+from llmrecipes.hardware.binding import Binding
 from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.launch.ranks import Rank
 from llmrecipes.workflow import slurm
 from llmrecipes.workflow.restarts import require_progress
 from llmrecipes.workflow.slurm import Job, finished
@@ -83,6 +85,24 @@ def test_a_rank_outside_of_srun_is_refused(arguments: list[str], tmp_path: Path)
     done = run(["rank", str(path)], SLURM_PROCID="x")
     assert done.returncode == 2
     require_message(done.stderr, "srun", rule="slurm/train.sbatch")
+
+
+@pytest.mark.parametrize(
+    ("rank", "cores", "shown"), [(0, (1,), True), (7, (1,), True), (8, (1,), False), (8, (), True), (15, (), False)]
+)
+def test_the_binding_is_shown_of_one_node(
+    rank: int, cores: tuple[int, ...], shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def bound(local_rank: int, ranks: int) -> Binding:
+        asked.append((local_rank, ranks))
+        return Binding(cores, reason="why")
+
+    monkeypatch.setattr(slurm.binding, "bind", bound)
+    slurm.bind(Rank(rank, 16, rank % 8, 8, "n1", 12000))
+    assert asked == [(rank % 8, 8)]
+    assert capsys.readouterr().out.startswith(f"rank {rank}: ") is shown
 
 
 def test_a_rank_blocks_its_signals_before_it_loads_torch() -> None:
