@@ -60,6 +60,14 @@ def doctor(
             "--bad-nodes", metavar="FILE", help="Write the names of failing nodes to this file, comma-separated."
         ),
     ] = None,
+    own_gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus",
+            metavar="N,...",
+            help="Check only these GPUs one by one, as on a node that jobs share; empty: none. Default: all.",
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print problems only.")] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -76,7 +84,7 @@ def doctor(
 
     profile = load_profile(cluster) if cluster else None
     loaded = load(recipe, overrides or []).recipe if recipe else None
-    hosts = _hosts(nodes)
+    hosts, own = _hosts(nodes), _own(own_gpus)
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
     parameters = count(loaded.model, shape(loaded.model)).total if loaded else 0
@@ -85,7 +93,8 @@ def doctor(
     # Pods of a Job only check their own node; Kubernetes numbers them.
     leads = number == 0 and os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
     try:
-        found = examine(DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads))
+        context = DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads, own)
+        found = examine(context)
         gathered = meet(Meeting(hosts, number, port, runs_dir, patience), found) if several else found
     except UserError:
         raise
@@ -143,6 +152,15 @@ def _hosts(nodes: str | None) -> tuple[str, ...]:
             rule="the doctor of several nodes knows their names; a container usually has no scontrol",
             fix="outside of the container: --nodes $(scontrol show hostnames $SLURM_JOB_NODELIST | paste -sd,)",
         ) from error
+
+
+def _own(gpus: str | None) -> frozenset[int] | None:
+    if gpus is None:
+        return None
+    words = [word for word in gpus.split(",") if word]
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise UserError(f"{gpus!r}", where="--gpus", rule="numbers of GPUs with commas between them", fix="--gpus 0,1")
+    return frozenset(map(int, words))
 
 
 def _number(hosts: tuple[str, ...]) -> int:

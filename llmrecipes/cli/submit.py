@@ -64,11 +64,23 @@ def submit(
     ] = None,
     warning: Annotated[
         int | None,
-        typer.Option("--warning", metavar="S", min=1, max=65535, help="Save S seconds before the time limit; 180."),
+        typer.Option(
+            "--warning",
+            metavar="S",
+            min=1,
+            max=65535,
+            help="Save S seconds before the time limit; default: from what a save takes.",
+        ),
     ] = None,
     max_restarts: Annotated[
         int | None,
         typer.Option("--max-restarts", metavar="N", min=0, help="Restarts after failures; then it ends with 93."),
+    ] = None,
+    prepare_partition: Annotated[
+        str | None,
+        typer.Option(
+            "--prepare-partition", metavar="NAME", help="Partition of the job that tokenizes, if the data is missing."
+        ),
     ] = None,
     sbatch: Annotated[
         list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="More for sbatch: --sbatch=--reservation=x")
@@ -135,6 +147,7 @@ def submit(
         "namespace": namespace, "claim": claim, "queue": queue, "topology": topology, "secret": secret,
         "tracking-uri": tracking_uri, "service-account": service_account, "pull-secret": pull_secret,
         "host-network": host_network, "allow-socket": allow_socket or None,
+        "prepare-partition": prepare_partition,
     }  # fmt: skip
     _require_own(to, place, given)
     if dry_run and wait:

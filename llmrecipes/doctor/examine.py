@@ -49,6 +49,7 @@ class DoctorContext:
         port: on which the first rank will listen.
         several: whether the run spans several nodes.
         leads: whether this node measures shared resources; thousands writing at once would measure each other.
+        own_gpus: numbers of the job's GPUs on a shared node; None: all.
     """
 
     profile: Profile | None
@@ -59,6 +60,7 @@ class DoctorContext:
     port: int
     several: bool
     leads: bool
+    own_gpus: frozenset[int] | None = None
 
 
 def examine(subject: DoctorContext) -> list[Finding]:
@@ -76,7 +78,7 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
     else:
         if report is not None:
             driver, states = gpus.parse(report)
-        yield from gpus.check(states, subject.profile)
+        yield from gpus.check(states, subject.profile, subject.own_gpus)
     if states:
         yield from _nvlinks(subject.profile)
         yield from kernel.check(kernel.records(), time.clock_gettime(time.CLOCK_MONOTONIC))

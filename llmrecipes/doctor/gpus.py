@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
@@ -59,12 +59,13 @@ def parse(report: str) -> tuple[str, list[GpuState]]:
     return root.findtext("driver_version", ""), [_state(gpu) for gpu in root.iter("gpu")]
 
 
-def check(gpus: list[GpuState], profile: Profile | None) -> Iterator[Finding]:
+def check(gpus: list[GpuState], profile: Profile | None, own: Collection[int] | None = None) -> Iterator[Finding]:
     """Check the GPUs.
 
     Args:
         gpus: of this node.
         profile: expected GPUs; None: no expectation.
+        own: numbers of the job's GPUs, which are checked one by one; None: all. Others may be in use by another job.
     """
     wanted = profile.gpus_per_node if profile else len(gpus)
     if len(gpus) < wanted:
@@ -79,7 +80,8 @@ def check(gpus: list[GpuState], profile: Profile | None) -> Iterator[Finding]:
         if others:
             yield warn("GPUs", f"{', '.join(others)}, but {profile.name} has {profile.gpu.name}", "another --cluster")
     for number, gpu in enumerate(gpus):
-        yield from _check_one(f"gpu {number}", gpu)
+        if own is None or number in own:
+            yield from _check_one(f"gpu {number}", gpu)
 
 
 def unanswered(error: Exception) -> Finding:

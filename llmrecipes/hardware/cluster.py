@@ -140,9 +140,14 @@ def select_gpus(listed: Sequence[Mapping[str, str]], visible: str | None) -> tup
     return tuple(chosen)
 
 
+def allowed_cpus() -> set[int]:
+    """Numbers of the logical CPUs that this process may run on, by its affinity."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def cpu_cores() -> float:
     """CPU cores that this process may use: by its affinity, and by the limits of its control groups."""
-    cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores: float = len(allowed_cpus())
     for group in _cgroups("cpu"):
         quota = _words(group / "cpu.max")  # version 2: "quota period" or "max period"
         if not quota:

@@ -61,8 +61,12 @@ class Slurm(Section):
     """How a container image is run: the pyxis plugin of srun, Apptainer, or not at all."""
     mounts: Annotated[tuple[Mount, ...], Field(strict=False)] = ()
     """Folders that a container sees besides the working, runs and data directories: `SRC`, `SRC:DST`, `SRC:DST:ro`."""
+    cpu_partition: Word | None = None
+    """Partition without GPUs, for jobs that tokenize; unset: the partition of the run."""
     switches: PosInt | None = None
-    """Maximum leaf switches of a job's nodes; unset: no limit."""
+    """Maximum leaf switches of a job's nodes; unset: from `nodes_per_switch`, else no limit."""
+    nodes_per_switch: PosInt | None = None
+    """Nodes of a leaf switch, or of a rail-optimized group of them: a job asks for as few as its nodes need."""
     switches_wait: str = "01:00:00"
     """How long a job waits for this number of switches (Slurm's time format)."""
     segment: PosInt | None = None
@@ -122,6 +126,8 @@ class Profile(Section):
     """Between GPUs of different nodes."""
     adapters: Adapters | None = None
     """Ports behind `inter_node`; unset: one for each GPU."""
+    storage_gb_per_s: PosFloat = 5
+    """Gigabytes (1e9 bytes) per second that all nodes of a job together write to the file system of runs."""
     environment: dict[Variable, str | int] = Field(default_factory=dict)
     """Variables of every rank: NCCL, UCX, GLOO, libfabric."""
     slurm: Slurm = Slurm()

@@ -129,6 +129,8 @@ class Submission:
     accept_changes: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of a local job besides those of this process."""
+    prepared: bool = True
+    """Whether the data is there; False only where this machine can see that it is not."""
 
     @property
     def run_dir(self) -> Path:
@@ -149,20 +151,24 @@ class Rendering:
     Attributes:
         command: the command that submits it.
         text: standard input of the command.
+        first: a command that has to run before it; empty: none.
         shown: human-readable form.
         details: the same for `--json`.
         place: name of the queue; for the preview.
         time_limit: in the scheduler's format; None: the default of the queue.
         has_token: whether the job has `HF_TOKEN`.
+        notes: what else the preview shows, by a short name.
     """
 
     command: tuple[str, ...]
     text: str = ""
+    first: tuple[str, ...] = ()
     shown: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
     place: Mapping[str, str | None] = field(default_factory=dict)
     time_limit: str | None = None
     has_token: bool = False
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 class JobHandle(Protocol):

@@ -91,6 +91,7 @@ def _for_fabric(profile: Profile, plan: Plan, ranks_per_node: int) -> dict[str, 
 
 def _for_gpus(plan: Plan, logs: Path | None, gpu: str) -> dict[str, str]:
     values = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which a rank is bound to the cores next to its GPU
         "NCCL_DEBUG": "WARN",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_FR_BUFFER_SIZE": str(FLIGHT_RECORDER_ENTRIES),

@@ -12,6 +12,8 @@ from llmrecipes.tracking import status
 from llmrecipes.tracking.jsonl import parse
 
 TAIL_BYTES = 64 * 1024
+TAIL_BYTES_OF_SAVES = 4 * 1024 * 1024
+"""Some 10,000 steps, so that a save is among them."""
 CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 
@@ -59,6 +61,48 @@ def list_runs(runs_dir: Path) -> list[RunSummary]:
     return sorted(found, key=lambda run: (run.started or 0.0, run.recipe, run.run_id))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The longest step and the longest save at the end of a run's metrics, in seconds."""
+
+    run_id: str
+    step_seconds: float
+    save_seconds: float
+
+
+def measured(folder: Path, most: int) -> list[Measured]:
+    """What steps and saves took in the newest runs of a recipe; runs that recorded no save are left out.
+
+    Args:
+        folder: with the runs of one recipe.
+        most: number of runs that are read.
+    """
+    newest = sorted(_directories(folder), key=_changed, reverse=True)[:most]
+    found = (_measured(run) for run in newest)
+    return [each for each in found if each is not None]
+
+
+def _changed(run_dir: Path) -> float:
+    try:
+        return (run_dir / "metrics.jsonl").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _measured(run_dir: Path) -> Measured | None:
+    steps, saves = [0.0], []
+    for line in _tail(run_dir / "metrics.jsonl", TAIL_BYTES_OF_SAVES):
+        if b"step_seconds" not in line and b"checkpoint_saved" not in line:
+            continue
+        record = parse(line) or {}
+        if (step := _number(record.get("step_seconds"))) is not None:
+            steps.append(step)
+        if record.get("event") == "checkpoint_saved" and (save := _number(record.get("seconds"))) is not None:
+            saves.append(save)
+    # The first step after a start compiles and connects: one of them is left out.
+    return Measured(run_dir.name, sorted(steps)[-2] if len(steps) > 2 else steps[-1], max(saves)) if saves else None
+
+
 def _directories(parent: Path) -> list[Path]:
     try:
         return [path for path in sorted(parent.iterdir()) if path.is_dir() and not path.name.startswith(".")]
@@ -99,12 +143,12 @@ def _checkpoints(directory: Path) -> tuple[int, ...]:
     return tuple(sorted(int(match[1]) for match, path in named if match and (path / "manifest.json").is_file()))
 
 
-def _tail(path: Path) -> list[bytes]:
+def _tail(path: Path, size_read: int = TAIL_BYTES) -> list[bytes]:
     """The last lines of a file; the first of them may be incomplete."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
+            file.seek(max(0, size - size_read))
             return file.read().splitlines()
     except OSError:
         return []

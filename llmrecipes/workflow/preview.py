@@ -35,6 +35,7 @@ class Preview:
         checkpoints_bytes: maximum disk use of checkpoints, without those kept by `checkpoint.keep_interval`.
         gated: names on the Hub that are likely to need a token.
         has_token: whether the job has `HF_TOKEN`.
+        notes: what the launcher says about the job, by a short name.
     """
 
     nodes: int
@@ -51,6 +52,7 @@ class Preview:
     gated: tuple[Gated, ...]
     has_token: bool
     warnings: tuple[str, ...]
+    notes: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -67,6 +69,7 @@ class Preview:
             **{name: value or "the site's default" for name, value in self.place.items()},
             "time limit": self.time_limit or "the partition's own",
             "checkpoint": f"{gib(self.checkpoint_bytes)}, at most {gib(self.checkpoints_bytes)} on disk",
+            **self.notes,
         }
         yield from (f"{name:>10}  {text}" for name, text in rows.items())
         for each in self.gated:
@@ -110,4 +113,5 @@ def preview(submitted: Submitted) -> Preview:
         gated=gated_names(planned.recipe),
         has_token=rendering.has_token,
         warnings=plan.warnings,
+        notes=dict(rendering.notes),
     )

@@ -105,6 +105,13 @@ def on_one_rank(recipe: Recipe) -> Recipe:
     return without_zero(recipe).model_copy(update={"parallelism": alone})
 
 
+def is_prepared(recipe: Recipe, data_dir: Path) -> bool:
+    """Whether the data of a recipe is there; it is checked when it is opened."""
+    from llmrecipes.data.prepared import fingerprint
+
+    return (data_dir / fingerprint(recipe)).is_dir()
+
+
 def prepare_data(recipe: Recipe, data_dir: Path, log: Log, spec: RunSpec | None = None) -> None:
     """Prepare a recipe's data if it is missing.
 

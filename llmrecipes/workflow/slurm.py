@@ -5,7 +5,7 @@
 
 `begin` prints the path of the file that ranks read, or nothing if the run has finished. Both exit with this program's
 exit codes, except for ranks that have saved: they exit with 0, because Slurm ends all tasks when one fails, and the
-first rank writes its code to `logs/outcome`.
+first rank writes its code to `logs/outcome`, which is `started` until then.
 """
 
 from __future__ import annotations
@@ -24,18 +24,23 @@ from pydantic import BaseModel, ConfigDict
 from llmrecipes.console import setup_logging
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware import binding
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.launch.environment import detected_environment, environment, missing, threads
-from llmrecipes.launch.ranks import from_slurm
+from llmrecipes.launch.ranks import Rank, from_slurm
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunOptions, RunSpec
 from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
-from llmrecipes.workflow.run import Paths, TrainOptions, finished, new_spec, plan_run, prepare_data
+from llmrecipes.workflow.run import Paths, TrainOptions, finished, is_prepared, new_spec, plan_run, prepare_data
 
 JOB, OUTCOME = "job.json", "outcome"
+STARTED = "started"
+"""In the file of the outcome while ranks run: without it, an exit code of srun comes from before they started."""
 MAX_RESTARTS = 100
+HELD = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class Job(BaseModel):
@@ -46,6 +51,8 @@ class Job(BaseModel):
     run: RunSpec
     environment: dict[str, str]
     """Variables of every rank, except those it already has."""
+    bind: bool = False
+    """Whether ranks bind themselves to the cores and memory next to their GPU."""
 
 
 def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | None:
@@ -80,6 +87,8 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     logs = spec.run_dir / "logs"
     job_id = there.get("SLURM_JOB_ID", "")
     require_progress(logs / STARTS, job_id, restart, newest_step(spec.run_dir), arguments.max_restarts)
+    if plan.device == "cuda" and not arguments.prepare:
+        require_prepared(recipe, paths.data_dir)
     prepare_data(recipe, paths.data_dir, lambda line: print(line, file=sys.stderr))
     tags = {
         "slurm.job_id": job_id,
@@ -93,21 +102,40 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     else:
         variables = environment(profile, plan, arguments.ranks_per_node, logs)
     known = {"restart": restart, "tags": tags, "on_gpus": plan.device == "cuda"}
-    job = Job(run=spec.model_copy(update=known), environment=variables)
+    job = Job(run=spec.model_copy(update=known), environment=variables, bind=arguments.bind)
     (logs / OUTCOME).unlink(missing_ok=True)
     path = (logs / JOB).resolve()
     path.write_text(job.model_dump_json(indent=2) + "\n", "utf-8")
     return path
 
 
+def require_prepared(recipe: Recipe, data_dir: Path) -> None:
+    """Refuse to tokenize while the GPUs of a job wait.
+
+    Raises:
+        UserError: the data is not prepared.
+    """
+    if not is_prepared(recipe, data_dir):
+        raise UserError(
+            f"the data of recipe {recipe.name} is not prepared in {data_dir}",
+            where="data",
+            rule="text is tokenized on CPUs, not while the GPUs of a job wait",
+            fix="sbatch slurm/prepare.sbatch RECIPE, then this job; or --prepare yes, to tokenize within it",
+        )
+
+
 def rank(path: Path) -> NoReturn:
     """Run one rank of a job, and end this process."""
     job = Job.model_validate_json(path.read_text("utf-8"))
     here = from_slurm(os.environ)
+    if here.rank == 0:
+        (path.parent / OUTCOME).write_text(f"{STARTED}\n", "utf-8")
     # All of this must be set before torch is loaded.
     os.environ.update(missing(job.environment, os.environ))
     os.environ.update(here.variables())
     setup_logging(rank=here.rank)
+    if job.bind:
+        bind(here)
     from llmrecipes.train.rank import leave, process_exit_code
     from llmrecipes.train.worker import run
 
@@ -115,6 +143,20 @@ def rank(path: Path) -> NoReturn:
     if here.rank == 0:
         (path.parent / OUTCOME).write_text(f"{code}\n", "utf-8")
     leave(ExitCode.DONE if code == ExitCode.REQUEUE else code)
+
+
+def bind(here: Rank) -> None:
+    """Bind this rank next to its GPU. All ranks of the first node say how, and one of another node if it is not."""
+    bound = binding.bind(here.local_rank, here.local_world_size)
+    if here.rank < here.local_world_size or (here.local_rank == 0 and not bound.cores):
+        print(f"rank {here.rank}: {bound}", flush=True)
+
+
+def hold_signals() -> None:
+    """Block the signals that stop a run until training handles them; the batch script has them ignored until here."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    for number in HELD:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -131,12 +173,15 @@ def main(arguments: Sequence[str]) -> int:
     first.add_argument("--max-restarts", type=int, default=MAX_RESTARTS)
     first.add_argument("--accept-changes", action="store_true")
     first.add_argument("--allow-socket", action="store_true")
+    first.add_argument("--bind", action="store_true")
+    first.add_argument("--prepare", action="store_true")
     first.add_argument("recipe")
     first.add_argument("overrides", nargs="*")
     commands.add_parser("rank", allow_abbrev=False).add_argument("job", type=Path)
     given = parser.parse_args(arguments)
     try:
         if given.command == "rank":
+            hold_signals()
             rank(given.job)
         setup_logging()
         with redirect_stdout(sys.stderr):
@@ -148,8 +193,7 @@ def main(arguments: Sequence[str]) -> int:
         print("the run has already finished; nothing to do", file=sys.stderr)
         return ExitCode.DONE
     print(path)
-    # A warning that arrived meanwhile was blocked: there is no time left to start the ranks.
-    return ExitCode.REQUEUE if signal.SIGUSR1 in signal.sigpending() else ExitCode.DONE
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

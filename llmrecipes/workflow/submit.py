@@ -27,6 +27,7 @@ from llmrecipes.workflow.run import (
     Paths,
     TrainOptions,
     checked_run_id,
+    is_prepared,
     new_run_id,
     new_spec,
     plan_run,
@@ -136,8 +137,9 @@ def submit(
     run_id = new_run_id() if run_id is None else checked_run_id(run_id)
     paths = Paths(paths.runs_dir.resolve(), paths.data_dir.resolve())
     submission = Submission(
-        planned, run_id, paths.runs_dir, paths.data_dir, accept_changes, environment=environment or {}
-    )
+        planned, run_id, paths.runs_dir, paths.data_dir, accept_changes, environment=environment or {},
+        prepared=not launcher.shares_disk or is_prepared(planned.recipe, paths.data_dir),
+    )  # fmt: skip
     rendering = launcher.render(submission, given)
     if dry_run:
         return Submitted(submission, rendering, None)

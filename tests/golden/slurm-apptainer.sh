@@ -4,7 +4,7 @@ sbatch \
     --nodes=2 \
     --account=research \
     --gres=gpu:8 \
-    --signal=USR1@180 \
+    --signal=B:USR1@180 \
     --output=/shared/runs/gpt-7b/run-1/logs/slurm-%j.out \
     slurm/train.sbatch \
     --cluster gcp-a3 \
@@ -15,6 +15,7 @@ sbatch \
     --runs-dir /shared/runs \
     --data-dir /shared/data \
     --exit-file /shared/runs/gpt-7b/run-1/logs/exit \
+    --bad-nodes /shared/runs/gpt-7b/run-1/logs/bad-nodes \
     --mount /usr/local/fastrak:/usr/local/fastrak \
     --mount /dev/aperture_devices:/dev/aperture_devices \
     gpt-7b \

@@ -4,7 +4,7 @@ sbatch \
     --nodes=32 \
     --gres=gpu:4 \
     --segment=16 \
-    --signal=USR1@180 \
+    --signal=B:USR1@180 \
     --output=/shared/runs/gpt-7b/run-1/logs/slurm-%j.out \
     --nice=10 \
     slurm/train.sbatch \
@@ -16,6 +16,7 @@ sbatch \
     --runs-dir /shared/runs \
     --data-dir /shared/data \
     --exit-file /shared/runs/gpt-7b/run-1/logs/exit \
+    --bad-nodes /shared/runs/gpt-7b/run-1/logs/bad-nodes \
     --max-restarts 5 \
     gpt-7b \
     train.train_iters=10

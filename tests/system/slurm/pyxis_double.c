@@ -14,14 +14,14 @@
 
 SPANK_PLUGIN(pyxis_double, 1)
 
-enum { IMAGE = 1, MOUNTS, WORKDIR, NO_HOME };
+enum { IMAGE = 1, MOUNTS, WORKDIR, NO_HOME, NAME };
 
-static char image[4096], mounts[16384], workdir[4096];
+static char image[4096], mounts[16384], workdir[4096], name[256];
 
 static int keep(int which, const char *value, int remote) {
     (void)remote;
-    char *place = which == IMAGE ? image : which == MOUNTS ? mounts : which == WORKDIR ? workdir : NULL;
-    size_t room = which == MOUNTS ? sizeof mounts : sizeof image;
+    char *place = which == IMAGE ? image : which == MOUNTS ? mounts : which == WORKDIR ? workdir : which == NAME ? name : NULL;
+    size_t room = which == MOUNTS ? sizeof mounts : which == NAME ? sizeof name : sizeof image;
     if (place && value && (size_t)snprintf(place, room, "%s", value) >= room)
         return -1;
     return 0;
@@ -31,6 +31,7 @@ static struct spank_option options[] = {
     {"container-image", "PATH", "unpacked image", 1, IMAGE, keep},
     {"container-mounts", "SRC:DST[:FLAGS][,...]", "bind mounts", 1, MOUNTS, keep},
     {"container-workdir", "PATH", "working directory", 1, WORKDIR, keep},
+    {"container-name", "NAME", "container that other steps of the job use, too", 1, NAME, keep},
     {"no-container-mount-home", NULL, "no home directory", 0, NO_HOME, keep},
     SPANK_OPTIONS_TABLE_END,
 };
@@ -67,10 +68,30 @@ static int bind_mount(const char *source, const char *target) {
     return 0;
 }
 
+/* An image is imported by the first task of a node that names the container, each time without a name. */
+static int import(void) {
+    char host[256], seen[8192], log[8192];
+    if (gethostname(host, sizeof host))
+        return -1;
+    snprintf(seen, sizeof seen, "%s/.imported-%s-%s", image, name, host);
+    if (name[0]) {
+        int first = open(seen, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0644);
+        if (first < 0)
+            return errno == EEXIST ? 0 : -1;
+        close(first);
+    }
+    snprintf(log, sizeof log, "%s/imports", image);
+    int file = open(log, O_CREAT | O_APPEND | O_WRONLY | O_CLOEXEC, 0644);
+    int written = file < 0 ? -1 : dprintf(file, "%s\n", host);
+    return file < 0 || close(file) || written < 0 ? -1 : 0;
+}
+
 int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments) {
     (void)spank, (void)count, (void)arguments;
     if (!image[0])
         return 0;
+    if (import())
+        return -1;
     if (unshare(CLONE_NEWNS) || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL))
         return -1;
     if (bind_mount("/dev", "/dev") || bind_mount("/proc", "/proc") || bind_mount("/sys", "/sys"))

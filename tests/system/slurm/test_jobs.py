@@ -72,6 +72,34 @@ def test_bad_input_ends_the_job_with_2_and_a_message(site: Site) -> None:
     assert "did you mean gpt-tiny" in (site.folder / f"llmrecipes-{job}.out").read_text()
     array = site.sbatch("--parsable", "-N1", "--array=0-1", TRAIN, "gpt-tiny")
     assert site.lab.wait(array, "FAILED")["ExitCode"] == "2:0"
+    several = site.sbatch("--parsable", "-N1", ":", "-N1", TRAIN, "gpt-tiny")
+    log = site.folder / f"llmrecipes-{several}.out"
+    site.lab.until(lambda: True if log.exists() and "heterogeneous" in log.read_text() else None, "it is not refused")
+
+
+def test_a_package_that_is_missing_ends_the_job_at_once(site: Site) -> None:
+    """Before, it was requeued without end: the check that counts restarts was never reached."""
+    program = site.folder / "python"
+    program.write_text("#!/bin/sh\necho No module named llmrecipes >&2\nexit 1\n")
+    program.chmod(0o755)
+    words = ["--parsable", "-N1", TRAIN, "--doctor", "no", "--python", str(program), "gpt-tiny"]
+    job = site.sbatch(*words)
+    fields = site.lab.wait(job, "FAILED")
+    assert (fields["ExitCode"], fields["Restarts"]) == ("2:0", "0")
+
+
+def test_a_run_waits_for_the_job_that_tokenizes(site: Site, recipe: Recipe) -> None:
+    """What `submit` does for GPUs; by hand here, because these nodes have none."""
+    data = site.folder / "prepared"
+    path = write_recipe(recipe, site.folder)
+    prepare = site.sbatch("--parsable", PREPARE, "--python", sys.executable, "--data-dir", str(data), path)
+    words = ["--parsable", "-N1", f"--dependency=afterok:{prepare}", "--kill-on-invalid-dep=yes", TRAIN]
+    job = site.sbatch(*words, "--python", sys.executable, "--data-dir", str(data), path, "train.train_iters=5")
+    site.lab.wait(job, "COMPLETED")
+    broken = site.sbatch("--parsable", PREPARE, "--python", "/bin/false", "--data-dir", str(data), path)
+    words[2] = f"--dependency=afterok:{broken}"
+    job = site.sbatch(*words, "--python", sys.executable, path)
+    site.lab.wait(job, "CANCELLED")
 
 
 def test_prepare(site: Site, recipe: Recipe) -> None:
@@ -107,6 +135,9 @@ def test_in_a_container(site: Site, recipe: Recipe, pyxis: Path | None) -> None:
     site.finish(job, run_dir)
     assert len(train_lines(run_dir)) == 5
     assert "PYTHONPATH" not in site.log(run_dir, job)
+    # Three steps, two nodes: the image is imported once on each.
+    imported = (image / "imports").read_text().split()
+    assert sorted(imported) == sorted(set(imported)) and len(imported) == 2
 
 
 def test_accounting(new_site: Callable[[Lab], Site], recipe: Recipe, tmp_path: Path) -> None:

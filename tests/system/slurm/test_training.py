@@ -116,8 +116,8 @@ def test_requeued_three_times(site: Site, recipe: Recipe, reference: dict[str, l
 
 
 def warn(site: Site, job: str, run_dir: Path) -> None:
-    """What slurmctld does at `--signal=USR1@…`."""
-    site.lab.run("scancel", "--signal=USR1", job)
+    """What slurmctld does at `--signal=B:USR1@…`."""
+    site.lab.run("scancel", "--batch", "--signal=USR1", job)
 
 
 def preempt(site: Site, job: str, run_dir: Path) -> None:
@@ -185,16 +185,21 @@ def test_interrupted(
 def test_time_limit_whose_warning_comes_before_the_ranks_are_started(
     site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]
 ) -> None:
-    """slurmctld looks at time limits every 30 s: `begin` is held up until its warning is there, on the first start."""
+    """The batch script gets it while `begin` runs, which is held up on the first start; no rank is started then."""
+    released = site.folder / "released"
     held_up = python_that(
         site,
         '*" doctor "*) exit 0;; *"slurm begin"*) [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || '
-        "until grep -q 'ShdPnd:.*[2367abef]..$' /proc/$$/status; do sleep 0.1; done",
+        f"until [ -e {shlex.quote(str(released))} ]; do sleep 0.1; done",
     )
     # 255 of 300 s before the end: 15 to 45 s after the start, when `begin` has long been started.
     arguments = ["--time", "5", "--warning", "255", "--python", held_up]
     job, run_dir = site.submit(recipe, "limited", *arguments)
+    # slurmctld looks at time limits every 30 s, and nothing shows that it has warned a batch script.
+    site.lab.until(lambda: True if site.lab.job(job)["RunTime"] > "00:01:20" else None, f"job {job} has not run")
+    released.touch()
     site.wait_for_restart(job, 1)
+    assert "step 1/" not in site.log(run_dir, job)
     site.lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
     site.finish(job, run_dir)
     assert curve(run_dir) == reference["1"]
@@ -211,8 +216,9 @@ def test_cancelled_jobs_stay_so(site: Site, recipe: Recipe) -> None:
 
 
 def test_restarts_without_progress_end(site: Site, recipe: Recipe) -> None:
-    """A Python that ends ranks before their first step."""
-    broken = python_that(site, '*"slurm rank"*) echo broken >&2; exit 1')
+    """A Python that ends ranks after they have started, and before their first step."""
+    started = site.folder / "runs/tiny/stuck/logs/outcome"
+    broken = python_that(site, f'*"slurm rank"*) echo started >{shlex.quote(str(started))}; echo broken >&2; exit 1')
     with site.waiting(recipe, "stuck", "--python", broken) as waiting:
         job, run_dir = waiting.job, waiting.run_dir
         fields = site.finish(job, run_dir, "FAILED")
