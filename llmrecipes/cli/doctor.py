@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import traceback
@@ -20,6 +21,8 @@ from llmrecipes.launch.ranks import FIRST_PORT, port_of
 
 CRASHED = 70  # EX_SOFTWARE
 """Exit code of a doctor that has an error itself: 1 would drain every node whose prolog runs it."""
+RANGE = re.compile(r"([^][]*)\[(\d{1,9})-(\d{1,9})\]([^][]*)")
+MOST_NODES = 100_000
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
 
 
@@ -48,7 +51,7 @@ def doctor(
         typer.Option(
             "--nodes",
             metavar="HOST,...",
-            help="All nodes of the job; run the command on each at once. Detected in a Slurm step.",
+            help="All nodes of the job, n[0-3] for a range; run the command on each at once. Detected in a Slurm step.",
         ),
     ] = None,
     patience: Annotated[
@@ -68,7 +71,7 @@ def doctor(
     """Check a node, or all nodes of a job, and suggest fixes."""
     from llmrecipes.doctor.differing import compared
     from llmrecipes.doctor.examine import DoctorContext, examine
-    from llmrecipes.doctor.nodes import Meeting, meet
+    from llmrecipes.doctor.nodes import Gathered, Meeting, meet
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.plan.parameters import count
     from llmrecipes.recipe.load import load
@@ -86,23 +89,28 @@ def doctor(
     leads = number == 0 and os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
     try:
         found = examine(DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads))
-        gathered = meet(Meeting(hosts, number, port, runs_dir, patience), found) if several else found
+        gathered = (
+            meet(Meeting(hosts, number, port, runs_dir, patience), found)
+            if several
+            else Gathered(alone := compared(found), bad_nodes(alone))
+        )
     except UserError:
         raise
     except Exception:
         traceback.print_exc()
         return CRASHED
-    if gathered is None:
-        return int(ExitCode.DONE)
-    found = compared(gathered)
-    bad = bad_nodes(found)
+    bad = gathered.bad
+    code = 1 if bad else int(ExitCode.DONE)
+    if gathered.findings is None:
+        return code
+    found = gathered.findings
     if bad_nodes_file is not None:
         bad_nodes_file.write_text(",".join(bad), "utf-8")
     if as_json:
         print(json.dumps({"ok": not bad, "bad_nodes": bad, "findings": [each.as_dict() for each in found]}, indent=2))
     else:
         print(as_text(found, quiet))
-    return 1 if bad else int(ExitCode.DONE)
+    return code
 
 
 def as_text(findings: list[Finding], quiet: bool) -> str:
@@ -127,9 +135,10 @@ def as_text(findings: list[Finding], quiet: bool) -> str:
 
 def _hosts(nodes: str | None) -> tuple[str, ...]:
     if nodes is not None:
-        hosts = tuple(host for host in nodes.split(",") if host)
+        hosts = tuple(host for word in nodes.split(",") if word for host in _expanded(word))
         if len(set(hosts)) != len(hosts) or not hosts:
-            raise UserError(f"{nodes!r}", where="--nodes", rule="host names with commas between them, each once")
+            rule = "host names or ranges n[0-3] with commas between them, each once"
+            raise UserError(f"{nodes!r}", where="--nodes", rule=rule)
         return hosts
     if int(os.environ.get("SLURM_NNODES", "1")) == 1 or "SLURM_PROCID" not in os.environ:
         return (socket.gethostname(),)
@@ -145,9 +154,21 @@ def _hosts(nodes: str | None) -> tuple[str, ...]:
         ) from error
 
 
+def _expanded(word: str) -> list[str]:
+    """The hosts of `node[08-11].site`; another word is a host itself."""
+    found = RANGE.fullmatch(word)
+    if found is None:
+        return [word]
+    before, first, last, after = found.groups()
+    if int(last) - int(first) >= MOST_NODES:
+        raise UserError(f"{word!r}", where="--nodes", rule=f"at most {MOST_NODES:,} nodes")
+    return [f"{before}{number:0{len(first)}}{after}" for number in range(int(first), int(last) + 1)]
+
+
 def _number(hosts: tuple[str, ...]) -> int:
-    if "SLURM_NODEID" in os.environ:
-        return int(os.environ["SLURM_NODEID"])
+    for variable in ("SLURM_NODEID", "JOB_COMPLETION_INDEX"):  # the latter in pods, which may share the node's network
+        if (index := os.environ.get(variable, "")).isdecimal() and int(index) < len(hosts):
+            return int(index)
     own = socket.gethostname()
     names = {own, own.partition(".")[0]}
     if found := [number for number, host in enumerate(hosts) if host in names or host.partition(".")[0] in names]:
