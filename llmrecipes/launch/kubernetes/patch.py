@@ -31,8 +31,17 @@ def patched(template: dict[str, Any], patch: JsonObject, cluster: str) -> dict[s
     if code:
         raise UserError(f"refused by kubectl:\n{words}", where=where, rule="a strategic merge patch of a pod template")
     merged = json.loads(answer)
+    if missing := _containers(template["spec"]) - _containers(merged["spec"]):
+        rule = "the containers of a run stay"
+        raise UserError(f"leaves no container {', '.join(sorted(missing))}", where=where, rule=rule)
     # kubectl sorts keys; those of the template keep their order.
     return {key: _in_order(merged[key], template[key]) for key in template} | {"metadata": _metadata(merged, template)}
+
+
+def _containers(spec: dict[str, Any]) -> set[str]:
+    """Names of all containers; kubectl does not check that a patch leaves a valid pod."""
+    listed = [spec.get(key) for key in ("initContainers", "containers")]
+    return {each["name"] for part in listed if isinstance(part, list) for each in part if "name" in each}
 
 
 def _metadata(merged: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
