@@ -18,6 +18,7 @@ from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, Overrides
 from llmrecipes.doctor.finding import Finding, bad_nodes
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.ranks import FIRST_PORT, port_of
+from llmrecipes.recipe.schema import Recipe
 
 CRASHED = 70  # EX_SOFTWARE
 """Exit code of a doctor that has an error itself: 1 would drain every node whose prolog runs it."""
@@ -54,6 +55,15 @@ def doctor(
             help="All nodes of the job, n[0-3] for a range; run the command on each at once. Detected in a Slurm step.",
         ),
     ] = None,
+    run_id: Annotated[
+        str | None,
+        typer.Option(
+            "--run-id",
+            metavar="ID",
+            help="Run of RECIPE on these nodes: once it has done all its steps, nothing is checked.",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
     patience: Annotated[
         float, typer.Option("--patience", metavar="S", min=1, help="Seconds to wait for the other nodes.")
     ] = 60.0,
@@ -79,6 +89,8 @@ def doctor(
 
     profile = load_profile(cluster) if cluster else None
     loaded = load(recipe, overrides or []).recipe if recipe else None
+    if run_id is not None and _is_done(loaded, runs_dir, run_id):
+        return int(ExitCode.DONE)
     hosts = _hosts(nodes)
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
@@ -111,6 +123,19 @@ def doctor(
     else:
         print(as_text(found, quiet))
     return code
+
+
+def _is_done(recipe: Recipe | None, runs_dir: Path, run_id: str) -> bool:
+    """Whether a run has done all its steps: a pod that restarts afterwards would wait for nodes that have ended."""
+    from llmrecipes.workflow.run import checked_run_id, finished
+
+    if recipe is None:
+        raise UserError("given without a recipe", where="--run-id", rule="a run belongs to a recipe")
+    run_dir = runs_dir / recipe.name / checked_run_id(run_id)
+    if not finished(run_dir, recipe.train.train_iters):
+        return False
+    print(f"{run_dir} has done all its steps: nothing to check")
+    return True
 
 
 def as_text(findings: list[Finding], quiet: bool) -> str:

@@ -87,6 +87,6 @@ class Kubernetes(Section):
     volumes: Annotated[tuple[Volume, ...], Field(strict=False)] = ()
     """Further volumes."""
     sidecars: Annotated[tuple[JsonObject, ...], Field(strict=False)] = ()
-    """Containers as in a pod, which start before the check of the node and stop after the training."""
+    """Containers as in a pod, which start after the check of the node and stop after the training."""
     patch: JsonObject = Field(default_factory=dict)
     """Strategic merge patch of the pod template (`metadata`, `spec`), applied by kubectl."""

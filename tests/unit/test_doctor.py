@@ -22,6 +22,7 @@ from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware.adapters import ports
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import Adapters, Link, Profile
+from llmrecipes.recipe.load import load
 from tests.helpers import tiny_on, write_recipe
 from tests.refusals import refused, require_message
 
@@ -456,6 +457,19 @@ def test_the_capability_lifts_the_limit_of_locked_memory(tmp_path: Path) -> None
         status.write_text(f"Name:\tpython\nCapPrm:\t0\nCapEff:\t{effective}\n")
         assert limits._may_lock(status) is may
     assert limits._may_lock(tmp_path / "none") is False
+
+
+def test_a_pod_of_a_run_that_is_done_waits_for_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other pods of its Job have completed and never come back."""
+    run_dir = tmp_path / "gpt-tiny" / "first"
+    run_dir.mkdir(parents=True)
+    words = ["doctor", "gpt-tiny", "--runs-dir", str(tmp_path), "--nodes", "pod-[0-1].run", "--patience", "1"]
+    state = {"state": "finished", "step": load("gpt-tiny").recipe.train.train_iters}
+    (run_dir / "status.json").write_text(json.dumps(state))
+    assert run([*words, "--run-id", "first"]) == 0
+    assert "done all its steps" in capsys.readouterr().out
+    assert run(["doctor", "--run-id", "first"]) == 2
+    require_message(capsys.readouterr().err, "--run-id")
 
 
 def test_one_pod_of_a_job_measures_the_storage_of_all(

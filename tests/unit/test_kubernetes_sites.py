@@ -98,6 +98,7 @@ def test_the_doctor_of_a_pod_knows_the_site_and_all_nodes(tmp_path: Path, flavor
     words = containers(objects)["doctor"]["args"]
     name = objects[-1]["metadata"]["name"]
     hosts = _hosts(words[words.index("--nodes") + 1])
+    assert words[words.index("--run-id") + 1] == "run-1"
     assert hosts == tuple(stem.format(name, number) for number in range(4))
     assert variables(containers(objects)["node"])["MASTER_ADDR"] == hosts[0]
     profile = seen_by(objects, tmp_path, words)
@@ -201,8 +202,8 @@ def test_what_a_site_gives_its_pods_is_valid_and_there(flavor: str) -> None:
         {"name": "one", "resourceClaimName": "shared"},
     ]
     # A sidecar that were a container would keep the Job's pod from completing.
-    first = spec["initContainers"][0]
-    assert (first["name"], first["restartPolicy"]) == ("daemon", "Always")
+    assert [each["name"] for each in spec["initContainers"]] == ["doctor", "daemon"], "the doctor wants idle GPUs"
+    assert spec["initContainers"][1]["restartPolicy"] == "Always"
     for name in ("doctor", "node"):
         assert containers(objects)[name]["resources"]["claims"] == [{"name": "nics"}, {"name": "one"}]
 

@@ -95,7 +95,7 @@ def test_a_namespace_that_admits_no_such_pods_is_named_before_anything_is_create
     words = (kubectl / "arguments").read_text().split()
     assert words[:3] == (["get", "namespace", "default"] if code else ["apply", "--filename", "-"])
     if code:
-        require_message(capsys.readouterr().err, "--namespace", rule=("privileged", "hostNetwork"))
+        require_message(capsys.readouterr().err, "--namespace", rule="pod-security.kubernetes.io/enforce=privileged")
 
 
 def test_a_namespace_that_may_not_be_read_is_left_to_the_cluster(kubectl: Path) -> None:

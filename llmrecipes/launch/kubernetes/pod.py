@@ -105,13 +105,13 @@ def template(run: Run, options: Options, stem: str) -> Object:
             **({"priorityClassName": kubernetes.priority_class} if kubernetes.priority_class else {}),
             **({"resourceClaims": claims} if claims else {}),
             "initContainers": [
-                *site.sidecars(kubernetes),
                 {
                     "name": DOCTOR,
                     "command": ["llmrecipes", "doctor", str(RECIPE)],
                     "args": _examination(run, stem),
                     **checked,
                 },
+                *site.sidecars(kubernetes),  # after the check, which wants idle GPUs
             ],
             "containers": [
                 {
@@ -131,7 +131,14 @@ def _examination(run: Run, stem: str) -> list[str]:
     """Arguments of the check of the nodes; the range keeps them short on thousands of nodes."""
     words = ["--quiet", "--cluster", str(CLUSTERS / f"{run.profile.name}.yaml")]
     if run.nodes > 1:
-        words += ["--nodes", f"{stem}-[0-{run.nodes - 1}].{run.name}", "--patience", str(PATIENCE_SECONDS)]
+        words += [
+            "--run-id",
+            run.run_id,
+            "--nodes",
+            f"{stem}-[0-{run.nodes - 1}].{run.name}",
+            "--patience",
+            str(PATIENCE_SECONDS),
+        ]
     return [literal(word) for word in words]
 
 

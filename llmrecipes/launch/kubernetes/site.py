@@ -86,7 +86,10 @@ def claims(kubernetes: Kubernetes, channel: str | None) -> list[dict[str, Any]]:
 def tolerations(profile: Profile) -> list[dict[str, Any]]:
     """Taints of GPU nodes, and those of the profile."""
     own = [{"key": profile.kubernetes.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]
-    more = [each.model_dump(exclude_none=True) for each in profile.kubernetes.tolerations]
+    more = []
+    for each in profile.kubernetes.tolerations:
+        fields = {"key": each.key, "operator": each.operator, "value": each.value, "effect": each.effect}
+        more.append({name: value for name, value in fields.items() if value is not None})
     return [*(own if profile.gpus_per_node else []), *more]
 
 
