@@ -75,9 +75,9 @@ def digest_of(image: Pinned, scheme: str = "https") -> str:
                 raise
             headers = _head(url, {"Authorization": f"Bearer {_token(error.headers.get('WWW-Authenticate', ''))}"})
     except (OSError, ValueError) as error:
-        raise RegistryError(f"{image.host}/{image.name}:{image.tag}: {error}") from error
+        raise RegistryError(str(error)) from error
     if (digest := headers.get("Docker-Content-Digest")) is None:
-        raise RegistryError(f"{image.host}/{image.name}:{image.tag}: the registry tells no digest")
+        raise RegistryError("the registry tells no digest")
     return digest
 
 

@@ -6,6 +6,7 @@ The messages are lines of JSON between the nodes of one job; nothing in them is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import socket
@@ -264,7 +265,9 @@ def _write_token(meeting: Meeting) -> str:
 
 
 def _token_file(meeting: Meeting) -> Path:
-    return meeting.shared / f".doctor-{meeting.port}-{len(meeting.hosts)}"
+    # Pods of all runs use the same port, and may share the directory.
+    nodes = hashlib.sha256(",".join(meeting.hosts).encode()).hexdigest()[:16]
+    return meeting.shared / f".doctor-{meeting.port}-{nodes}"
 
 
 def _receive(stream: Any) -> dict[str, Any]:

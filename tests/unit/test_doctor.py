@@ -403,6 +403,11 @@ def test_no_node_of_a_job_starts_beside_a_bad_one(tmp_path: Path, unused_port: i
     assert [bad for _, bad in outputs] == [["127.0.0.2"], ["127.0.0.2"]]
 
 
+def test_jobs_that_start_at_once_do_not_take_each_others_file_for_their_own(tmp_path: Path) -> None:
+    files = {nodes._token_file(nodes.Meeting((f"{run}-0", f"{run}-1"), 0, 12000, tmp_path)) for run in ("one", "two")}
+    assert len(files) == 2
+
+
 def test_clock_skew_is_reported() -> None:
     assert "60 s" in said(nodes._clock(remote=1000.0, sent=1060.0, received=1060.1))["fail clock"]
     assert said(nodes._clock(remote=1000.05, sent=1000.0, received=1000.1)) == {}

@@ -281,13 +281,15 @@ def test_a_patch_that_kubectl_rejects_is_the_users(monkeypatch: pytest.MonkeyPat
 # -- rights ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
-@pytest.mark.parametrize("cluster", names())
+# Not as a TrainJob: see test_a_trainjob_takes_the_rest_from_its_runtime.
+NO_TRAINJOB = {"gb200-nvl72", "gcp-a3"}
+RENDERED = [(name, flavor) for name in names() for flavor in FLAVORS if flavor != "trainjob" or name not in NO_TRAINJOB]
+
+
+@pytest.mark.parametrize(("cluster", "flavor"), RENDERED)
 def test_rights_of_pods_follow_from_the_fabric(cluster: str, flavor: str) -> None:
     """InfiniBand, RoCE and EFA work without a right of the pod; the container runtime allows locked memory."""
     where = planned(cluster)
-    if flavor == "trainjob" and (where.profile.kubernetes.sidecars or where.profile.kubernetes.compute_domain):
-        pytest.skip("not as a TrainJob: see test_a_trainjob_takes_the_rest_from_its_runtime")
     objects = rendered(where, flavor)
     for thing in objects:
         require_valid(thing)
