@@ -69,8 +69,7 @@ def keep(uri: str, kept: Path) -> None:
     part = kept.with_name(f".{kept.name}.part")
     shutil.copyfile(own, part)
     own.unlink()
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(part)
     part.replace(kept)
     sync(kept.parent)
 
