@@ -61,7 +61,6 @@ def doctor(
             "--run-id",
             metavar="ID",
             help="Run of RECIPE on these nodes: once it has done all its steps, nothing is checked.",
-            autocompletion=completion.runs,
         ),
     ] = None,
     patience: Annotated[

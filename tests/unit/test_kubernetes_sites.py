@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 import yaml
 
+from llmrecipes.cli.app import app
 from llmrecipes.cli.doctor import _hosts
 from llmrecipes.hardware.load import load_profile, names
 from llmrecipes.hardware.pods import Kubernetes
@@ -95,7 +97,10 @@ def test_the_network_of_the_node_has_the_interfaces_of_the_node() -> None:
 @pytest.mark.parametrize(("flavor", "stem"), [("job", "{0}-{1}.{0}"), ("jobset", "{0}-node-0-{1}.{0}")])
 def test_the_doctor_of_a_pod_knows_the_site_and_all_nodes(tmp_path: Path, flavor: str, stem: str) -> None:
     objects = rendered(planned("h100-ib", nodes=4), flavor)
-    words = containers(objects)["doctor"]["args"]
+    doctor = containers(objects)["doctor"]
+    words = doctor["args"]
+    group: Any = typer.main.get_command(app)
+    assert group.commands["doctor"].make_context("doctor", [*doctor["command"][2:], *words]).params["quiet"] is True
     name = objects[-1]["metadata"]["name"]
     hosts = _hosts(words[words.index("--nodes") + 1])
     assert words[words.index("--run-id") + 1] == "run-1"
