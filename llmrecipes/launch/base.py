@@ -154,6 +154,7 @@ class Rendering:
         place: name of the queue; for the preview.
         time_limit: in the scheduler's format; None: the default of the queue.
         has_token: whether the job has `HF_TOKEN`.
+        warnings: of the launcher; for the preview.
     """
 
     command: tuple[str, ...]
@@ -163,6 +164,7 @@ class Rendering:
     place: Mapping[str, str | None] = field(default_factory=dict)
     time_limit: str | None = None
     has_token: bool = False
+    warnings: tuple[str, ...] = ()
 
 
 class JobHandle(Protocol):

@@ -15,11 +15,11 @@ import yaml
 
 from llmrecipes.cli.app import app
 from llmrecipes.cli.doctor import _hosts
+from llmrecipes.hardware import pods
 from llmrecipes.hardware.load import load_profile, names
-from llmrecipes.hardware.pods import Kubernetes
-from llmrecipes.launch.base import PlannedForCluster
+from llmrecipes.launch.base import PlannedForCluster, Submission
 from llmrecipes.launch.kubernetes import security
-from llmrecipes.launch.kubernetes.launcher import objects_of, pod_spec
+from llmrecipes.launch.kubernetes.launcher import Kubernetes, objects_of, pod_spec
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options
 from llmrecipes.launch.kubernetes.pod import Object
 from llmrecipes.workflow.submit import plan_for
@@ -36,7 +36,9 @@ QUEUE = Path(__file__).parents[2] / "k8s" / "queue" / "queue.yaml"
 def planned(cluster: str, nodes: int = 2, ranks_per_node: int | None = None, **kubernetes: Any) -> PlannedForCluster:
     """A small recipe on a site, with changes to the site's section `kubernetes`."""
     found = plan_for("gpt-tiny", SMALL, cluster, nodes, ranks_per_node)
-    wanted = Kubernetes.model_validate({**found.profile.kubernetes.model_dump(exclude_defaults=True), **kubernetes})
+    wanted = pods.Kubernetes.model_validate(
+        {**found.profile.kubernetes.model_dump(exclude_defaults=True), **kubernetes}
+    )
     return replace(found, profile=found.profile.model_copy(update={"kubernetes": wanted}))
 
 
@@ -68,7 +70,7 @@ def seen_by(objects: list[Object], tmp_path: Path, words: list[str]) -> Any:
 
 def test_interfaces_of_the_node_do_not_reach_pods() -> None:
     """`ens32` does not exist in a pod, and gloo would not start."""
-    node = variables(containers(rendered(planned("aws-p5-efa")))["node"])
+    node = variables(containers(rendered(planned("aws-p5-efa", environment={})))["node"])
     assert "GLOO_SOCKET_IFNAME" not in node
     assert node["NCCL_SOCKET_IFNAME"] == "^docker,lo,veth"  # excludes; need not exist
     assert node["FI_PROVIDER"] == "efa"
@@ -84,6 +86,20 @@ def test_pods_have_variables_of_their_own(flavor: str) -> None:
     found = variables(container)
     assert (found["GLOO_SOCKET_IFNAME"], found["A"]) == ("eth0", "1")
     assert "FI_PROVIDER" not in found
+
+
+def test_interfaces_that_pods_do_not_get_are_named() -> None:
+    """A profile written before may have meant them for pods."""
+    given = {"image": IMAGE, "secret": [], "flavor": "job", "namespace": "llmrecipes"}
+
+    def warnings(where: PlannedForCluster, **options: Any) -> tuple[str, ...]:
+        submission = Submission(where, "run-1", Path("/runs"), Path("/data"))
+        return Kubernetes().render(submission, {**given, **options}).warnings
+
+    [told] = warnings(planned("aws-p5-efa", environment={}))
+    assert "GLOO_SOCKET_IFNAME" in told and "NCCL_SOCKET_IFNAME" not in told
+    assert warnings(planned("aws-p5-efa", environment={}), **{"host-network": True}) == ()
+    assert [name for name in names() if warnings(planned(name))] == []
 
 
 def test_the_network_of_the_node_has_the_interfaces_of_the_node() -> None:

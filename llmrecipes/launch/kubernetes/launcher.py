@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.base import (
     Given,
     JobHandle,
@@ -21,7 +22,7 @@ from llmrecipes.launch.base import (
     Submission,
 )
 from llmrecipes.launch.job import Job
-from llmrecipes.launch.kubernetes import objects, pod, security
+from llmrecipes.launch.kubernetes import objects, pod, security, site
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options, object_name, parse_secrets
 from llmrecipes.launch.kubernetes.pod import Object, Run
 from llmrecipes.launch.programs import ask, require_program, run, tell
@@ -70,6 +71,7 @@ class Kubernetes:
             },
             time_limit="none",
             has_token="HF_TOKEN" in options.secrets,  # pods only have what --secret gives them
+            warnings=_warnings(submission.planned_for_cluster.profile, options),
         )  # fmt: skip
 
     def require(self) -> None:
@@ -153,6 +155,12 @@ def pod_spec(workload: Object) -> Object:
     own = patch["template"]["spec"]["template"]["spec"]
     containers = [{**each, "securityContext": pod.container_security()} for each in own["containers"]]
     return {**pod.frame(own["terminationGracePeriodSeconds"]), **own, "containers": containers}
+
+
+def _warnings(profile: Profile, options: Options) -> tuple[str, ...]:
+    names = site.left_out(profile, options.host_network)
+    what = f"pods do not get {', '.join(names)} of {profile.name}, which names interfaces of its nodes"
+    return (f"{what}: kubernetes.environment sets those of pods",) if names else ()
 
 
 def _require_admission(namespace: str, needed: Mapping[str, Any]) -> None:

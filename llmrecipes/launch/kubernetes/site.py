@@ -31,6 +31,16 @@ def variables(profile: Profile, host_network: bool) -> dict[str, str | int]:
     return {name: value for name, value in both.items() if value is not None}
 
 
+def left_out(profile: Profile, host_network: bool) -> tuple[str, ...]:
+    """Variables with interfaces of the nodes, for which the profile names none of pods."""
+    own = profile.kubernetes.environment
+    return tuple(
+        name
+        for name, value in profile.environment.items()
+        if not host_network and name not in own and _interface(name, value)
+    )
+
+
 def as_seen(profile: Profile, ranks_per_node: int, host_network: bool) -> Profile:
     """The profile of a pod: only the GPUs and adapters that it asks for, and its own environment.
 
