@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
+import shutil
 import sys
 
 MODULES = (
@@ -22,8 +24,31 @@ MODULES = (
 )
 
 
+CUDA_MODULES = ("transformer_engine", "transformer_engine.pytorch", "flash_attn", "deepspeed.accelerator")
+"""What the CUDA image has besides; these open libraries of CUDA, whose driver a machine without a GPU lacks."""
+CUDA_PROGRAMS = ("ib_write_bw", "ib_send_lat", "ibstat", "perfquery", "ibv_devinfo")
+"""To look for a fault of a link from inside a pod."""
+DRIVER = re.compile(r"libcuda\.so|libnvidia-ml\.so|no NVIDIA driver|CUDA driver", re.IGNORECASE)
+
+
+def import_cuda() -> None:
+    """Import the CUDA packages; only a missing driver, which a build machine may lack, is no error."""
+    for name in CUDA_MODULES:
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError) as error:
+            if not DRIVER.search(str(error)):
+                raise
+            print(f"{name} not checked, this machine has no driver: {error}")
+        else:
+            print(f"{name} {getattr(module, '__version__', '')}".rstrip())
+    if missing := [name for name in CUDA_PROGRAMS if shutil.which(name) is None]:
+        sys.exit(f"not in the image: {', '.join(missing)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Import what a run imports.")
+    parser.add_argument("--cuda", action="store_true", help="also what the CUDA image has besides")
     parser.add_argument("--torch", help="file and version that torch must have, as one string")
     parser.add_argument("--user", action="store_true", help="fail as root")
     options = parser.parse_args()
@@ -32,6 +57,8 @@ def main() -> None:
     for name in MODULES:
         module = importlib.import_module(name)
         print(f"{name} {getattr(module, '__version__', '')}".rstrip())
+    if options.cuda:
+        import_cuda()
     import torch
 
     found = f"{torch.__file__} {torch.__version__}"

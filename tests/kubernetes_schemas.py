@@ -30,12 +30,44 @@ METADATA = {
     "additionalProperties": False,
 }
 
+_CLAIM_TEMPLATE = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+_CHANNEL = {
+    "type": "object",
+    "properties": {"allocationMode": {"enum": ["All", "Single"]}, "resourceClaimTemplate": _CLAIM_TEMPLATE},
+    "required": ["resourceClaimTemplate"],
+    "additionalProperties": False,
+}
+COMPUTE_DOMAIN = {
+    "type": "object",
+    "properties": {
+        "apiVersion": {"const": "resource.nvidia.com/v1beta1"},
+        "kind": {"const": "ComputeDomain"},
+        "metadata": METADATA,
+        "spec": {
+            "type": "object",
+            "properties": {"numNodes": {"type": "integer", "minimum": 0}, "channel": _CHANNEL},
+            "required": ["channel"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+}
+"""The fields that NVIDIA's DRA driver documents; written by hand."""
+
 
 def require_valid(thing: dict[str, Any]) -> None:
     """Check one object against Kubernetes' own schema or its CustomResourceDefinition."""
     jsonschema.validate(thing["metadata"], METADATA)
     group, _, version = thing["apiVersion"].rpartition("/")
-    if group in OWN_GROUPS:
+    if group == "resource.nvidia.com":
+        jsonschema.Draft202012Validator(COMPUTE_DOMAIN).validate(thing)
+    elif group in OWN_GROUPS:
         jsonschema.Draft202012Validator(definition(group, version, thing["kind"])).validate(thing)
     else:
         kubernetes_validate.validate(thing, kubernetes_validate.latest_version(), strict=True)

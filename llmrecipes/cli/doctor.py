@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import traceback
@@ -17,9 +18,12 @@ from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, Overrides
 from llmrecipes.doctor.finding import Finding, bad_nodes
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.ranks import FIRST_PORT, port_of
+from llmrecipes.recipe.schema import Recipe
 
 CRASHED = 70  # EX_SOFTWARE
 """Exit code of a doctor that has an error itself: 1 would drain every node whose prolog runs it."""
+RANGE = re.compile(r"([^][]*)\[(\d{1,9})-(\d{1,9})\]([^][]*)")
+MOST_NODES = 100_000
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
 
 
@@ -48,7 +52,15 @@ def doctor(
         typer.Option(
             "--nodes",
             metavar="HOST,...",
-            help="All nodes of the job; run the command on each at once. Detected in a Slurm step.",
+            help="All nodes of the job, n[0-3] for a range; run the command on each at once. Detected in a Slurm step.",
+        ),
+    ] = None,
+    run_id: Annotated[
+        str | None,
+        typer.Option(
+            "--run-id",
+            metavar="ID",
+            help="Run of RECIPE on these nodes: once it has done all its steps, nothing is checked.",
         ),
     ] = None,
     patience: Annotated[
@@ -76,7 +88,7 @@ def doctor(
     """Check a node, or all nodes of a job, and suggest fixes."""
     from llmrecipes.doctor.differing import compared
     from llmrecipes.doctor.examine import DoctorContext, examine
-    from llmrecipes.doctor.nodes import Meeting, meet
+    from llmrecipes.doctor.nodes import Gathered, Meeting, meet
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.plan.parameters import count
     from llmrecipes.recipe.load import load
@@ -84,6 +96,8 @@ def doctor(
 
     profile = load_profile(cluster) if cluster else None
     loaded = load(recipe, overrides or []).recipe if recipe else None
+    if run_id is not None and _is_done(loaded, runs_dir, run_id):
+        return int(ExitCode.DONE)
     hosts, own = _hosts(nodes), _own(own_gpus)
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
@@ -95,23 +109,41 @@ def doctor(
     try:
         context = DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads, own)
         found = examine(context)
-        gathered = meet(Meeting(hosts, number, port, runs_dir, patience), found) if several else found
+        gathered = (
+            meet(Meeting(hosts, number, port, runs_dir, patience), found)
+            if several
+            else Gathered(alone := compared(found), bad_nodes(alone))
+        )
     except UserError:
         raise
     except Exception:
         traceback.print_exc()
         return CRASHED
-    if gathered is None:
-        return int(ExitCode.DONE)
-    found = compared(gathered)
-    bad = bad_nodes(found)
+    bad = gathered.bad
+    code = 1 if bad else int(ExitCode.DONE)
+    if gathered.findings is None:
+        return code
+    found = gathered.findings
     if bad_nodes_file is not None:
         bad_nodes_file.write_text(",".join(bad), "utf-8")
     if as_json:
         print(json.dumps({"ok": not bad, "bad_nodes": bad, "findings": [each.as_dict() for each in found]}, indent=2))
     else:
         print(as_text(found, quiet))
-    return 1 if bad else int(ExitCode.DONE)
+    return code
+
+
+def _is_done(recipe: Recipe | None, runs_dir: Path, run_id: str) -> bool:
+    """Whether a run has done all its steps: a pod that restarts afterwards would wait for nodes that have ended."""
+    from llmrecipes.workflow.run import checked_run_id, finished
+
+    if recipe is None:
+        raise UserError("given without a recipe", where="--run-id", rule="a run belongs to a recipe")
+    run_dir = runs_dir / recipe.name / checked_run_id(run_id)
+    if not finished(run_dir, recipe.train.train_iters):
+        return False
+    print(f"{run_dir} has done all its steps: nothing to check")
+    return True
 
 
 def as_text(findings: list[Finding], quiet: bool) -> str:
@@ -136,9 +168,10 @@ def as_text(findings: list[Finding], quiet: bool) -> str:
 
 def _hosts(nodes: str | None) -> tuple[str, ...]:
     if nodes is not None:
-        hosts = tuple(host for host in nodes.split(",") if host)
+        hosts = tuple(host for word in nodes.split(",") if word for host in _expanded(word))
         if len(set(hosts)) != len(hosts) or not hosts:
-            raise UserError(f"{nodes!r}", where="--nodes", rule="host names with commas between them, each once")
+            rule = "host names or ranges n[0-3] with commas between them, each once"
+            raise UserError(f"{nodes!r}", where="--nodes", rule=rule)
         return hosts
     if int(os.environ.get("SLURM_NNODES", "1")) == 1 or "SLURM_PROCID" not in os.environ:
         return (socket.gethostname(),)
@@ -163,9 +196,21 @@ def _own(gpus: str | None) -> frozenset[int] | None:
     return frozenset(map(int, words))
 
 
+def _expanded(word: str) -> list[str]:
+    """The hosts of `node[08-11].site`; another word is a host itself."""
+    found = RANGE.fullmatch(word)
+    if found is None:
+        return [word]
+    before, first, last, after = found.groups()
+    if int(last) - int(first) >= MOST_NODES:
+        raise UserError(f"{word!r}", where="--nodes", rule=f"at most {MOST_NODES:,} nodes")
+    return [f"{before}{number:0{len(first)}}{after}" for number in range(int(first), int(last) + 1)]
+
+
 def _number(hosts: tuple[str, ...]) -> int:
-    if "SLURM_NODEID" in os.environ:
-        return int(os.environ["SLURM_NODEID"])
+    for variable in ("SLURM_NODEID", "JOB_COMPLETION_INDEX"):  # the latter in pods, which may share the node's network
+        if (index := os.environ.get(variable, "")).isdecimal() and int(index) < len(hosts):
+            return int(index)
     own = socket.gethostname()
     names = {own, own.partition(".")[0]}
     if found := [number for number, host in enumerate(hosts) if host in names or host.partition(".")[0] in names]:

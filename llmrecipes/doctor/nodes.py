@@ -6,6 +6,7 @@ The messages are lines of JSON between the nodes of one job; nothing in them is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import socket
@@ -17,7 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmrecipes.doctor.finding import Finding, fail, ok
+from llmrecipes.doctor.differing import compared
+from llmrecipes.doctor.finding import Finding, bad_nodes, fail, ok
 from llmrecipes.errors import UserError
 
 CLOCK_SECONDS = 5.0
@@ -49,11 +51,19 @@ class Meeting:
         return self.port + 1 + self.number
 
 
-def meet(meeting: Meeting, findings: Sequence[Finding]) -> list[Finding] | None:
-    """Collect the findings of all nodes, and run the checks between nodes.
+@dataclass(frozen=True)
+class Gathered:
+    """What the nodes have found: `findings` of all nodes on the first one, None on the others; `bad` on all."""
 
-    Returns:
-        All findings on the first node; None on the others.
+    findings: list[Finding] | None
+    bad: list[str]
+
+
+def meet(meeting: Meeting, findings: Sequence[Finding]) -> Gathered:
+    """Collect the findings of all nodes, run the checks between nodes, and tell every node which ones are bad.
+
+    Raises:
+        UserError: a port is in use, or the first node does not respond.
     """
     try:
         listener = _Listener(("", meeting.own_port))
@@ -63,8 +73,7 @@ def meet(meeting: Meeting, findings: Sequence[Finding]) -> list[Finding] | None:
     with listener:
         if meeting.number == 0:
             return _lead(meeting, findings)
-        _follow(meeting, findings)
-        return None
+        return Gathered(None, _follow(meeting, findings))
 
 
 class _Listener:
@@ -86,7 +95,7 @@ class _Listener:
         self._server.server_close()
 
 
-def _lead(meeting: Meeting, findings: Sequence[Finding]) -> list[Finding]:
+def _lead(meeting: Meeting, findings: Sequence[Finding]) -> Gathered:
     attendance = _Attendance(len(meeting.hosts) - 1, meeting.patience)
     token = _write_token(meeting)
     with socket.create_server(("", meeting.port), backlog=len(meeting.hosts)) as server:
@@ -96,15 +105,22 @@ def _lead(meeting: Meeting, findings: Sequence[Finding]) -> list[Finding]:
         own = [*findings, *(replace(found, node=meeting.hosts[0]) for found in _ports(meeting))]
         attendance.put(attendance.reports, 0, own)
         attendance.wait(attendance.reports)
+        reported = [found for _, report in sorted(attendance.reports.items()) for found in report]
+        found = compared([*reported, *_absent(meeting, attendance)])
+        gathered = Gathered(found, bad_nodes(found))
+        # Pods start their rank each by itself: a node that is fine may not start without the others.
+        attendance.put(attendance.verdict, 0, gathered.bad)
         attendance.wait(attendance.dismissed)
-    absent: list[Finding] = []
+    _token_file(meeting).unlink(missing_ok=True)
+    return gathered
+
+
+def _absent(meeting: Meeting, attendance: _Attendance) -> Iterator[Finding]:
     for number, host in enumerate(meeting.hosts):
         if number and number not in attendance.reports:
             what = f"did not connect to {meeting.hosts[0]}:{meeting.port} within {meeting.patience:.0f} s"
             fix = "check for a firewall between the nodes, a name that does not resolve, or a node that hangs"
-            absent.append(replace(fail("node", what, fix), node=host))
-    _token_file(meeting).unlink(missing_ok=True)
-    return [*(found for _, report in sorted(attendance.reports.items()) for found in report), *absent]
+            yield replace(fail("node", what, fix), node=host)
 
 
 class _Attendance:
@@ -115,6 +131,7 @@ class _Attendance:
         self._changed = threading.Condition()
         self.arrived: dict[int, None] = {}
         self.reports: dict[int, list[Finding]] = {}
+        self.verdict: dict[int, list[str]] = {}
         self.dismissed: dict[int, None] = {}
 
     def put(self, where: dict[int, Any], number: int, value: Any = None) -> None:
@@ -126,12 +143,14 @@ class _Attendance:
     def wait(self, where: dict[int, Any]) -> None:
         """Wait for all expected nodes, with a timeout.
 
-        All other nodes arrive; those and the first node report; those that have reported are dismissed.
+        All other nodes arrive; those and the first node report; the first one judges; all that reported are dismissed.
         """
 
         def complete() -> bool:
             if where is self.arrived:
                 return len(where) >= self._expected
+            if where is self.verdict:
+                return bool(where)
             return len(where) >= (len(self.arrived) + 1 if where is self.reports else len(self.reports) - 1)
 
         deadline = self._began + self._patience * (1 if where is self.arrived else 2)
@@ -156,12 +175,13 @@ def _serve(connection: socket.socket, attendance: _Attendance, token: str) -> No
         attendance.wait(attendance.arrived)
         _send(stream, {"go": True})
         attendance.put(attendance.reports, number, [Finding(**found) for found in _receive(stream)["findings"]])
-        attendance.wait(attendance.reports)
-        _send(stream, {"done": True})
+        attendance.wait(attendance.verdict)
+        _send(stream, {"done": True, "bad": attendance.verdict.get(0, [])})
         attendance.put(attendance.dismissed, number)
 
 
-def _follow(meeting: Meeting, findings: Sequence[Finding]) -> None:
+def _follow(meeting: Meeting, findings: Sequence[Finding]) -> list[str]:
+    """The bad nodes, as the first one says."""
     with _connect(meeting) as connection, connection.makefile("rw", encoding="utf-8") as stream:
         connection.settimeout(2 * meeting.patience)
         sent = time.time()
@@ -172,7 +192,7 @@ def _follow(meeting: Meeting, findings: Sequence[Finding]) -> None:
         between = [*clock, *_shared(meeting, reply["token"]), *_ports(meeting)]
         named = (replace(found, node=meeting.hosts[meeting.number]) for found in between)
         _send(stream, {"findings": [found.as_dict() for found in (*findings, *named)]})
-        _receive(stream)  # no other node needs this node's port any more
+        return [str(host) for host in _receive(stream)["bad"]]  # and no other node needs this node's port any more
 
 
 def _connect(meeting: Meeting) -> socket.socket:
@@ -245,7 +265,9 @@ def _write_token(meeting: Meeting) -> str:
 
 
 def _token_file(meeting: Meeting) -> Path:
-    return meeting.shared / f".doctor-{meeting.port}-{len(meeting.hosts)}"
+    # Pods of all runs use the same port, and may share the directory.
+    nodes = hashlib.sha256(",".join(meeting.hosts).encode()).hexdigest()[:16]
+    return meeting.shared / f".doctor-{meeting.port}-{nodes}"
 
 
 def _receive(stream: Any) -> dict[str, Any]:

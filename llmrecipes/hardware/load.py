@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from llmrecipes.hardware import pod_rules
 from llmrecipes.hardware.adapters import RDMA
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.recipe import document, files
@@ -81,24 +83,23 @@ def check(profile: Profile, stem: str) -> list[Problem]:
         what = f"{domain} with gpus_per_node {profile.gpus_per_node}"
         found.append(Problem("nvlink_domain", what, rule, "a multiple of gpus_per_node, or leave it out"))
     found += _adapters(profile)
-    kubernetes = profile.kubernetes
-    if bool(kubernetes.rdma_resource) != bool(kubernetes.rdma_count):
-        rule = "rdma_resource and rdma_count come together"
-        what = f"{kubernetes.rdma_count} of {kubernetes.rdma_resource or 'no resource'}"
-        found.append(Problem("kubernetes.rdma_count", what, rule))
-    for name, value in profile.environment.items():
-        key = f"environment.{name}"
+    found += pod_rules.check(profile.kubernetes)
+    found += _variables("environment", profile.environment)
+    found += _variables("kubernetes.environment", profile.kubernetes.environment)
+    return found
+
+
+def _variables(section: str, variables: Mapping[str, str | int | None]) -> Iterator[Problem]:
+    for name, value in variables.items():
+        key = f"{section}.{name}"
         if name in OURS or name in DANGEROUS:
             rule = "the launcher sets it" if name in OURS else "it would change which programs run"
-            found.append(Problem(key, "may not be set here", rule, "remove it"))
+            yield Problem(key, "may not be set here", rule, "remove it")
         elif is_secret(name):
             rule = "profiles are shared: secrets stay in the environment, or in a Kubernetes Secret"
-            found.append(Problem(key, "looks like a secret", rule, "remove it"))
+            yield Problem(key, "looks like a secret", rule, "remove it")
         elif not str(value).isprintable():
-            found.append(
-                Problem(key, f"{clip(str(value))!r} does not fit", "a value is one line of printable characters")
-            )
-    return found
+            yield Problem(key, f"{clip(str(value))!r} does not fit", "a value is one line of printable characters")
 
 
 def _adapters(profile: Profile) -> list[Problem]:

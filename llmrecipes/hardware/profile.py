@@ -6,11 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.hardware.pods import Kubernetes
+from llmrecipes.hardware.words import Variable, Word
 from llmrecipes.recipe.section import NonNegInt, PosFloat, PosInt, Section
 
-Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@=,-]*$")]
-"""A name of a partition, resource or constraint: no blanks, no leading dash, nothing a shell or Slurm would split."""
-Variable = Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")]
 Mount = Annotated[str, Field(pattern=r"^/[^:,\n]*(:/[^:,\n]*(:(ro|rw))?)?$")]
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
@@ -73,19 +72,6 @@ class Slurm(Section):
     """Nodes that must be in one block (an NVLink domain) of Slurm's block topology; unset: no blocks."""
 
 
-class Kubernetes(Section):
-    """Names of this site's resources in Kubernetes."""
-
-    gpu_resource: Word = "nvidia.com/gpu"
-    """Resource that counts GPUs."""
-    rdma_resource: Word | None = None
-    """Resource of network adapters; unset: plain TCP."""
-    rdma_count: NonNegInt = 0
-    """Number of them for a pod with a full node."""
-    node_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels of the nodes."""
-
-
 class Measured(Section):
     """A result of `llmrecipes bench collectives`."""
 
@@ -129,7 +115,7 @@ class Profile(Section):
     storage_gb_per_s: PosFloat = 5
     """Gigabytes (1e9 bytes) per second that all nodes of a job together write to the file system of runs."""
     environment: dict[Variable, str | int] = Field(default_factory=dict)
-    """Variables of every rank: NCCL, UCX, GLOO, libfabric."""
+    """Variables of every rank: NCCL, UCX, GLOO, libfabric. Pods take no names of network interfaces from it."""
     slurm: Slurm = Slurm()
     """Slurm's part."""
     kubernetes: Kubernetes = Kubernetes()

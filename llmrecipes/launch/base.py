@@ -158,6 +158,7 @@ class Rendering:
         time_limit: in the scheduler's format; None: the default of the queue.
         has_token: whether the job has `HF_TOKEN`.
         notes: what else the preview shows, by a short name.
+        warnings: of the launcher; for the preview.
     """
 
     command: tuple[str, ...]
@@ -169,6 +170,7 @@ class Rendering:
     time_limit: str | None = None
     has_token: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 class JobHandle(Protocol):

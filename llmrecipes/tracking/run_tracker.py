@@ -24,7 +24,7 @@ from llmrecipes.tracking.mlflow.config import MlflowConfig
 from llmrecipes.tracking.mlflow.sink import MlflowSink, flatten
 from llmrecipes.tracking.progress import ProgressSink
 from llmrecipes.tracking.status import StatusSink
-from llmrecipes.tracking.store import artifact_root, is_local, tracking_uri
+from llmrecipes.tracking.store import DATABASE, artifact_root, is_local, own_database, sqlite_uri, tracking_uri
 from llmrecipes.tracking.tensorboard import TensorBoardSink
 from llmrecipes.tracking.wandb.sink import WandbSink, require_library, wandb_config
 
@@ -115,15 +115,17 @@ class RunTracker:
             )
         all_tags = _tags(environment) | {"recipe.hash": recipe_hash(recipe)} | dict(tags or {})
         if settings.mlflow:
-            uri = tracking_uri(runs_dir)
+            database = own_database(run_dir)
+            uri = tracking_uri(runs_dir) if database is None else sqlite_uri(database)
             experiment = settings.experiment or recipe.name
-            if is_local(uri):
+            if is_local(uri) and database is None:
                 messages.put(_where_to_look(runs_dir, experiment, run_dir.name))
             mlflow = MlflowConfig(
                 run_dir=str(run_dir.resolve()),
                 uri=uri,
                 artifact_root=artifact_root(runs_dir) if is_local(uri) else None,
                 experiment=experiment,
+                kept_database=None if database is None else str(run_dir.resolve() / DATABASE),
                 run_name=run_dir.name,
                 params=flatten(recipe),
                 tags=all_tags,

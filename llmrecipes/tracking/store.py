@@ -6,16 +6,34 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+LOCAL_DISK = "LLMRECIPES_LOCAL_DISK"
+"""Variable with a folder on the own disk of a pod, whose runs directory is on a file system of the network."""
+DATABASE = "mlflow.db"
+
 
 def tracking_uri(runs_dir: Path) -> str:
     """`MLFLOW_TRACKING_URI` if it is set, else SQLite in the runs directory."""
-    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
-        return uri
+    return os.environ.get("MLFLOW_TRACKING_URI") or sqlite_uri(runs_dir.resolve() / DATABASE)
+
+
+def own_database(run_dir: Path) -> Path | None:
+    """Where a run without a server keeps its database while it trains: on the pod's own disk, else None.
+
+    SQLite relies on locks that file systems of a network do not always keep, and each point would wait for them.
+    """
+    disk = os.environ.get(LOCAL_DISK)
+    if not disk or os.environ.get("MLFLOW_TRACKING_URI"):
+        return None
+    return Path(disk).resolve() / run_dir.parent.name / run_dir.name / DATABASE
+
+
+def sqlite_uri(path: Path) -> str:
+    """The store in a file."""
     from sqlalchemy.engine import URL, make_url  # MLflow's; versions differ in which characters need escaping
 
-    path = str(runs_dir.resolve() / "mlflow.db")
-    plain = f"sqlite:///{path}"
-    return plain if make_url(plain).database == path else URL.create("sqlite", database=path).render_as_string()
+    name = str(path)
+    plain = f"sqlite:///{name}"
+    return plain if make_url(plain).database == name else URL.create("sqlite", database=name).render_as_string()
 
 
 def artifact_root(runs_dir: Path) -> str:

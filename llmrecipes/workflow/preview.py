@@ -112,6 +112,6 @@ def preview(submitted: Submitted) -> Preview:
         checkpoints_bytes=(planned.recipe.checkpoint.most_recent_k + 1) * plan.checkpoint_bytes,
         gated=gated_names(planned.recipe),
         has_token=rendering.has_token,
-        warnings=plan.warnings,
+        warnings=(*plan.warnings, *rendering.warnings),
         notes=dict(rendering.notes),
     )

@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 
+from llmrecipes.cli import doctor as command
 from llmrecipes.cli.app import run
 from llmrecipes.doctor import data, fabric, gpus, limits, network, nodes, storage, versions
 from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware.adapters import ports
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import Adapters, Link, Profile
+from llmrecipes.recipe.load import load
 from tests.helpers import tiny_on, write_recipe
-from tests.refusals import require_message
+from tests.refusals import refused, require_message
 
 H100 = load_profile("h100-ib")
 LAPTOP = load_profile("laptop")
@@ -304,7 +306,8 @@ def test_limits_are_those_of_this_process() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert here.open_files == 300
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    assert here.memlock_bytes == (None if locked == resource.RLIM_INFINITY else locked)
+    unlimited = locked == resource.RLIM_INFINITY or limits._may_lock(limits.PROCESS)
+    assert here.memlock_bytes == (None if unlimited else locked)
     free = shutil.disk_usage("/dev/shm").free
     assert here.shared_bytes == pytest.approx(free, abs=256 << 20)  # other processes use it at the same time
 
@@ -346,21 +349,26 @@ def test_data_that_is_missing_or_unequal(tmp_path: Path) -> None:
 # -- several nodes ---------------------------------------------------------------------------------------------------
 
 
-def node(number: int, hosts: list[str], port: int, runs: Path, patience: float = 30) -> subprocess.Popen[str]:
+def node(
+    number: int, hosts: list[str], port: int, runs: Path, patience: float = 30, verdict: str = "ok('own', 'fine')"
+) -> subprocess.Popen[str]:
     """`llmrecipes doctor` on one of several nodes, which are addresses of this machine."""
     program = (
         "import sys; from pathlib import Path; from llmrecipes.doctor.nodes import Meeting, meet;"
-        "import json; from llmrecipes.doctor.finding import ok;"
+        "import json; from llmrecipes.doctor.finding import Finding, ok;"
         f"m = Meeting({tuple(hosts)!r}, {number}, {port}, Path({str(runs)!r}), {patience});"
-        "found = meet(m, [ok('own', 'fine')]);"
-        "print(json.dumps([each.as_dict() for each in found]) if found else '')"
+        f"found = meet(m, [{verdict}]);"
+        "print(json.dumps([[each.as_dict() for each in found.findings or []], found.bad]))"
     )
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 
 
 def answers(processes: list[subprocess.Popen[str]]) -> list[dict[str, str]]:
     outputs = [process.communicate(timeout=120)[0] for process in processes]
-    found: list[dict[str, str]] = json.loads(outputs[0])
+    told = [json.loads(output) for output in outputs]
+    assert not any(findings for findings, _ in told[1:]), "the first node prints for all"
+    assert len({str(bad) for _, bad in told}) == 1, "every node knows which ones are bad"
+    found: list[dict[str, str]] = told[0][0]
     return found
 
 
@@ -393,6 +401,22 @@ def test_a_node_with_a_different_directory_and_an_absent_one_are_reported(tmp_pa
     assert ("127.0.0.2", "shared directory") not in wrong
 
 
+def test_no_node_of_a_job_starts_beside_a_bad_one(tmp_path: Path, unused_port: int) -> None:
+    """Ranks of pods start by themselves: without the verdict of all, the good ones would wait for the bad one."""
+    broken = "Finding('own', 'fail', 'a GPU is missing', 'drain it', '127.0.0.2')"
+    processes = [
+        node(number, HOSTS[:2], unused_port, tmp_path, verdict=verdict)
+        for number, verdict in enumerate(("ok('own', 'fine')", broken))
+    ]
+    outputs = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+    assert [bad for _, bad in outputs] == [["127.0.0.2"], ["127.0.0.2"]]
+
+
+def test_jobs_that_start_at_once_do_not_take_each_others_file_for_their_own(tmp_path: Path) -> None:
+    files = {nodes._token_file(nodes.Meeting((f"{run}-0", f"{run}-1"), 0, 12000, tmp_path)) for run in ("one", "two")}
+    assert len(files) == 2
+
+
 def test_clock_skew_is_reported() -> None:
     assert "60 s" in said(nodes._clock(remote=1000.0, sent=1060.0, received=1060.1))["fail clock"]
     assert said(nodes._clock(remote=1000.05, sent=1000.0, received=1000.1)) == {}
@@ -414,6 +438,52 @@ def test_the_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert "0 of 8" in printed
     assert "fix: " in printed
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts"),
+    [
+        ("a,b", ("a", "b")),
+        ("run-[0-2].run", ("run-0.run", "run-1.run", "run-2.run")),
+        ("n[08-10],m", ("n08", "n09", "n10", "m")),
+    ],
+)
+def test_nodes_are_named_one_by_one_or_as_a_range(nodes: str, hosts: tuple[str, ...]) -> None:
+    assert command._hosts(nodes) == hosts
+
+
+@pytest.mark.parametrize("nodes", ["a,a", "", "n[0-1],n1", "n[3-1]", "n[0-999999999]"])
+def test_other_lists_of_nodes_are_refused(nodes: str) -> None:
+    with refused("--nodes"):
+        command._hosts(nodes)
+
+
+def test_a_pod_finds_its_place_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the node's network its host name is not the pod's."""
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    assert command._number(("run-0.run", "run-1.run")) == 1
+
+
+def test_the_capability_lifts_the_limit_of_locked_memory(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    for effective, may in (("0000000000004000", True), ("0000000000000000", False), ("000001ffffffffff", True)):
+        status.write_text(f"Name:\tpython\nCapPrm:\t0\nCapEff:\t{effective}\n")
+        assert limits._may_lock(status) is may
+    assert limits._may_lock(tmp_path / "none") is False
+
+
+def test_a_pod_of_a_run_that_is_done_waits_for_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other pods of its Job have completed and never come back."""
+    run_dir = tmp_path / "gpt-tiny" / "first"
+    run_dir.mkdir(parents=True)
+    words = ["doctor", "gpt-tiny", "--runs-dir", str(tmp_path), "--nodes", "pod-[0-1].run", "--patience", "1"]
+    state = {"state": "finished", "step": load("gpt-tiny").recipe.train.train_iters}
+    (run_dir / "status.json").write_text(json.dumps(state))
+    assert run([*words, "--run-id", "first"]) == 0
+    assert "done all its steps" in capsys.readouterr().out
+    assert run(["doctor", "--run-id", "first"]) == 2
+    require_message(capsys.readouterr().err, "--run-id")
 
 
 def test_one_pod_of_a_job_measures_the_storage_of_all(

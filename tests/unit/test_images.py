@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import importlib.util
 import json
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +35,8 @@ def load_tool(path: str) -> ModuleType:
 
 build_image = load_tool("tools/build_image.py")
 runtime_lock = load_tool("tools/runtime_lock.py")
+smoke_import = load_tool("docker/smoke_import.py")
+stale_images = load_tool("tools/stale_images.py")
 VERSIONS = build_image.versions((DOCKER / "versions.env").read_text())
 
 
@@ -203,7 +208,134 @@ def test_compose_opens_nothing_but_loopback_and_holds_no_secret() -> None:
     assert "ports" not in services["postgres"]
     assert services["postgres"]["networks"] == ["inside"]
     assert compose()["networks"]["inside"] == {"internal": True}
-    assert list(compose()["secrets"]["db_password"]) == ["file"]
+    assert services["store"]["networks"] == ["inside"] and "ports" not in services["store"]
+    assert all(list(secret) == ["file"] for secret in compose()["secrets"].values())
+    # Runs send artifacts through the MLflow server: they have no password of the store.
+    assert [name for name, service in services.items() if "store_password" in service.get("secrets", [])] == [
+        "mlflow",
+        "store",
+    ]
+
+
+def test_compose_images_are_pinned_and_its_buckets_exist() -> None:
+    services = compose()["services"]
+    for name, service in services.items():
+        variable = re.match(r"\$\{(\w+)", service["image"])
+        assert variable, name
+        assert variable[1] in VERSIONS or variable[1] in ("LLMRECIPES_IMAGE", "LLMRECIPES_CUDA_IMAGE"), name
+    [bucket] = re.findall(r"s3://(\w+)", services["mlflow"]["command"][-1])
+    assert f"/data/{bucket}" in services["store"]["entrypoint"][-1]
+    port = re.search(r":(\d+)$", services["mlflow"]["environment"]["MLFLOW_S3_ENDPOINT_URL"])
+    assert port and f"--port :{port[1]} " in services["store"]["entrypoint"][-1]
+    runtime = runtime_lock.needed(
+        runtime_lock.entries((ROOT / "requirements/py311-cpu.txt").read_text()),
+        runtime_lock.declared((ROOT / "pyproject.toml").read_text(), ["server"]),
+    )
+    assert "boto3" in set(runtime), "MLflow's client of such stores"
+
+
+def test_compose_gives_the_gpus_to_training_alone() -> None:
+    services = compose()["services"]
+    with_gpus = [name for name, service in services.items() if "deploy" in service]
+    assert with_gpus == ["train-gpu"]
+    [device] = services["train-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", "all", ["gpu"])
+    assert services["train-gpu"]["profiles"] == ["gpu"]
+    assert services["train-gpu"]["image"].endswith(
+        build_image.image("cuda", "rdma", None, None, "llmrecipes").tags[0] + "}"
+    )
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception | None]:
+    """What importing a package of the CUDA image raises; programs are all there."""
+    found: dict[str, Exception | None] = dict.fromkeys(smoke_import.CUDA_MODULES)
+
+    def imported(name: str) -> ModuleType:
+        if error := found[name]:
+            raise error
+        return ModuleType(name)
+
+    monkeypatch.setattr(smoke_import.importlib, "import_module", imported)
+    monkeypatch.setattr(smoke_import.shutil, "which", lambda name: f"/usr/bin/{name}")
+    return found
+
+
+def test_a_package_of_the_cuda_image_that_is_built_for_another_torch_fails_the_build(
+    packages: dict[str, Exception | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {"transformer_engine.pytorch", "flash_attn"} <= packages.keys()
+    smoke_import.import_cuda()
+    packages["transformer_engine"] = OSError("libcuda.so.1: cannot open shared object file")  # a building machine
+    smoke_import.import_cuda()
+    assert "transformer_engine not checked" in capsys.readouterr().out
+    packages["flash_attn"] = ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c10")
+    with pytest.raises(ImportError, match="undefined symbol"):
+        smoke_import.import_cuda()
+
+
+def test_a_program_that_the_cuda_image_lacks_fails_the_build(
+    packages: dict[str, Exception | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoke_import.shutil, "which", lambda name: None if name == "ibstat" else name)
+    with pytest.raises(SystemExit, match="ibstat"):
+        smoke_import.import_cuda()
+    text = (DOCKER / "Dockerfile.cuda").read_text()
+    assert {"perftest", "infiniband-diags"} <= set(text.split())
+    assert "smoke_import.py --cuda" in text
+
+
+class Registry(http.server.BaseHTTPRequestHandler):
+    """A registry that wants an anonymous token, as public ones do."""
+
+    digest = f"sha256:{'a' * 64}"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"token": self.path.partition("scope=")[2]}).encode())
+
+    def do_HEAD(self) -> None:
+        known = self.path == "/v2/library/debian/manifests/bookworm-slim"
+        allowed = self.headers.get("Authorization") == "Bearer pull"
+        self.send_response(404 if not known else 200 if allowed else 401)
+        host = self.headers["Host"]
+        self.send_header("WWW-Authenticate", f'Bearer realm="http://{host}/token",service="r",scope="pull"')
+        if known and allowed:
+            self.send_header("Docker-Content-Digest", self.digest)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def registry() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_tag_that_has_moved_on_is_named(registry: str) -> None:
+    text = f"# a comment\nA_IMAGE={registry}/library/debian:bookworm-slim@{Registry.digest}\n"
+    old = text.replace("A_IMAGE", "B_IMAGE").replace("a" * 64, "b" * 64)
+    gone = text.replace("A_IMAGE", "C_IMAGE").replace("bookworm-slim", "gone")
+
+    def answer(versions: str) -> tuple[list[str], int]:
+        lines, code = stale_images.compare(
+            stale_images.pinned(versions), lambda image: stale_images.digest_of(image, scheme="http")
+        )
+        return [line.split()[0] for line in lines], code
+
+    assert answer(text) == (["current"], 0)
+    assert answer(text + old) == (["current", "stale"], 1)
+    assert answer(text + gone + old) == (["current", "unknown", "stale"], 2)
+
+
+def test_every_pinned_image_can_be_asked_for() -> None:
+    found = stale_images.pinned((DOCKER / "versions.env").read_text())
+    assert {image.variable for image in found} == {name for name in VERSIONS if name.endswith("_IMAGE")}
 
 
 def test_compose_uses_the_image_of_this_version() -> None:

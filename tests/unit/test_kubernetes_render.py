@@ -128,7 +128,7 @@ def test_devices_and_memory_follow_the_profile() -> None:
     container = container_of(rendered("job", cluster="aws-p5-efa"))
     limits = container["resources"]["limits"]
     assert (limits["nvidia.com/gpu"], limits["vpc.amazonaws.com/efa"], limits["memory"]) == ("8", "32", "1843Gi")
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     variables = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert variables["FI_PROVIDER"] == "efa"
     assert variables["LLMRECIPES_IMAGE_DIGEST"] == f"sha256:{'0' * 64}"

@@ -323,7 +323,7 @@ def machine_marks() -> set[str]:
 
 def test_no_trace_of_this_machine() -> None:
     here = re.compile("|".join(rf"{re.escape(mark)}(?![\w-])" for mark in sorted(machine_marks())))
-    homes = re.compile(r"/(?:home|Users)/[a-z][\w.-]*/")
+    homes = re.compile(r"/(?:home|Users)/(?!kubernetes/bin)[a-z][\w.-]*/")  # where GKE's nodes keep drivers
     found = []
     for path in tracked():
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):

@@ -70,7 +70,7 @@ def test_a_dry_run_ends_with_what_the_pods_get_and_need(capsys: pytest.CaptureFi
     assert run([*asked, "--json", "--secret", "HF_TOKEN=huggingface"]) == 0
     summary = json.loads(capsys.readouterr().out)["summary"]
     assert summary["has_token"] is True
-    assert summary["place"] == {"namespace": "default", "queue": "q"}
+    assert summary["place"] == {"namespace": "default", "queue": "q", "security": "restricted"}
 
 
 def test_kubectl_is_given_the_same(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +83,26 @@ def test_kubectl_is_given_the_same(kubectl: Path, capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert printed.startswith("job default/job/gpt-tiny-r1-")
     assert "kubectl logs" in printed
+
+
+@pytest.mark.parametrize(("enforced", "code"), [("restricted", 2), ("baseline", 2), ("privileged", 0), ("", 0)])
+def test_a_namespace_that_admits_no_such_pods_is_named_before_anything_is_created(
+    kubectl: Path, capsys: pytest.CaptureFixture[str], enforced: str, code: int
+) -> None:
+    """The Job would be created, and wait for pods that are never admitted."""
+    (kubectl / "answer").write_text(enforced)
+    assert run([*COMMAND, "--host-network"]) == code
+    words = (kubectl / "arguments").read_text().split()
+    assert words[:3] == (["get", "namespace", "default"] if code else ["apply", "--filename", "-"])
+    if code:
+        require_message(capsys.readouterr().err, "--namespace", rule="pod-security.kubernetes.io/enforce=privileged")
+
+
+def test_a_namespace_that_may_not_be_read_is_left_to_the_cluster(kubectl: Path) -> None:
+    program = kubectl / "kubectl"
+    program.write_text(program.read_text().replace("exit $(", '[ "$1" = apply ] && exit 0\nexit $('))
+    (kubectl / "code").write_text("1")
+    assert run([*COMMAND, "--host-network"]) == 0
 
 
 def test_a_refusal_is_shown_in_the_clusters_own_words(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,6 +191,30 @@ def test_resumed_runs_are_one_mlflow_run_without_duplicate_points(runs_dir: Path
     assert run.data.tags["changed.description"] == "now longer"
 
 
+def test_in_a_pod_the_database_is_on_its_own_disk_and_copied_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite on a file system of the network relies on its locks. The next pod starts from the copy."""
+    runs, experiment = tmp_path / "runs", "pod"
+    kept = runs / "tiny" / "r" / "mlflow.db"
+    for number, first in enumerate((1, 4)):
+        disk = tmp_path / f"disk-{number}"
+        monkeypatch.setenv("LLMRECIPES_LOCAL_DISK", str(disk))
+        with start(runs, recipe(experiment), "r", resumed_step=first - 1) as tracker:
+            for point in range(first, first + 3):
+                tracker.step(step(point))
+            assert not (runs / "mlflow.db").exists()
+        assert [path.name for path in disk.glob("tiny/r/*.db")] == ["mlflow.db"]
+        if number == 0:
+            first_copy = kept.read_bytes()
+    assert kept.read_bytes() != first_copy
+    run = only_run(f"sqlite:///{kept}", experiment)
+    assert run.info.status == "FINISHED"
+    assert [number for number, _ in history(f"sqlite:///{kept}", run.info.run_id, "loss")] == [1, 2, 3, 4, 5, 6]
+    assert not list(kept.parent.glob(".mlflow.db*"))
+    assert not (runs / "mlflow.db").exists()
+
+
 def test_a_process_that_is_killed_while_it_creates_the_database_leaves_none(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     code = f"""

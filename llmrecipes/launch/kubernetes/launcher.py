@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.base import (
     Given,
     JobHandle,
@@ -21,10 +22,10 @@ from llmrecipes.launch.base import (
     Submission,
 )
 from llmrecipes.launch.job import Job
-from llmrecipes.launch.kubernetes import objects
+from llmrecipes.launch.kubernetes import objects, pod, security, site
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options, object_name, parse_secrets
 from llmrecipes.launch.kubernetes.pod import Object, Run
-from llmrecipes.launch.programs import ask, require_program, tell
+from llmrecipes.launch.programs import ask, require_program, run, tell
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 
 DRY_RUN = "--dry-run prints the objects"
@@ -54,16 +55,23 @@ class Kubernetes:
         options = _options(given)
         rendered = objects_of(submission.planned_for_cluster, options, submission.run_id, submission.accept_changes)
         workload = rendered[-1]["metadata"]
+        level, reasons = security.level(pod_spec(rendered[-1]))
         return Rendering(
             ("kubectl", "apply", "--filename", "-"),
             text=(text := objects.to_yaml(rendered)),
             shown=text,
             details={
                 "name": workload["name"], "namespace": options.namespace, "flavor": options.flavor, "objects": rendered,
+                "pod_security": {"level": level, "reasons": list(reasons)},
             },
-            place={"namespace": options.namespace, **({} if options.queue is None else {"queue": options.queue})},
+            place={
+                "namespace": options.namespace,
+                **({} if options.queue is None else {"queue": options.queue}),
+                "security": f"{level} ({', '.join(reasons)})" if reasons else level,
+            },
             time_limit="none",
             has_token="HF_TOKEN" in options.secrets,  # pods only have what --secret gives them
+            warnings=_warnings(submission.planned_for_cluster.profile, options),
         )  # fmt: skip
 
     def require(self) -> None:
@@ -71,7 +79,12 @@ class Kubernetes:
         require_program("kubectl", f"{DRY_RUN}; make train runs the recipe on this machine")
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
-        """kubectl apply."""
+        """kubectl apply.
+
+        Raises:
+            UserError: the namespace admits no such pods, or kubectl fails.
+        """
+        _require_admission(rendering.details["namespace"], rendering.details["pod_security"])
         tell(rendering.command, rendering.text, DRY_RUN)
         place = (rendering.details[key] for key in ("namespace", "flavor", "name"))
         return Job(self, JobRef("k8s", "/".join(place), submission.run_dir))
@@ -128,6 +141,44 @@ def objects_of(planned: PlannedForCluster, options: Options, run_id: str, accept
         ),
         options,
     )
+
+
+def pod_spec(workload: Object) -> Object:
+    """The pods of a Job or a JobSet; of a TrainJob what its runtime in k8s/trainjob/runtime makes of it."""
+    spec: Object = workload["spec"]
+    if workload["kind"] == "JobSet":
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    if workload["kind"] != "TrainJob":
+        found: Object = spec["template"]["spec"]
+        return found
+    patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    own = patch["template"]["spec"]["template"]["spec"]
+    containers = [{**each, "securityContext": pod.container_security()} for each in own["containers"]]
+    return {**pod.frame(own["terminationGracePeriodSeconds"]), **own, "containers": containers}
+
+
+def _warnings(profile: Profile, options: Options) -> tuple[str, ...]:
+    names = site.left_out(profile, options.host_network)
+    what = f"pods do not get {', '.join(names)} of {profile.name}, which names interfaces of its nodes"
+    return (f"{what}: kubernetes.environment sets those of pods",) if names else ()
+
+
+def _require_admission(namespace: str, needed: Mapping[str, Any]) -> None:
+    """UserError if the namespace enforces a stricter Pod Security Standard: its Job would never get a pod.
+
+    A namespace that may not be read is left to the admission of the cluster.
+    """
+    if needed["level"] == "restricted":
+        return
+    label = "jsonpath={.metadata.labels.pod-security\\.kubernetes\\.io/enforce}"
+    code, enforced, _ = run(("kubectl", "get", "namespace", namespace, "--output", label))
+    if code == 0 and not security.admits(enforced.strip(), needed["level"]):
+        raise UserError(
+            f"{namespace} enforces {enforced.strip()}",
+            where="--namespace",
+            rule=f"these pods need {needed['level']}: {', '.join(needed['reasons'])}",
+            fix=f"kubectl label namespace {namespace} --overwrite pod-security.kubernetes.io/enforce={needed['level']}",
+        )
 
 
 def status_of(workload: Object) -> JobStatus:

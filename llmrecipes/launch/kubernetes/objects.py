@@ -15,7 +15,9 @@ import yaml
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.kubernetes import pod
 from llmrecipes.launch.kubernetes.options import RUNTIME, Options, check
+from llmrecipes.launch.kubernetes.patch import patched
 from llmrecipes.launch.kubernetes.pod import Object, Run
+from llmrecipes.recipe import document
 
 MOST_CONFIG_BYTES = 1 << 20
 KEEP_SECONDS = 7 * 24 * 3600
@@ -35,10 +37,12 @@ def render(run: Run, options: Options) -> list[Object]:
         UserError: a value that Kubernetes would reject.
     """
     check(options)
-    if len(run.recipe_yaml.encode()) > MOST_CONFIG_BYTES:
+    if len(run.recipe_yaml.encode()) + len(_profile(run, options).encode()) > MOST_CONFIG_BYTES:
         where, rule = f"recipe {run.plan.recipe.name}", "pods read it from a ConfigMap, which holds 1 MiB"
         raise UserError("larger than 1 MiB", where=where, rule=rule)
     objects = [_recipe(run, options)]
+    if run.channel is not None:
+        objects.append(_compute_domain(run, options, run.channel))
     if not options.host_network:
         objects.append(_network_policy(run, options))
     match options.flavor:
@@ -100,7 +104,21 @@ def _recipe(run: Run, options: Options) -> Object:
         "kind": "ConfigMap",
         "metadata": _metadata(run, options, pod.recipe_map(run)),
         "immutable": True,
-        "data": {pod.RECIPE.name: run.recipe_yaml},
+        "data": {pod.RECIPE.name: run.recipe_yaml, pod.CLUSTER_KEY: _profile(run, options)},
+    }
+
+
+def _profile(run: Run, options: Options) -> str:
+    return document.dump(pod.seen(run, options).model_dump(mode="json", exclude_defaults=True))
+
+
+def _compute_domain(run: Run, options: Options, channel: str) -> Object:
+    """Makes NVIDIA's DRA driver create the ResourceClaimTemplate of the run's IMEX channel."""
+    return {
+        "apiVersion": "resource.nvidia.com/v1beta1",
+        "kind": "ComputeDomain",
+        "metadata": _metadata(run, options),
+        "spec": {"numNodes": run.nodes, "channel": {"resourceClaimTemplate": {"name": channel}}},
     }
 
 
@@ -131,8 +149,9 @@ def _service(run: Run, options: Options) -> Object:
 
 
 def _job(run: Run, options: Options) -> Object:
-    template = pod.template(run, options, master=f"{run.name}-0.{run.name}")
+    template = pod.template(run, options, stem=run.name)
     template["spec"]["subdomain"] = run.name
+    template = patched(template, run.profile.kubernetes.patch, run.profile.name)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -153,6 +172,7 @@ def _job(run: Run, options: Options) -> Object:
 
 
 def _jobset(run: Run, options: Options) -> Object:
+    template = pod.template(run, options, stem=f"{run.name}-{GROUP}-0")
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -170,7 +190,7 @@ def _jobset(run: Run, options: Options) -> Object:
                         "spec": {
                             **_indexed(run.nodes),
                             **all_or_nothing(),
-                            "template": pod.template(run, options, master=f"{run.name}-{GROUP}-0-0.{run.name}"),
+                            "template": patched(template, run.profile.kubernetes.patch, run.profile.name),
                         }
                     },
                 }
@@ -181,21 +201,15 @@ def _jobset(run: Run, options: Options) -> Object:
 
 def _trainjob(run: Run, options: Options) -> Object:
     """What is specific to the run; restarts and permissions come from the runtime in k8s/trainjob/runtime."""
-    container: Object = {"name": pod.CONTAINER, "volumeMounts": pod.mounts()}
-    if pod.needs_rdma(run):
-        container["securityContext"] = pod.container_security(rdma=True)
+    _require_patchable(run, options)
+    container: Object = {"name": pod.CONTAINER, "volumeMounts": pod.mounts(run)}
     spec = {
         **{key: value for key, value in pod.placement(run.profile, options).items() if key in PATCHABLE},
         "terminationGracePeriodSeconds": options.grace_seconds,
         "containers": [container],
         "volumes": pod.volumes(run, options),
     }
-    template = {"metadata": {"labels": pod.labels(run), "annotations": pod.notes(run, options)}, "spec": spec}
-    if options.host_network:
-        raise UserError(
-            "given with --flavor trainjob", where="--host-network",
-            rule="a TrainJob takes host networking from its runtime", fix="--flavor jobset",
-        )  # fmt: skip
+    template = {"metadata": pod.metadata(run, options), "spec": spec}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -224,6 +238,25 @@ def _trainjob(run: Run, options: Options) -> Object:
             ],
         },
     }
+
+
+def _require_patchable(run: Run, options: Options) -> None:
+    """UserError for what a TrainJob can only take from its runtime."""
+    fix = "--flavor jobset"
+    if options.host_network:
+        rule = "a TrainJob takes host networking from its runtime"
+        raise UserError("given with --flavor trainjob", where="--host-network", rule=rule, fix=fix)
+    kubernetes = run.profile.kubernetes
+    wanted = {
+        "sidecars": kubernetes.sidecars,
+        "compute_domain": run.channel,
+        "resource_claims": kubernetes.resource_claims,
+        "priority_class": kubernetes.priority_class,
+        "patch": kubernetes.patch,
+    }
+    if there := [f"kubernetes.{name}" for name, value in wanted.items() if value]:
+        what = f"{run.profile.name} has {', '.join(there)}"
+        raise UserError(what, where="--flavor trainjob", rule="a TrainJob takes these from its runtime", fix=fix)
 
 
 PATCHABLE = {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"}

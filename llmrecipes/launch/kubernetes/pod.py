@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from llmrecipes.hardware.adapters import CHOICE
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.environment import environment
+from llmrecipes.launch.kubernetes import site
 from llmrecipes.launch.kubernetes.options import Options
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
@@ -22,6 +24,11 @@ USER = 10001
 """The user of the images in docker/."""
 WORKSPACE = PurePosixPath("/workspace")
 RECIPE = PurePosixPath("/etc/llmrecipes/recipe.yaml")
+CLUSTER_KEY = "cluster.yaml"
+CLUSTERS = PurePosixPath("/etc/llmrecipes/clusters")
+LOCAL_DISK = "/tmp/llmrecipes"  # noqa: S108 - the pod's own
+PATIENCE_SECONDS = 600
+"""How long the check of the nodes waits for pods that still pull their image."""
 NODE_SHARE = 0.9
 """Share of a node's CPU and memory; the rest is for the kubelet and the system."""
 SHM_SHARE, SHM_MOST_GIB = 1 / 8, 64
@@ -44,6 +51,11 @@ class Run:
     def ranks_per_node(self) -> int:
         return self.plan.layout.world_size // self.nodes
 
+    @property
+    def channel(self) -> str | None:
+        """ResourceClaimTemplate of its IMEX channel; None on one node, and on sites without NVLink between nodes."""
+        return f"{self.name}-imex" if self.profile.kubernetes.compute_domain and self.nodes > 1 else None
+
 
 def labels(run: Run) -> dict[str, str]:
     """Labels that select the pods of a run."""
@@ -62,26 +74,44 @@ def notes(run: Run, options: Options) -> dict[str, str]:
     return told
 
 
-def template(run: Run, options: Options, master: str) -> Object:
+def metadata(run: Run, options: Options) -> Object:
+    """Labels and annotations of the pods."""
+    return {"labels": labels(run), "annotations": {**notes(run, options), **run.profile.kubernetes.annotations}}
+
+
+def seen(run: Run, options: Options) -> Profile:
+    """The site as the pods of a run see it."""
+    return site.as_seen(run.profile, run.ranks_per_node, options.host_network)
+
+
+def template(run: Run, options: Options, stem: str) -> Object:
     """The pod template of a Job.
 
     Args:
         run: the run.
         options: the options of `submit`.
-        master: host name of the first node, empty where a controller sets it.
+        stem: host name of a pod without `-INDEX`.
     """
+    kubernetes, master = run.profile.kubernetes, f"{stem}-0.{run.name}"
+    checked = _container(run, options, master)
+    # In the profile already; as a variable it would be the user's own choice.
+    checked["env"] = [each for each in checked["env"] if each["name"] != CHOICE]
+    claims = site.claims(kubernetes, run.channel)
     return {
-        "metadata": {"labels": labels(run), "annotations": notes(run, options)},
+        "metadata": metadata(run, options),
         "spec": {
             **frame(options.grace_seconds),
             **placement(run.profile, options),
+            **({"priorityClassName": kubernetes.priority_class} if kubernetes.priority_class else {}),
+            **({"resourceClaims": claims} if claims else {}),
             "initContainers": [
                 {
                     "name": DOCTOR,
                     "command": ["llmrecipes", "doctor", str(RECIPE)],
-                    "args": ["--quiet"],
-                    **_container(run, options, master),
-                }
+                    "args": _examination(run, stem),
+                    **checked,
+                },
+                *site.sidecars(kubernetes),  # after the check, which wants idle GPUs
             ],
             "containers": [
                 {
@@ -97,15 +127,30 @@ def template(run: Run, options: Options, master: str) -> Object:
     }
 
 
+def _examination(run: Run, stem: str) -> list[str]:
+    """Arguments of the check of the nodes; the range keeps them short on thousands of nodes."""
+    words = ["--quiet", "--cluster", str(CLUSTERS / f"{run.profile.name}.yaml")]
+    if run.nodes > 1:
+        words += [
+            "--run-id",
+            run.run_id,
+            "--nodes",
+            f"{stem}-[0-{run.nodes - 1}].{run.name}",
+            "--patience",
+            str(PATIENCE_SECONDS),
+        ]
+    return [literal(word) for word in words]
+
+
 def _container(run: Run, options: Options, master: str) -> Object:
     """What training and the check of the node before it share: the check needs the same GPUs and adapters."""
     return {
         "image": options.image,
         "env": variables(run, options, master),
         "resources": resources(run),
-        "securityContext": container_security(needs_rdma(run)),
+        "securityContext": container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [*mounts(), {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108 - the pod's own
+        "volumeMounts": [*mounts(run), {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108 - the pod's own
     }
 
 
@@ -127,10 +172,9 @@ def frame(grace_seconds: int) -> Object:
     }
 
 
-def container_security(rdma: bool) -> Object:
-    """Capabilities of the container: none, or IPC_LOCK for RDMA, which pins memory."""
-    capabilities = {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if rdma else {})}
-    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": capabilities}
+def container_security() -> Object:
+    """No rights. RDMA pins memory, but IPC_LOCK has no effect without root: the container runtime allows it."""
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
 def placement(profile: Profile, options: Options) -> Object:
@@ -138,8 +182,8 @@ def placement(profile: Profile, options: Options) -> Object:
     found: Object = {}
     if profile.kubernetes.node_selector:
         found["nodeSelector"] = dict(profile.kubernetes.node_selector)
-    if profile.gpus_per_node:
-        found["tolerations"] = [{"key": profile.kubernetes.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]
+    if tolerations := site.tolerations(profile):
+        found["tolerations"] = tolerations
     if options.service_account:
         found["serviceAccountName"] = options.service_account
     if options.pull_secret:
@@ -171,7 +215,7 @@ def variables(run: Run, options: Options, master: str) -> list[Object]:
     values = {
         # The home is on the shared workspace, and DeepSpeed compiles operators for the processor of a node.
         **({"TORCH_EXTENSIONS_DIR": "/tmp/torch_extensions"} if _offloads(run.plan.recipe) else {}),  # noqa: S108
-        **environment(run.profile, run.plan, run.ranks_per_node, Path(logs)),
+        **environment(seen(run, options), run.plan, run.ranks_per_node, Path(logs)),
         "HOME": str(WORKSPACE),
         "LLMRECIPES_RUNS": str(runs),
         "LLMRECIPES_DATA": str(WORKSPACE / "data"),
@@ -179,6 +223,8 @@ def variables(run: Run, options: Options, master: str) -> list[Object]:
     }
     if options.tracking_uri:
         values["MLFLOW_TRACKING_URI"] = options.tracking_uri
+    else:
+        values["LLMRECIPES_LOCAL_DISK"] = LOCAL_DISK
     if master and run.nodes > 1:
         values |= {"MASTER_ADDR": master, "MASTER_PORT": str(PORT)}
     plain = [{"name": name, "value": literal(value)} for name, value in values.items()]
@@ -199,10 +245,6 @@ def literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def needs_rdma(run: Run) -> bool:
-    return bool(run.profile.kubernetes.rdma_resource)
-
-
 def resources(run: Run) -> Object:
     """GPUs and adapters of the ranks, and their share of the node's CPU and memory.
 
@@ -216,25 +258,34 @@ def resources(run: Run) -> Object:
         devices[profile.kubernetes.gpu_resource] = str(run.ranks_per_node)
     if profile.kubernetes.rdma_resource:
         devices[profile.kubernetes.rdma_resource] = str(max(1, int(profile.kubernetes.rdma_count * share)))
+    devices |= site.hugepages(profile.kubernetes, share)
     requests = {"cpu": str(max(1, int(profile.cpu_cores * NODE_SHARE * share))), "memory": memory, **devices}
-    return {"requests": requests, "limits": {"memory": memory, **devices}}
+    claims = [{"name": each["name"]} for each in site.claims(profile.kubernetes, run.channel)]
+    return {"requests": requests, "limits": {"memory": memory, **devices}, **({"claims": claims} if claims else {})}
 
 
 def volumes(run: Run, options: Options) -> list[Object]:
-    """The recipe, the shared workspace, and /dev/shm, whose default of 64 MiB is too small for data loaders."""
+    """The recipe, the shared workspace, /dev/shm, whose default of 64 MiB is too small for data loaders, and more."""
     size = max(1, min(SHM_MOST_GIB, int(run.profile.memory_gib * SHM_SHARE)))
+    items = [
+        {"key": RECIPE.name, "path": RECIPE.name},
+        # A profile has the name of its file.
+        {"key": CLUSTER_KEY, "path": f"{CLUSTERS.name}/{run.profile.name}.yaml"},
+    ]
     return [
-        {"name": "recipe", "configMap": {"name": recipe_map(run)}},
+        {"name": "recipe", "configMap": {"name": recipe_map(run), "items": items}},
         {"name": "workspace", "persistentVolumeClaim": {"claimName": options.claim}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{size}Gi"}},
+        *site.volumes(run.profile.kubernetes),
     ]
 
 
-def mounts() -> list[Object]:
+def mounts(run: Run) -> list[Object]:
     return [
         {"name": "recipe", "mountPath": str(RECIPE.parent), "readOnly": True},
         {"name": "workspace", "mountPath": str(WORKSPACE)},
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - the pod's own
+        *site.mounts(run.profile.kubernetes),
     ]
 
 

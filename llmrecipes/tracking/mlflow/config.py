@@ -16,6 +16,8 @@ class MlflowConfig(MirrorConfig):
     Attributes:
         uri: MLflow store.
         artifact_root: place for artifacts of a new experiment; None lets the server choose.
+        kept_database: copy of the SQLite database in the run directory, restored at the start and renewed at the end of
+            an attempt; None if the database is where it stays.
         experiment: MLflow experiment.
         params: parameters, already text.
     """
@@ -23,5 +25,6 @@ class MlflowConfig(MirrorConfig):
     uri: str
     artifact_root: str | None
     experiment: str
+    kept_database: str | None = None
     params: dict[str, str] = field(default_factory=dict)
     lock: str = LOCK

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from filelock import FileLock
@@ -33,6 +36,48 @@ def require_database(uri: str, artifacts: str) -> None:
             unfinished.unlink(missing_ok=True)
         if not path.exists():
             _create(path, artifacts)
+
+
+def restore(uri: str, kept: Path) -> None:
+    """Start from the copy of an earlier attempt, unless there is a database already.
+
+    Args:
+        uri: of a `sqlite:` store.
+        kept: the copy; may be missing.
+    """
+    path = _path(uri)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() or not kept.exists():
+        return
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    shutil.copyfile(kept, part)
+    part.replace(path)
+
+
+def keep(uri: str, kept: Path) -> None:
+    """Copy a database that others may have open; the copy is complete or the one before.
+
+    Args:
+        uri: of a `sqlite:` store.
+        kept: the copy, on any file system.
+    """
+    path = _path(uri)
+    own = path.with_name(f".{path.name}.{os.getpid()}.copy")
+    # SQLite copies to the same disk: it needs locks there too.
+    with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(own)) as target:
+        source.backup(target)
+    part = kept.with_name(f".{kept.name}.part")
+    shutil.copyfile(own, part)
+    own.unlink()
+    sync(part)
+    part.replace(kept)
+    sync(kept.parent)
+
+
+def _path(uri: str) -> Path:
+    from sqlalchemy.engine import make_url
+
+    return Path(str(make_url(uri).database))
 
 
 def _create(path: Path, artifacts: str) -> None:

@@ -14,8 +14,8 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.tracking import MlflowClient
 
 from llmrecipes.io import write_atomic
-from llmrecipes.tracking.mlflow.database import require_database
-from llmrecipes.tracking.store import is_local, redact
+from llmrecipes.tracking.mlflow.database import keep, require_database, restore
+from llmrecipes.tracking.store import is_local, redact, sqlite_uri
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -43,6 +43,8 @@ class MlflowRun:
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
         self._file = Path(config.run_dir) / FILE
+        if config.kept_database is not None:
+            restore(config.uri, Path(config.kept_database))
         if is_local(config.uri):
             require_database(config.uri, config.artifact_root or "")
         self._client = MlflowClient(config.uri)
@@ -87,7 +89,8 @@ class MlflowRun:
 
     def _identity(self) -> dict[str, str]:
         """Contents of mlflow.json for this store; with a new key for a new run or store."""
-        store = redact(self._config.uri)
+        kept = self._config.kept_database
+        store = redact(self._config.uri) if kept is None else sqlite_uri(Path(kept))
         try:
             known = json.loads(self._file.read_bytes())
             if known["tracking_uri"] == store and uuid.UUID(known["key"]):
@@ -137,5 +140,7 @@ class MlflowRun:
         self._client.log_batch(self.run_id, metrics=metrics, tags=tags)
 
     def finish(self, status: str) -> None:
-        """Set the final status and the end time."""
+        """Set the final status and the end time, and keep the database if the pod's disk goes away."""
         self._client.set_terminated(self.run_id, status)
+        if self._config.kept_database is not None:
+            keep(self._config.uri, Path(self._config.kept_database))

@@ -166,6 +166,9 @@ def expand(objects: list[dict[str, Any]], image: str, network: str, folder: Path
         spec = template["spec"]
         assert spec.pop("subdomain") == service
         spec |= {"hostname": f"{name}-{index}", "hostAliases": aliases}
+        # podman starts one pod after the other, and each would wait for the others before its container.
+        words = spec["initContainers"][0]["args"]
+        del words[words.index("--nodes") :]
         for container in (*spec["initContainers"], *spec["containers"]):
             container |= {"image": image, "imagePullPolicy": "Never"}
             container["env"].append({"name": "JOB_COMPLETION_INDEX", "value": str(index)})

@@ -1,0 +1,135 @@
+"""A site as its pods see it: their network interfaces, their share of a node, and what else the profile gives them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from llmrecipes.hardware.pod_rules import CHANNEL
+from llmrecipes.hardware.pods import Kubernetes, ResourceClaim, Volume
+from llmrecipes.hardware.profile import Profile, Slurm
+
+INTERFACE = re.compile(r"_(IFNAME|CTRL_DEV)$")
+"""Ends of the variables that name network interfaces, of NCCL, gloo, TensorPipe and Google's plugins."""
+PAGES = {"2Mi": 2, "32Mi": 32, "1Gi": 1024}
+UNITS = {"Ki": 1 / 1024, "Mi": 1, "Gi": 1024, "Ti": 1024**2}
+
+
+def variables(profile: Profile, host_network: bool) -> dict[str, str | int]:
+    """The site's environment in pods.
+
+    A node's interfaces (`ens32`) do not exist in a pod with a network of its own (`eth0`), and vice versa.
+    """
+    both = {
+        **{name: value for name, value in profile.environment.items() if host_network or not _interface(name, value)},
+        **{
+            name: value
+            for name, value in profile.kubernetes.environment.items()
+            if not host_network or not _interface(name, value)
+        },
+    }
+    return {name: value for name, value in both.items() if value is not None}
+
+
+def left_out(profile: Profile, host_network: bool) -> tuple[str, ...]:
+    """Variables with interfaces of the nodes, for which the profile names none of pods."""
+    own = profile.kubernetes.environment
+    return tuple(
+        name
+        for name, value in profile.environment.items()
+        if not host_network and name not in own and _interface(name, value)
+    )
+
+
+def as_seen(profile: Profile, ranks_per_node: int, host_network: bool) -> Profile:
+    """The profile of a pod: only the GPUs and adapters that it asks for, and its own environment.
+
+    Args:
+        profile: the site.
+        ranks_per_node: ranks of the pod, one for each GPU.
+        host_network: whether it shares the node's network.
+    """
+    share = min(1.0, ranks_per_node / profile.ranks_per_node)
+    adapters, domain = profile.adapters, profile.nvlink_domain
+    gpus = min(ranks_per_node, profile.gpus_per_node)
+    if adapters is not None:
+        named = share == 1 and "NCCL_IB_HCA" not in profile.kubernetes.environment
+        names = adapters.names if named else ()
+        adapters = adapters.model_copy(update={"ports": max(1, int(adapters.ports * share)), "names": names})
+    changed = {
+        "gpus_per_node": gpus,
+        "nvlink_domain": None if domain and gpus and domain % gpus else domain,
+        "adapters": adapters,
+        "environment": variables(profile, host_network),
+        "slurm": Slurm(),
+        "kubernetes": Kubernetes(),
+        "measured": (),
+    }
+    return profile.model_copy(update=changed)
+
+
+def hugepages(kubernetes: Kubernetes, share: float) -> dict[str, str]:
+    """Resources with a share of the node's huge pages, whole pages of each size."""
+    found = {}
+    for page, amount in kubernetes.hugepages.items():
+        size = PAGES[page]
+        mebibytes = int(int(amount[:-2]) * UNITS[amount[-2:]] * share)
+        found[f"hugepages-{page}"] = f"{max(size, mebibytes // size * size)}Mi"
+    return found
+
+
+def claims(kubernetes: Kubernetes, channel: str | None) -> list[dict[str, Any]]:
+    """The pod's resource claims.
+
+    Args:
+        kubernetes: the site's pods.
+        channel: ResourceClaimTemplate of the run's IMEX channel; None without one.
+    """
+    own = () if channel is None else (ResourceClaim(name=CHANNEL, template=channel),)
+    found = []
+    for each in (*own, *kubernetes.resource_claims):
+        source = {"resourceClaimTemplateName": each.template} if each.template else {"resourceClaimName": each.claim}
+        found.append({"name": each.name, **source})
+    return found
+
+
+def tolerations(profile: Profile) -> list[dict[str, Any]]:
+    """Taints of GPU nodes, and those of the profile."""
+    own = [{"key": profile.kubernetes.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]
+    more = []
+    for each in profile.kubernetes.tolerations:
+        fields = {"key": each.key, "operator": each.operator, "value": each.value, "effect": each.effect}
+        more.append({name: value for name, value in fields.items() if value is not None})
+    return [*(own if profile.gpus_per_node else []), *more]
+
+
+def volumes(kubernetes: Kubernetes) -> list[dict[str, Any]]:
+    """The profile's volumes."""
+    return [{"name": each.name, **_source(each)} for each in kubernetes.volumes]
+
+
+def mounts(kubernetes: Kubernetes) -> list[dict[str, Any]]:
+    """Those that the containers of the run mount."""
+    return [
+        {"name": each.name, "mountPath": each.mount_path, **({"readOnly": True} if each.read_only else {})}
+        for each in kubernetes.volumes
+        if each.mount_path is not None
+    ]
+
+
+def sidecars(kubernetes: Kubernetes) -> list[dict[str, Any]]:
+    """Init containers that keep running beside the training, and end after it (Kubernetes 1.29)."""
+    return [{**each, "restartPolicy": "Always"} for each in kubernetes.sidecars]
+
+
+def _source(volume: Volume) -> dict[str, Any]:
+    if volume.host_path is not None:
+        return {"hostPath": {"path": volume.host_path}}
+    if volume.claim is not None:
+        return {"persistentVolumeClaim": {"claimName": volume.claim}}
+    return {"emptyDir": {"sizeLimit": volume.empty_dir}}
+
+
+def _interface(name: str, value: str | int | None) -> bool:
+    """Whether a variable names interfaces; those that it only excludes (`^docker`) need not exist."""
+    return value is not None and INTERFACE.search(name) is not None and not str(value).startswith("^")
