@@ -76,7 +76,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
-        """Attention of [b, h, s, d] tensors; the output has the value's d and strides of [b, s, h, d], like the kernel."""
+        """Attention of [b, h, s, d] tensors; output of the value's d, with strides of [b, s, h, d] like the kernel."""
         batch, heads, length, _ = query.shape
         output = query.new_empty(batch, length, heads, value.size(-1)).transpose(1, 2)
         rows = query.new_empty(batch, heads, length, dtype=torch.float32)
