@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import socket
-import subprocess
 import traceback
 from pathlib import Path
 from typing import Annotated
@@ -14,16 +11,24 @@ from typing import Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RunsOption
+from llmrecipes.cli.options import (
+    DATA,
+    RUNS,
+    DataOption,
+    HostsOption,
+    JsonOption,
+    OverridesArgument,
+    PatienceOption,
+    RunsOption,
+)
 from llmrecipes.doctor.finding import Finding, bad_nodes
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.launch.hosts import job_hosts, own_number
 from llmrecipes.launch.ranks import FIRST_PORT, port_of
 from llmrecipes.recipe.schema import Recipe
 
 CRASHED = 70  # EX_SOFTWARE
 """Exit code of a doctor that has an error itself: 1 would drain every node whose prolog runs it."""
-RANGE = re.compile(r"([^][]*)\[(\d{1,9})-(\d{1,9})\]([^][]*)")
-MOST_NODES = 100_000
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
 
 
@@ -47,14 +52,7 @@ def doctor(
             autocompletion=completion.clusters,
         ),
     ] = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option(
-            "--nodes",
-            metavar="HOST,...",
-            help="All nodes of the job, n[0-3] for a range; run the command on each at once. Detected in a Slurm step.",
-        ),
-    ] = None,
+    nodes: HostsOption = None,
     run_id: Annotated[
         str | None,
         typer.Option(
@@ -63,9 +61,7 @@ def doctor(
             help="Run of RECIPE on these nodes: once it has done all its steps, nothing is checked.",
         ),
     ] = None,
-    patience: Annotated[
-        float, typer.Option("--patience", metavar="S", min=1, help="Seconds to wait for the other nodes.")
-    ] = 60.0,
+    patience: PatienceOption = 60.0,
     bad_nodes_file: Annotated[
         Path | None,
         typer.Option(
@@ -98,12 +94,12 @@ def doctor(
     loaded = load(recipe, overrides or []).recipe if recipe else None
     if run_id is not None and _is_done(loaded, runs_dir, run_id):
         return int(ExitCode.DONE)
-    hosts, own = _hosts(nodes), _own(own_gpus)
+    hosts, own = job_hosts(nodes), _own(own_gpus)
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
     parameters = count(loaded.model, shape(loaded.model)).total if loaded else 0
     several = len(hosts) > 1
-    number = _number(hosts) if several else 0
+    number = own_number(hosts) if several else 0
     # Pods of a Job only check their own node; Kubernetes numbers them.
     leads = number == 0 and os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
     try:
@@ -166,27 +162,6 @@ def as_text(findings: list[Finding], quiet: bool) -> str:
     return "\n".join(lines)
 
 
-def _hosts(nodes: str | None) -> tuple[str, ...]:
-    if nodes is not None:
-        hosts = tuple(host for word in nodes.split(",") if word for host in _expanded(word))
-        if len(set(hosts)) != len(hosts) or not hosts:
-            rule = "host names or ranges n[0-3] with commas between them, each once"
-            raise UserError(f"{nodes!r}", where="--nodes", rule=rule)
-        return hosts
-    if int(os.environ.get("SLURM_NNODES", "1")) == 1 or "SLURM_PROCID" not in os.environ:
-        return (socket.gethostname(),)
-    listing = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-    try:
-        return tuple(subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split())
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(
-            f"which hosts are {os.environ['SLURM_JOB_NODELIST']}? scontrol cannot be asked: {error}",
-            where="--nodes",
-            rule="the doctor of several nodes knows their names; a container usually has no scontrol",
-            fix="outside of the container: --nodes $(scontrol show hostnames $SLURM_JOB_NODELIST | paste -sd,)",
-        ) from error
-
-
 def _own(gpus: str | None) -> frozenset[int] | None:
     if gpus is None:
         return None
@@ -194,27 +169,3 @@ def _own(gpus: str | None) -> frozenset[int] | None:
     if not all(word.isascii() and word.isdecimal() for word in words):
         raise UserError(f"{gpus!r}", where="--gpus", rule="numbers of GPUs with commas between them", fix="--gpus 0,1")
     return frozenset(map(int, words))
-
-
-def _expanded(word: str) -> list[str]:
-    """The hosts of `node[08-11].site`; another word is a host itself."""
-    found = RANGE.fullmatch(word)
-    if found is None:
-        return [word]
-    before, first, last, after = found.groups()
-    if int(last) - int(first) >= MOST_NODES:
-        raise UserError(f"{word!r}", where="--nodes", rule=f"at most {MOST_NODES:,} nodes")
-    return [f"{before}{number:0{len(first)}}{after}" for number in range(int(first), int(last) + 1)]
-
-
-def _number(hosts: tuple[str, ...]) -> int:
-    for variable in ("SLURM_NODEID", "JOB_COMPLETION_INDEX"):  # the latter in pods, which may share the node's network
-        if (index := os.environ.get(variable, "")).isdecimal() and int(index) < len(hosts):
-            return int(index)
-    own = socket.gethostname()
-    names = {own, own.partition(".")[0]}
-    if found := [number for number, host in enumerate(hosts) if host in names or host.partition(".")[0] in names]:
-        return found[0]
-    raise UserError(
-        f"{own} is not among {', '.join(hosts)}", where="--nodes", rule="the command runs on each of the nodes"
-    )

@@ -75,3 +75,14 @@ NodesOption = Annotated[
     int | None,
     typer.Option("--nodes", metavar="N", min=1, help="Nodes of the cluster; default: the fewest that fit the layout."),
 ]
+HostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nodes",
+        metavar="HOST,...",
+        help="All nodes of the job, n[0-3] for a range; run the command on each at once. Detected in a Slurm step.",
+    ),
+]
+PatienceOption = Annotated[
+    float, typer.Option("--patience", metavar="S", min=1, help="Seconds to wait for the other nodes.")
+]

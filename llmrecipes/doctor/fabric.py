@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
-from llmrecipes.hardware.adapters import RDMA, Port, choose, expected
+from llmrecipes.hardware.adapters import CHOICE, RDMA, Choice, Port, choose, expected
 from llmrecipes.hardware.profile import Profile
 
 FLAPS = 10
@@ -50,8 +50,7 @@ def _check_wanted(found: Sequence[Port], profile: Profile, user: Mapping[str, st
         there = ", ".join(sorted({port.device for port in found})) or "none"
         yield fail(f"adapter {name}", f"not there, but chosen by {choice.reason}", f"adapters of this node: {there}")
     if not choice.ports:
-        what = f"none is chosen by {choice.reason}, but {profile.name} has {profile.inter_node.kind}"
-        yield fail("adapters", what, "load the driver, or pass /dev/infiniband to the container")
+        yield _none_chosen(found, profile, choice)
         return
     good = [port for port in choice.ports if port.state == "ACTIVE" and port.gb_per_s >= 0.9 * wanted.gb_per_s]
     # Chosen by their kind alone, ports of storage may be among them.
@@ -74,6 +73,18 @@ def _check_wanted(found: Sequence[Port], profile: Profile, user: Mapping[str, st
         yield ok("adapters", f"{len(good)} ports active, {_rates(good)}, by {choice.reason}")
     else:
         yield skip("adapters", f"{len(good)} of {len(choice.ports)} ports are as in {profile.name}, by {choice.reason}")
+
+
+def _none_chosen(found: Sequence[Port], profile: Profile, choice: Choice) -> Finding:
+    what = f"none is chosen by {choice.reason}, but {profile.name} has {profile.inter_node.kind}"
+    if not found:
+        return fail(
+            "adapters", f"this node has none; {what}", "load the driver, or pass /dev/infiniband to the container"
+        )
+    there = ", ".join(f"{port.name} ({port.link_layer or 'no link layer'})" for port in found)
+    name = found[0].device
+    fix = f"if training uses one of these: adapters.names in {profile.name}, or export {CHOICE}=={name}"
+    return fail("adapters", f"{what}; this node has {there}", fix)
 
 
 def _down(port: Port, *, bad: bool, more: str = "") -> Finding:

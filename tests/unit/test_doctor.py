@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.cli import doctor as command
 from llmrecipes.cli.app import run
 from llmrecipes.doctor import data, fabric, gpus, limits, network, nodes, storage, versions
 from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware.adapters import ports
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import Adapters, Link, Profile
+from llmrecipes.launch.hosts import job_hosts, own_number
 from llmrecipes.recipe.load import load
 from tests.helpers import tiny_on, write_recipe
 from tests.refusals import refused, require_message
@@ -276,6 +276,21 @@ def test_link_flaps_are_read_from_hw_counters_too(tmp_path: Path) -> None:
     assert "14 times" in said(on(tmp_path, roce))["warn adapter rxe0/1"]
 
 
+def test_adapters_by_another_name_are_named_and_so_is_what_was_looked_for(tmp_path: Path) -> None:
+    adapter(tmp_path, "rxe0", "200 Gb/sec (4X HDR)", layer="Ethernet")
+    mellanox = H100.model_copy(update={"environment": {"NCCL_IB_HCA": "mlx5"}})
+    for profile, user, sought in (
+        (load_profile("a100-roce"), {"NCCL_IB_HCA": "=mlx5_0"}, "NCCL_IB_HCA==mlx5_0 of your environment"),
+        (mellanox, {}, "NCCL_IB_HCA=mlx5 of h100-ib"),
+        (H100, {}, "link layer InfiniBand"),
+    ):
+        finding = next(each for each in on(tmp_path, profile, **user) if each.check == "adapters")
+        assert finding.status == "fail" and sought in finding.what and "rxe0/1 (Ethernet)" in finding.what
+        assert "adapters.names" in finding.fix and "rxe0" in finding.fix
+    (nothing,) = (each for each in on(tmp_path / "none") if each.check == "adapters")
+    assert "/dev/infiniband" in nothing.fix
+
+
 def test_error_counters_of_a_port(tmp_path: Path) -> None:
     eight(tmp_path, but=2)
     adapter(tmp_path, "mlx5_6", counters={"symbol_error": 10**6, "port_rcv_errors": 7})
@@ -449,20 +464,20 @@ def test_the_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_nodes_are_named_one_by_one_or_as_a_range(nodes: str, hosts: tuple[str, ...]) -> None:
-    assert command._hosts(nodes) == hosts
+    assert job_hosts(nodes) == hosts
 
 
 @pytest.mark.parametrize("nodes", ["a,a", "", "n[0-1],n1", "n[3-1]", "n[0-999999999]"])
 def test_other_lists_of_nodes_are_refused(nodes: str) -> None:
     with refused("--nodes"):
-        command._hosts(nodes)
+        job_hosts(nodes)
 
 
 def test_a_pod_finds_its_place_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the node's network its host name is not the pod's."""
     monkeypatch.delenv("SLURM_NODEID", raising=False)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
-    assert command._number(("run-0.run", "run-1.run")) == 1
+    assert own_number(("run-0.run", "run-1.run")) == 1
 
 
 def test_the_capability_lifts_the_limit_of_locked_memory(tmp_path: Path) -> None:

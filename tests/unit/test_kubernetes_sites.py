@@ -14,10 +14,10 @@ import typer.main
 import yaml
 
 from llmrecipes.cli.app import app
-from llmrecipes.cli.doctor import _hosts
 from llmrecipes.hardware import pods
 from llmrecipes.hardware.load import load_profile, names
 from llmrecipes.launch.base import PlannedForCluster, Submission
+from llmrecipes.launch.hosts import job_hosts
 from llmrecipes.launch.kubernetes import security
 from llmrecipes.launch.kubernetes.launcher import Kubernetes, objects_of, pod_spec
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options
@@ -118,7 +118,7 @@ def test_the_doctor_of_a_pod_knows_the_site_and_all_nodes(tmp_path: Path, flavor
     group: Any = typer.main.get_command(app)
     assert group.commands["doctor"].make_context("doctor", [*doctor["command"][2:], *words]).params["quiet"] is True
     name = objects[-1]["metadata"]["name"]
-    hosts = _hosts(words[words.index("--nodes") + 1])
+    hosts = job_hosts(words[words.index("--nodes") + 1])
     assert words[words.index("--run-id") + 1] == "run-1"
     assert hosts == tuple(stem.format(name, number) for number in range(4))
     assert variables(containers(objects)["node"])["MASTER_ADDR"] == hosts[0]

@@ -23,7 +23,7 @@ LISTEN = (
 
 
 def test_a_job_leaves_a_bad_node_out_and_runs_on_another(site: Site, recipe: Recipe) -> None:
-    job, run_dir = site.submit(recipe, "sick", "--sbatch=--hold")
+    job, run_dir = site.submit(recipe, "sick", "train.train_iters=5", "--sbatch=--hold")
     with site.lab.inside("n2", sys.executable, "-c", LISTEN, str(port_of(job))) as taken:
         try:
             assert taken.stdout is not None
@@ -43,7 +43,9 @@ def test_a_job_leaves_a_bad_node_out_and_runs_on_another(site: Site, recipe: Rec
 
 
 def test_a_job_without_other_nodes_is_held(site: Site, recipe: Recipe) -> None:
-    job, run_dir = site.submit(recipe, "stuck", "--sbatch=--hold", nodes=3)
+    """Its user leaves out n1, and n2 is bad: n3 is not enough."""
+    words = ["train.train_iters=5", "--sbatch=--hold", "--sbatch=--exclude=n1"]
+    job, run_dir = site.submit(recipe, "stuck", *words)
     with site.lab.inside("n2", sys.executable, "-c", LISTEN, str(port_of(job))) as taken:
         try:
             assert taken.stdout is not None
@@ -54,8 +56,9 @@ def test_a_job_without_other_nodes_is_held(site: Site, recipe: Recipe) -> None:
             )
         finally:
             taken.kill()
+    assert f"scontrol release {job}" in site.log(run_dir, job)
     site.lab.run("scontrol", "release", job)  # the node is repaired
-    site.finish(job, run_dir)
+    assert site.finish(job, run_dir)["NodeList"] == "n[2-3]"
 
 
 def test_the_prolog_drains_a_bad_node(new_site: Callable[[Lab], Site], recipe: Recipe, tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ def test_the_prolog_drains_a_bad_node(new_site: Callable[[Lab], Site], recipe: R
     prolog.chmod(0o755)
     with cluster(3, 2, prolog=str(prolog)) as lab:
         site = new_site(lab)
-        job, run_dir = site.submit(recipe, "drained")
+        job, run_dir = site.submit(recipe, "drained", "train.train_iters=5")
         site.finish(job, run_dir)
         assert lab.job(job)["NodeList"] == "n[2-3]"
         assert "DRAIN" in lab.run("scontrol", "--oneliner", "show", "node", "n1").stdout

@@ -56,8 +56,9 @@ def test_hostile_values_reach_the_job_as_they_are(site: Site) -> None:
     )
     program.chmod(0o755)
     job = site.sbatch(
-        "--parsable", "-N1", TRAIN, "--python", str(program), "--run-id", HOSTILE, "gpt-1b", f"data.x={HOSTILE}"
-    )
+        "--parsable", "-N1", TRAIN, "--doctor", "no", "--python", str(program), "--run-id", HOSTILE, "gpt-1b",
+        f"data.x={HOSTILE}",
+    )  # fmt: skip
     assert site.lab.wait(job, "FAILED")["ExitCode"] == "2:0"
     seen = json.loads((site.folder / "seen").read_text())
     assert seen[-3:] == ["--", "gpt-1b", f"data.x={HOSTILE}"]
@@ -90,26 +91,22 @@ def test_a_package_that_is_missing_ends_the_job_at_once(site: Site) -> None:
 
 def test_a_run_waits_for_the_job_that_tokenizes(site: Site, recipe: Recipe) -> None:
     """What `submit` does for GPUs; by hand here, because these nodes have none."""
-    data = site.folder / "prepared"
-    path = write_recipe(recipe, site.folder)
-    prepare = site.sbatch("--parsable", PREPARE, "--python", sys.executable, "--data-dir", str(data), path)
-    words = ["--parsable", "-N1", f"--dependency=afterok:{prepare}", "--kill-on-invalid-dep=yes", TRAIN]
-    job = site.sbatch(*words, "--python", sys.executable, "--data-dir", str(data), path, "train.train_iters=5")
-    site.lab.wait(job, "COMPLETED")
-    broken = site.sbatch("--parsable", PREPARE, "--python", "/bin/false", "--data-dir", str(data), path)
-    words[2] = f"--dependency=afterok:{broken}"
-    job = site.sbatch(*words, "--python", sys.executable, path)
-    site.lab.wait(job, "CANCELLED")
+    data, path = site.folder / "prepared", write_recipe(recipe, site.folder)
 
+    def submit(python: str) -> tuple[str, str]:
+        words = ["--data-dir", str(data), path]
+        prepare = site.sbatch("--parsable", PREPARE, "--python", python, *words)
+        after = ["--parsable", "-N1", f"--dependency=afterok:{prepare}", "--kill-on-invalid-dep=yes"]
+        return prepare, site.sbatch(*after, TRAIN, "--python", sys.executable, *words, "train.train_iters=5")
 
-def test_prepare(site: Site, recipe: Recipe) -> None:
-    data = site.folder / "prepared"
-    path = write_recipe(recipe, site.folder)
-    job = site.sbatch("--parsable", PREPARE, "--python", sys.executable, "--data-dir", str(data), path)
+    prepare, job = submit(sys.executable)
+    _, never = submit("/bin/false")
     site.lab.wait(job, "COMPLETED")
-    log = (site.folder / f"llmrecipes-prepare-{job}.out").read_text()
-    assert "documents" in log
+    site.lab.wait(never, "CANCELLED")
+    assert "documents" in (site.folder / f"llmrecipes-prepare-{prepare}.out").read_text()
     assert list(data.glob("*/manifest.json"))
+    assert len(train_lines(site.folder / f"runs/{recipe.name}/slurm-{job}")) == 5
+    assert "documents" not in (site.folder / f"llmrecipes-{job}.out").read_text()
 
 
 def test_in_a_container(site: Site, recipe: Recipe, pyxis: Path | None) -> None:
