@@ -17,6 +17,7 @@ IMAGE ?= cpu
 CLUSTER ?=
 ARGS ?=
 LOCK ?=
+LAB ?=
 
 # Values are passed to the commands as quoted environment variables, and make expands nothing in them:
 # RECIPE and ARGS are data, never code.
@@ -27,7 +28,8 @@ override NODES := $(value NODES)
 override IMAGE := $(value IMAGE)
 override CLUSTER := $(value CLUSTER)
 override ARGS := $(value ARGS)
-export RECIPE RUN BENCH NODES CLUSTER IMAGE ARGS
+override LAB := $(value LAB)
+export RECIPE RUN BENCH NODES CLUSTER IMAGE ARGS LAB
 
 # `.venv` is for python3; any other PYTHON has its own environment.
 ifeq ($(PYTHON),python3)
@@ -41,7 +43,7 @@ endif
 BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 
-.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock clean slurm k8s image test-deep test-version test-system
+.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock clean slurm k8s image test-deep test-version test-system test-fabric
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -89,18 +91,22 @@ PYTEST = $(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q --durations
 WORKERS = -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash
-	@$(PYTEST) $(WORKERS) -m "not slow and not system"
+	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric"
 
 test-deep: setup-zero ## run the tests that `make test` leaves out: all layouts, many interruptions
 	@$(BIN)/python -m tests.operators >/dev/null
-	@$(PYTEST) $(WORKERS) -m "slow and not system"
+	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric"
 
 test-version: setup-zero ## run the tests that depend on the versions of Python and megatron-core: PYTHON=python3.12
-	@$(PYTEST) $(WORKERS) -m "version and not system"
+	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric"
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
 	@tools/system_packages.sh
 	@$(PYTEST) $(WORKERS) -rs -m system tests/system
+
+test-fabric: setup ## test the doctor and bench fabric on emulated machines with soft-RoCE; LAB=DIR keeps what is built
+	@tools/system_packages.sh fabric
+	@FABRIC_LAB="$$LAB" $(PYTEST) -rs -m fabric tests/fabric
 
 check: setup ## run linters and type checks, and check that generated pages are up to date
 	@$(BIN)/ruff check

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the Debian packages that tests need beside Python's, where that is possible; else say which are missing. The tests
-# that need them then skip and say so; with CI=true they fail.
+# that need them then skip and say so; with CI=true they fail. With the argument fabric: those of tests/fabric alone.
 set -euo pipefail
 
 wanted=(
@@ -15,6 +15,7 @@ wanted=(
 )
 # tests/unit/test_kubernetes_*: any kubectl does; with Debian's 1.20 the image of a TrainJob cannot be set.
 command -v kubectl >/dev/null || wanted+=(kubernetes-client)
+[[ ${1:-} != fabric ]] || wanted=(qemu-system-x86 debootstrap busybox-static)
 missing=()
 for package in "${wanted[@]}"; do
     [[ $(dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null) == installed ]] || missing+=("$package")

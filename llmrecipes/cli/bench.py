@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,14 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, DataOption, JsonOption, OverridesArgument, RanksOption, RecipeArgument
-from llmrecipes.errors import UserError
+from llmrecipes.cli.options import (
+    DATA,
+    DataOption,
+    HostsOption,
+    JsonOption,
+    OverridesArgument,
+    PatienceOption,
+    RanksOption,
+    RecipeArgument,
+)
+from llmrecipes.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from llmrecipes.recipe.schema import Recipe
 
 app = typer.Typer(
-    help="Benchmark collectives, training steps or data loading. In a Slurm step, all of its nodes take part.",
+    help="Benchmark fabric, collectives, training steps or data loading. In a Slurm step, all of its nodes take part.",
     rich_markup_mode=None,
     invoke_without_command=True,
 )
@@ -99,6 +109,53 @@ def collectives(
         print(render.comparison(profile.name, compared))
     if write is not None:
         print(f"written to {write}: --cluster {write}")
+
+
+@app.command()
+def fabric(
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            envvar="LLMRECIPES_CLUSTER",
+            help="Measure the adapters of this cluster profile, and compare with it. Default: all adapters.",
+            autocompletion=completion.clusters,
+        ),
+    ] = None,
+    nodes: HostsOption = None,
+    seconds: Annotated[
+        int, typer.Option("--seconds", metavar="S", min=3, max=600, help="Seconds of each measurement of bandwidth.")
+    ] = 5,
+    limit: Annotated[
+        int,
+        typer.Option(
+            "--limit", metavar="S", min=1, max=600, help="Seconds beyond these after which a transfer failed."
+        ),
+    ] = 20,
+    patience: PatienceOption = 60.0,
+    as_json: JsonOption = False,
+) -> int:
+    """Measure RDMA bandwidth and latency between the adapters of a job's nodes, with perftest.
+
+    Run it once on each node at the same time, as srun --ntasks-per-node=1 does.
+    """
+    from llmrecipes.bench.fabric.meeting import Meeting, meet, require_sensible
+    from llmrecipes.bench.fabric.node import Limits
+    from llmrecipes.cli.render import fabric as render
+    from llmrecipes.hardware.load import load_profile
+    from llmrecipes.launch.hosts import job_hosts, own_number
+    from llmrecipes.launch.ranks import FIRST_PORT, port_of
+
+    profile = None if cluster is None else load_profile(cluster)
+    hosts = job_hosts(nodes)
+    require_sensible(hosts, profile)
+    job = os.environ.get("SLURM_JOB_ID")
+    port = port_of(job) if job else FIRST_PORT
+    outcome = meet(Meeting(hosts, own_number(hosts), port, patience, Limits(seconds, seconds + limit)), profile)
+    if outcome.report is not None:
+        print(json.dumps(outcome.report.as_dict(), indent=2) if as_json else render.as_text(outcome.report))
+    return 1 if outcome.bad else int(ExitCode.DONE)
 
 
 @app.command()

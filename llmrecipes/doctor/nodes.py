@@ -7,7 +7,6 @@ The messages are lines of JSON between the nodes of one job; nothing in them is 
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 import socket
 import socketserver
@@ -21,11 +20,10 @@ from typing import Any
 from llmrecipes.doctor.differing import compared
 from llmrecipes.doctor.finding import Finding, bad_nodes, fail, ok
 from llmrecipes.errors import UserError
+from llmrecipes.launch.messages import CONNECT_SECONDS, connect, receive, send
 
 CLOCK_SECONDS = 5.0
 """Larger clock offsets confuse logs, caches of network file systems, and Slurm's credentials."""
-LONGEST_MESSAGE = 1 << 22
-CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -169,45 +167,31 @@ def _accept(server: socket.socket, attendance: _Attendance, token: str) -> None:
 
 def _serve(connection: socket.socket, attendance: _Attendance, token: str) -> None:
     with connection, connection.makefile("rw", encoding="utf-8") as stream:
-        number = int(_receive(stream)["number"])
-        _send(stream, {"time": time.time(), "token": token})
+        number = int(receive(stream)["number"])
+        send(stream, {"time": time.time(), "token": token})
         attendance.put(attendance.arrived, number)
         attendance.wait(attendance.arrived)
-        _send(stream, {"go": True})
-        attendance.put(attendance.reports, number, [Finding(**found) for found in _receive(stream)["findings"]])
+        send(stream, {"go": True})
+        attendance.put(attendance.reports, number, [Finding(**found) for found in receive(stream)["findings"]])
         attendance.wait(attendance.verdict)
-        _send(stream, {"done": True, "bad": attendance.verdict.get(0, [])})
+        send(stream, {"done": True, "bad": attendance.verdict.get(0, [])})
         attendance.put(attendance.dismissed, number)
 
 
 def _follow(meeting: Meeting, findings: Sequence[Finding]) -> list[str]:
     """The bad nodes, as the first one says."""
-    with _connect(meeting) as connection, connection.makefile("rw", encoding="utf-8") as stream:
+    connected = connect(meeting.hosts[0], meeting.port, meeting.patience)
+    with connected as connection, connection.makefile("rw", encoding="utf-8") as stream:
         connection.settimeout(2 * meeting.patience)
         sent = time.time()
-        _send(stream, {"number": meeting.number})
-        reply = _receive(stream)
+        send(stream, {"number": meeting.number})
+        reply = receive(stream)
         clock = _clock(reply["time"], sent, time.time())
-        _receive(stream)  # all nodes have arrived, so their ports are open
+        receive(stream)  # all nodes have arrived, so their ports are open
         between = [*clock, *_shared(meeting, reply["token"]), *_ports(meeting)]
         named = (replace(found, node=meeting.hosts[meeting.number]) for found in between)
-        _send(stream, {"findings": [found.as_dict() for found in (*findings, *named)]})
-        return [str(host) for host in _receive(stream)["bad"]]  # and no other node needs this node's port any more
-
-
-def _connect(meeting: Meeting) -> socket.socket:
-    deadline = time.monotonic() + meeting.patience
-    while True:
-        try:
-            return socket.create_connection((meeting.hosts[0], meeting.port), timeout=CONNECT_SECONDS)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"the first node does not respond: {error.strerror or error}",
-                    where=f"{meeting.hosts[0]}:{meeting.port}",
-                    fix="start the same command on every node at the same time; check for a firewall between them",
-                ) from error
-            time.sleep(0.2)
+        send(stream, {"findings": [found.as_dict() for found in (*findings, *named)]})
+        return [str(host) for host in receive(stream)["bad"]]  # and no other node needs this node's port any more
 
 
 def _clock(remote: float, sent: float, received: float) -> Iterator[Finding]:
@@ -268,15 +252,3 @@ def _token_file(meeting: Meeting) -> Path:
     # Pods of all runs use the same port, and may share the directory.
     nodes = hashlib.sha256(",".join(meeting.hosts).encode()).hexdigest()[:16]
     return meeting.shared / f".doctor-{meeting.port}-{nodes}"
-
-
-def _receive(stream: Any) -> dict[str, Any]:
-    message = json.loads(stream.readline(LONGEST_MESSAGE) or "null")
-    if not isinstance(message, dict):
-        raise UserError("the connection was closed by the other node", where="doctor", fix="see its messages")
-    return message
-
-
-def _send(stream: Any, message: dict[str, Any]) -> None:
-    stream.write(json.dumps(message) + "\n")
-    stream.flush()

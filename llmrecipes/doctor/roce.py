@@ -34,20 +34,39 @@ def check(
     """
     if profile is None or profile.inter_node.kind != "roce":
         return
-    index = user.get(INDEX) or str(profile.environment.get(INDEX, ""))
+    index = _chosen(profile, user)
     for port in choose(found, profile, user).ports:
         folder = system / port.device / "ports" / port.number
-        chosen = [index] if index.isdecimal() else sorted(each.name for each in folder.glob("gids/*"))
-        usable = [each for each in chosen if _read(folder, "gid_attrs", "types", each) == "RoCE v2"
-                  and _read(folder, "gids", each).startswith(IPV4)]  # fmt: skip
-        if not usable:
+        usable = gid_index(port, profile, user, system)
+        if usable is None:
             yield _unusable(port, folder, index)
             continue
-        interface = _read(folder, "gid_attrs", "ndevs", usable[0])
+        interface = _read(folder, "gid_attrs", "ndevs", str(usable))
         mtu = _read(network, interface, "mtu") if interface else ""
         if mtu.isdecimal() and int(mtu) < MTU:
             what = f"MTU of {interface} is {mtu}, too small for RoCE's packets of 4096 bytes"
             yield warn(f"RoCE {port.name}", what, f"ip link set dev {interface} mtu 9000, and the same on the switch")
+
+
+def gid_index(port: Port, profile: Profile | None, user: Mapping[str, str], system: Path = SYSTEM) -> int | None:
+    """Index of a port's address of RoCE v2 over IPv4: the one that is chosen, else the first; None without one.
+
+    Args:
+        port, profile, user, system: see `check`.
+    """
+    index = _chosen(profile, user)
+    folder = system / port.device / "ports" / port.number
+    numbers = [index] if index.isdecimal() else [each.name for each in folder.glob("gids/*")]
+    return next(
+        (number for number in sorted(map(int, numbers))
+         if _read(folder, "gid_attrs", "types", str(number)) == "RoCE v2"
+         and _read(folder, "gids", str(number)).startswith(IPV4)),
+        None,
+    )  # fmt: skip
+
+
+def _chosen(profile: Profile | None, user: Mapping[str, str]) -> str:
+    return user.get(INDEX) or ("" if profile is None else str(profile.environment.get(INDEX, "")))
 
 
 def _unusable(port: Port, folder: Path, index: str) -> Finding:

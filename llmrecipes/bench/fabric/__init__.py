@@ -1,0 +1,1 @@
+"""Bandwidth and latency between the adapters of a job's nodes, measured with perftest."""

@@ -1,0 +1,295 @@
+"""The nodes of a job meet at the first one, which tells each when to serve and when to measure.
+
+Only orders and results go through the first node: the transfers of a round are all at once. Every wait has an end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmrecipes.bench.fabric import perftest
+from llmrecipes.bench.fabric.node import Limits, Message, Node
+from llmrecipes.bench.fabric.pairs import Kind, Pairs, rounds
+from llmrecipes.bench.fabric.result import Report, Transfer, judge
+from llmrecipes.doctor.finding import Finding, fail
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.adapters import expected
+from llmrecipes.hardware.profile import Profile
+from llmrecipes.launch.messages import CONNECT_SECONDS, connect, receive, send
+
+KINDS = ("infiniband", "roce")
+"""Links that are measured; EFA has no reliable connections (RC)."""
+SLACK = 10.0
+"""Seconds for an answer beside what it waits for."""
+MEASUREMENTS = 4 * 2
+"""At most: rounds, each with latency and bandwidth."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The job.
+
+    Args:
+        hosts: names of all nodes, the same list in the same order everywhere.
+        number: index of this node.
+        port: on which the first node listens.
+        patience: seconds to wait for the others.
+        limits: of each measurement.
+    """
+
+    hosts: tuple[str, ...]
+    number: int
+    port: int
+    patience: float
+    limits: Limits
+
+    @property
+    def longest(self) -> float:
+        """Seconds after which the first node has certainly ended."""
+        a_measurement = perftest.LISTEN_SECONDS + self.limits.transfer + perftest.END_SECONDS + 3 * SLACK
+        return self.patience + MEASUREMENTS * a_measurement + 2 * SLACK
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`report` on the first node, None on the others; `bad` on all."""
+
+    report: Report | None
+    bad: list[str]
+
+
+@dataclass
+class _Member:
+    connection: socket.socket
+    stream: Any
+    ports: list[tuple[str, bool]]
+
+
+def require_sensible(hosts: tuple[str, ...], profile: Profile | None) -> None:
+    """Refuse what cannot be measured.
+
+    Raises:
+        UserError: one node, several tasks on a node, or a site without InfiniBand or RoCE.
+    """
+    tasks, step = os.environ.get("SLURM_STEP_NUM_TASKS", ""), "srun --ntasks-per-node=1 llmrecipes bench fabric"
+    if profile is not None and profile.inter_node.kind not in KINDS:
+        what = f"{profile.name} has {profile.inter_node.kind} between nodes"
+        rule = f"perftest measures {' and '.join(KINDS)}"
+        raise UserError(
+            what, where="--cluster", rule=rule, fix=f"llmrecipes bench collectives --cluster {profile.name}"
+        )
+    if len(hosts) < 2:
+        rule = "a fabric is measured between nodes"
+        raise UserError("one node", where="--nodes", rule=rule, fix=f"{step}, or --nodes HOST,HOST on each of them")
+    if tasks.isdecimal() and int(tasks) > len(hosts):
+        raise UserError(f"{tasks} tasks on {len(hosts)} nodes", where="srun", rule="one task on each node", fix=step)
+
+
+def meet(meeting: Meeting, profile: Profile | None) -> Outcome:
+    """Measure with the other nodes.
+
+    Raises:
+        UserError: the port is in use, or the first node does not respond.
+    """
+    if meeting.number != 0:
+        return Outcome(None, _follow(meeting, meeting.hosts[0], profile))
+    try:
+        server = socket.create_server(("", meeting.port), backlog=len(meeting.hosts))
+    except OSError as error:
+        what = f"port {meeting.port} cannot be used: {error.strerror}"
+        raise UserError(what, where=meeting.hosts[0], fix="stop what listens there (ss -ltnp)") from error
+    with server:
+        own = threading.Thread(target=_take_part, args=(meeting, profile), daemon=True)
+        own.start()
+        lead = _Lead(meeting)
+        try:
+            lead.gather(server)
+            report = lead.measure(profile)
+            lead.dismiss(report.bad_nodes)
+            own.join(SLACK)
+        finally:
+            lead.close()
+    return Outcome(report, report.bad_nodes)
+
+
+def _take_part(meeting: Meeting, profile: Profile | None) -> None:
+    """The first node as one of all."""
+    with suppress(UserError):  # the lost connection is among the findings
+        _follow(meeting, "127.0.0.1", profile)
+
+
+def _follow(meeting: Meeting, first: str, profile: Profile | None) -> list[str]:
+    """Do what the first node says; the bad nodes, as it has found."""
+    node = Node(profile, meeting.hosts, meeting.limits)
+    try:
+        connected = connect(first, meeting.port, meeting.patience)
+        with connected as connection, connection.makefile("rw", encoding="utf-8") as stream:
+            connection.settimeout(meeting.longest)
+            send(stream, {"number": meeting.number, **node.introduce()})
+            while "bad" not in (message := receive(stream)):
+                send(stream, node.answer(message))
+            return [str(host) for host in message["bad"]]
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"lost the connection to the first node: {error}",
+            where=f"{meeting.hosts[0]}:{meeting.port}",
+            fix="see its messages; check the network that host names resolve to",
+        ) from error
+    finally:
+        node.end()
+
+
+class _Lead:
+    """The first node."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting, self._hosts = meeting, meeting.hosts
+        self._members: dict[int, _Member] = {}
+        self._findings: list[Finding] = []
+
+    def gather(self, server: socket.socket) -> None:
+        """Wait until all nodes have introduced themselves; those that do not are failures."""
+        deadline = time.monotonic() + self._meeting.patience
+        while len(self._members) < len(self._hosts) and (left := deadline - time.monotonic()) > 0:
+            server.settimeout(left)
+            try:
+                connection = server.accept()[0]
+            except OSError:
+                break
+            self._welcome(connection)
+        for number, host in enumerate(self._hosts):
+            if number not in self._members:
+                what = f"did not connect to {self._hosts[0]}:{self._meeting.port} in {self._meeting.patience:.0f} s"
+                fix = "start the command on every node; check for a firewall, or a name that does not resolve"
+                self._add(number, fail("node", what, fix), host)
+
+    def _welcome(self, connection: socket.socket) -> None:
+        connection.settimeout(CONNECT_SECONDS)
+        stream = connection.makefile("rw", encoding="utf-8")
+        try:
+            message = receive(stream)
+            number = int(message["number"])
+            ports = [(str(name), bool(able)) for name, able in message["ports"]]
+            found = [Finding(**each) for each in message["findings"]]
+        except (OSError, ValueError, TypeError, KeyError, UserError):  # not one of us
+            connection.close()
+            return
+        if number in self._members or not 0 <= number < len(self._hosts):
+            connection.close()
+            return
+        self._members[number] = _Member(connection, stream, ports)
+        for each in found:
+            self._add(number, each)
+
+    def measure(self, profile: Profile | None) -> Report:
+        """All rounds, and what follows from them."""
+        transfers: list[Transfer] = []
+        able = [number for number in sorted(self._members) if any(able for _, able in self._members[number].ports)]
+        for kind, pairs in rounds(able):
+            transfers += self._round(kind, [pair for pair in pairs if set(pair) <= set(self._members)])
+        for number, reply in self._ask({number: {"do": "report"} for number in sorted(self._members)}, 0).items():
+            for each in reply["findings"]:
+                self._add(number, Finding(**each))
+        gb_per_s = None if profile is None else expected(profile).gb_per_s
+        name = None if profile is None else profile.name
+        found = [*self._findings, *judge(transfers, gb_per_s, name, self._findings)]
+        place = {host: at for at, host in enumerate(self._hosts)}
+        found.sort(key=lambda each: place[each.node])
+        return Report(name, gb_per_s, len(self._hosts), len(able), transfers, found)
+
+    def dismiss(self, bad: list[str]) -> None:
+        """Tell all nodes which ones are bad."""
+        for member in self._members.values():
+            with suppress(OSError):
+                send(member.stream, {"bad": bad})
+
+    def close(self) -> None:
+        for member in self._members.values():
+            member.connection.close()
+
+    def _round(self, kind: Kind, pairs: Pairs) -> list[Transfer]:
+        """The transfers of all pairs at once: of each port with the one in the same place, which is its rail."""
+        found: dict[tuple[int, int], Transfer] = {}
+        receivers: dict[int, int] = {}
+        for sender, receiver in pairs:
+            receivers[sender] = receiver
+            both = zip(self._members[sender].ports, self._members[receiver].ports, strict=False)
+            for rail, ((out, can_send), (into, can_receive)) in enumerate(both):
+                if can_send and can_receive:
+                    ends = (self._hosts[sender], out, self._hosts[receiver], into)
+                    found[sender, rail] = Transfer(kind, *ends)
+        # What has no latency has no bandwidth: a cable that is cut costs one wait, not two.
+        for what in perftest.PROGRAMS:
+            self._transfers(what, receivers, found)
+        return list(found.values())
+
+    def _transfers(
+        self, what: perftest.What, receivers: Mapping[int, int], found: dict[tuple[int, int], Transfer]
+    ) -> None:
+        def failed(sender: int, rail: int, why: str) -> None:
+            found[sender, rail] = replace(found[sender, rail], error=why)
+
+        rails = {sender: [rail for own, rail in found if own == sender and not found[own, rail].error]
+                 for sender in receivers}  # fmt: skip
+        rails = {sender: own for sender, own in rails.items() if own}
+        serving = self._ask(
+            {receivers[sender]: {"do": "serve", "what": what, "rails": own} for sender, own in rails.items()},
+            perftest.LISTEN_SECONDS,
+        )
+        orders: dict[int, Message] = {}
+        for sender, own in rails.items():
+            ready = serving.get(receivers[sender], {"listening": {}, "errors": {}})
+            for rail in own:
+                if str(rail) not in ready["listening"]:
+                    host = self._hosts[receivers[sender]]
+                    failed(sender, rail, f"{host}: {ready['errors'].get(str(rail), 'does not answer')}")
+            if ready["listening"]:
+                orders[sender] = {"do": "measure", "what": what, "peer": receivers[sender], "rails": ready["listening"]}
+        measured = self._ask(orders, self._meeting.limits.transfer + perftest.END_SECONDS)
+        self._ask({number: {"do": "end"} for number in serving}, perftest.END_SECONDS)
+        for sender, order in orders.items():
+            reply = measured.get(sender, {"values": {}, "errors": {}})
+            for key in order["rails"]:
+                if (values := reply["values"].get(key)) is None:
+                    failed(sender, int(key), str(reply["errors"].get(key, "the sender does not answer")))
+                else:
+                    known = {name: value for name, value in values.items() if value is not None}
+                    found[sender, int(key)] = replace(found[sender, int(key)], **known)
+
+    def _ask(self, orders: Mapping[int, Message], seconds: float) -> dict[int, Message]:
+        """Give orders to some nodes at once; their answers. A node without one is a failure, and left out from then on.
+
+        Args:
+            orders: by the number of the node.
+            seconds: that the work takes at most.
+        """
+        answers: dict[int, Message] = {}
+        orders = {number: order for number, order in orders.items() if number in self._members}
+        deadline = time.monotonic() + seconds + SLACK
+        for number, order in orders.items():
+            with suppress(OSError):  # noticed when the answer is read
+                send(self._members[number].stream, order)
+        for number, order in orders.items():
+            member = self._members[number]
+            member.connection.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                answers[number] = receive(member.stream)
+            except (OSError, ValueError, UserError) as error:
+                member.connection.close()
+                del self._members[number]
+                why = (
+                    "closed the connection" if isinstance(error, UserError) else f"no answer in {seconds + SLACK:.0f} s"
+                )
+                what = f"{why}, asked to {order['do']} {order.get('what', '')}".rstrip()
+                self._add(number, fail("node", what, "see the messages of that node; drain it if it hangs"))
+        return answers
+
+    def _add(self, number: int, finding: Finding, host: str = "") -> None:
+        self._findings.append(replace(finding, node=host or self._hosts[number]))

@@ -1,0 +1,145 @@
+"""What one node does: it looks at its ports, serves and measures transfers, and looks at its ports again."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmrecipes.bench.fabric import perftest
+from llmrecipes.doctor import fabric, roce
+from llmrecipes.doctor.finding import Finding, fail, warn
+from llmrecipes.hardware import adapters
+from llmrecipes.hardware.adapters import Port
+from llmrecipes.hardware.profile import Profile
+
+Message = dict[str, Any]
+ACTIVE = "ACTIVE"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: that a bandwidth is measured for, and after which a transfer has failed."""
+
+    seconds: float
+    transfer: float
+
+
+class Node:
+    """This node.
+
+    Args:
+        profile: the site; None: all ports are measured, and compared with nothing.
+        hosts: of the job, by number.
+        limits: of each measurement.
+    """
+
+    def __init__(self, profile: Profile | None, hosts: tuple[str, ...], limits: Limits) -> None:
+        self._profile, self._hosts, self._limits = profile, hosts, limits
+        found = adapters.ports()
+        self.findings = [each for each in self._look(found) if each.status in ("warn", "fail")]
+        chosen = found if profile is None else adapters.choose(found, profile, os.environ).ports
+        self._before = {port.name: port for port in chosen}
+        self._rails = [
+            perftest.Local(port, None if port.link_layer == "InfiniBand" else roce.gid_index(port, profile, os.environ))
+            for port in chosen
+        ]
+        self._serving: dict[str, perftest.Process] = {}
+
+    def _look(self, found: list[Port]) -> list[Finding]:
+        if missing := perftest.missing():
+            fix = "apt-get install perftest, or the project's CUDA image, which has it"
+            return [fail("perftest", f"{' and '.join(missing)} not found on PATH", fix)]
+        if not found and self._profile is None:
+            return [fail("adapters", "this node has none", "load the driver, or pass /dev/infiniband to the container")]
+        return [
+            *fabric.check(found, self._profile, os.environ),
+            *roce.check(found, self._profile, os.environ),
+        ]
+
+    def introduce(self) -> Message:
+        """Its ports in order, each with whether it can be used, and what is wrong with them."""
+        able = not any(each.check == "perftest" for each in self.findings)
+        ports = [[local.port.name, able and local.port.state == ACTIVE] for local in self._rails]
+        return {"ports": ports, "findings": [each.as_dict() for each in self.findings]}
+
+    def answer(self, message: Message) -> Message:
+        """Do what the first node asks for."""
+        match message["do"]:
+            case "serve":
+                return self._serve(message["what"], message["rails"])
+            case "measure":
+                return self._measure(message["what"], self._hosts[message["peer"]], message["rails"])
+            case "end":
+                self.end()
+                return {}
+            case _:
+                return self._report()
+
+    def end(self) -> None:
+        """End all programs."""
+        while self._serving:
+            self._serving.popitem()[1].end()
+
+    def _serve(self, what: perftest.What, rails: list[int]) -> Message:
+        listening, errors = {}, {}
+        limit = self._limits.transfer + 2 * perftest.LISTEN_SECONDS
+        for rail in rails:
+            tcp = perftest.free_port()
+            words = perftest.command(what, self._rails[rail], self._limits.seconds, tcp, None)
+            self._serving[str(rail)] = perftest.Process(words, limit)
+            listening[str(rail)] = tcp
+        deadline = time.monotonic() + perftest.LISTEN_SECONDS
+        for key, tcp in list(listening.items()):
+            process = self._serving[key]
+            while not (ready := perftest.listens(tcp)) and process.running() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if not ready:
+                errors[key] = perftest.failure(self._serving.pop(key).end())
+                del listening[key]
+        return {"listening": listening, "errors": errors}
+
+    def _measure(self, what: perftest.What, peer: str, rails: Mapping[str, int]) -> Message:
+        values, errors = {}, {}
+        started = {
+            key: perftest.Process(
+                perftest.command(what, self._rails[int(key)], self._limits.seconds, tcp, peer),
+                self._limits.transfer + perftest.LISTEN_SECONDS,
+            )
+            for key, tcp in rails.items()
+        }
+        deadline = time.monotonic() + self._limits.transfer
+        for key, process in started.items():
+            in_time = process.wait(deadline)
+            printed = process.end()
+            if (found := perftest.parse(what, printed)) is not None:
+                values[key] = asdict(found)
+            else:
+                late = f"no {what} within {self._limits.transfer:g} s"
+                errors[key] = perftest.failure(printed) if in_time else late
+        return {"values": values, "errors": errors}
+
+    def _report(self) -> Message:
+        """What has happened to the ports since the start."""
+        found = []
+        for port in adapters.ports():
+            before = self._before.get(port.name)
+            if before is None or before.state != ACTIVE:
+                continue
+            flaps = port.counters.get("link_downed", 0) - before.counters.get("link_downed", 0)
+            name, fix = f"adapter {port.name}", "check cable, transceiver and switch port; see ibstat and dmesg"
+            if port.state != ACTIVE:
+                found.append(fail(name, f"port went {port.state} during the measurements", fix))
+            elif flaps > 0:
+                found.append(fail(name, f"link went down {flaps} times during the measurements", fix))
+            risen = {
+                key: risen
+                for key in fabric.ERRORS
+                if (risen := port.counters.get(key, 0) - before.counters.get(key, 0)) > 0
+            }
+            if risen:
+                what = ", ".join(f"{key} {count:,}" for key, count in risen.items())
+                found.append(warn(name, f"errors during the measurements: {what}", "clean or replace the cable"))
+        return {"findings": [each.as_dict() for each in found]}

@@ -1,0 +1,157 @@
+"""perftest's programs: their command lines, their output, and processes that always end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from llmrecipes.hardware.adapters import SYSTEM, Port
+from llmrecipes.hardware.binding import parse_ranges, ranges
+from llmrecipes.hardware.cluster import allowed_cpus
+
+What = Literal["latency", "bandwidth"]
+PROGRAMS: dict[What, str] = {"latency": "ib_send_lat", "bandwidth": "ib_write_bw"}
+WRITE_BYTES, SEND_BYTES, SENDS = 64 << 10, 8, 500
+SOCKETS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+LISTENS = "0A"
+LISTEN_SECONDS = 10.0
+"""A server listens within this time."""
+END_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Local:
+    """A port of this node, as perftest takes it; `gid` is the index of RoCE's address, None for InfiniBand."""
+
+    port: Port
+    gid: int | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one transfer: `latency_us` and `latency_99_us` (half a round trip: median, 99 %) or `gb_per_s` (1e9 bytes)."""
+
+    latency_us: float | None = None
+    latency_99_us: float | None = None
+    gb_per_s: float | None = None
+
+
+def missing() -> list[str]:
+    """Programs that are not installed."""
+    return [program for program in PROGRAMS.values() if shutil.which(program) is None]
+
+
+def command(what: What, local: Local, seconds: float, tcp: int, peer: str | None) -> list[str]:
+    """The command line of one end.
+
+    Args:
+        what: to be measured.
+        local: port of this node.
+        seconds: of the bandwidth.
+        tcp: on which the receiver listens.
+        peer: host of the receiver; None: this is the receiver.
+    """
+    gid = [] if local.gid is None else ["-x", str(local.gid)]
+    amount = ["-s", str(SEND_BYTES), "-n", str(SENDS)]
+    if what == "bandwidth":  # a second at each end does not count
+        amount = ["-s", str(WRITE_BYTES), "-D", f"{seconds:.0f}", "-f", "1"]
+    port = ["-d", local.port.device, "-i", local.port.number, *gid, "-p", str(tcp)]
+    return [*_near(local.port), PROGRAMS[what], "-F", *port, *amount, *([] if peer is None else [peer])]
+
+
+def parse(what: What, output: str) -> Measured | None:
+    """The result in a program's output; None if there is none."""
+    lines = iter(output.splitlines())
+    if not any(line.lstrip().startswith("#bytes") for line in lines):
+        return None
+    try:
+        values = [float(word) for word in next(lines, "").split()]
+        if what == "bandwidth":  # from messages a second, which has more digits than perftest's MB/s
+            return Measured(gb_per_s=values[0] * values[4] / 1e3)
+        return Measured(latency_us=values[4], latency_99_us=values[7])
+    except (IndexError, ValueError):
+        return None
+
+
+class Process:
+    """A running program; `timeout` ends it even if this process is gone, because over a cut link it may wait forever.
+
+    Args:
+        words: command line.
+        limit: seconds.
+    """
+
+    def __init__(self, words: Sequence[str], limit: float) -> None:
+        self._output: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            ["timeout", "--kill-after=5", f"{limit:.0f}", *words],
+            stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self, deadline: float) -> bool:
+        """Whether it has ended by a time of `time.monotonic`."""
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def end(self) -> str:
+        """End it if it still runs; what it has printed."""
+        if self.running():
+            self._process.terminate()  # `timeout` passes it on
+            if not self.wait(time.monotonic() + END_SECONDS):
+                self._process.kill()
+        self._output.seek(0)
+        printed = self._output.read()
+        self._output.close()
+        return printed
+
+
+def failure(output: str) -> str:
+    """Why a program has failed: the last words that it printed."""
+    lines = [line.strip() for line in output.splitlines() if re.search(r"[A-Za-z]", line)]
+    return lines[-1][:200] if lines else "perftest ended without a word"
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as made:
+        made.bind(("", 0))
+        return int(made.getsockname()[1])
+
+
+def listens(tcp: int) -> bool:
+    """Whether a process listens on a port."""
+    for file in SOCKETS:
+        try:
+            rows = [line.split() for line in file.read_text("ascii").splitlines()[1:]]
+        except OSError:
+            continue
+        if any(row[3] == LISTENS and int(row[1].rpartition(":")[2], 16) == tcp for row in rows):
+            return True
+    return False
+
+
+def _near(port: Port, system: Path = SYSTEM) -> list[str]:
+    """Runs a program on the cores next to the adapter: memory behind the other socket is slower than fast ports."""
+    try:
+        near = set(parse_ranges((system / port.device / "device/local_cpulist").read_text("ascii")))
+    except (OSError, ValueError):
+        return []
+    cores = sorted(near & allowed_cpus())
+    if not cores or len(cores) == os.cpu_count():
+        return []
+    return ["taskset", "--cpu-list", ranges(cores)]

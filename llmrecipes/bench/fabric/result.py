@@ -1,0 +1,148 @@
+"""Transfers between nodes, and what follows from them: pure functions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmrecipes.bench.compare import LEAST
+from llmrecipes.bench.fabric.pairs import Kind
+from llmrecipes.doctor.finding import Finding, bad_nodes, fail, warn
+
+End = tuple[str, str]
+"""A host, and a port of it such as `mlx5_0/1`."""
+TRANSFERS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """From one port to another: what was measured, or why it was not."""
+
+    kind: Kind
+    sender: str
+    sender_port: str
+    receiver: str
+    receiver_port: str
+    latency_us: float | None = None
+    """Half a round trip of a small message: the median."""
+    latency_99_us: float | None = None
+    gb_per_s: float | None = None
+    """1e9 bytes a second."""
+    error: str = ""
+
+    @property
+    def ends(self) -> tuple[End, End]:
+        return (self.sender, self.sender_port), (self.receiver, self.receiver_port)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What all nodes have measured and found; `expected_gb_per_s` is the profile's bandwidth of a port.
+
+    `nodes` is the number of those of the job, `measured_nodes` of those that had a port to measure.
+    """
+
+    profile: str | None
+    expected_gb_per_s: float | None
+    nodes: int
+    measured_nodes: int
+    transfers: list[Transfer]
+    findings: list[Finding]
+
+    @property
+    def bad_nodes(self) -> list[str]:
+        return bad_nodes(self.findings)
+
+    def share(self, transfer: Transfer) -> float | None:
+        """Of the expected bandwidth."""
+        if transfer.gb_per_s is None or self.expected_gb_per_s is None:
+            return None
+        return transfer.gb_per_s / self.expected_gb_per_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "ok": not self.bad_nodes,
+            "bad_nodes": self.bad_nodes,
+            "profile": self.profile,
+            "nodes": self.nodes,
+            "measured_nodes": self.measured_nodes,
+            "expected_gb_per_s": self.expected_gb_per_s,
+            "transfers": [{**asdict(each), "share": self.share(each)} for each in self.transfers],
+            "findings": [each.as_dict() for each in self.findings],
+        }
+
+
+def judge(
+    transfers: Sequence[Transfer], expected_gb_per_s: float | None, profile: str | None, known: Sequence[Finding]
+) -> list[Finding]:
+    """Which ports are to blame for transfers that failed or were slow.
+
+    A port is to blame if nothing with it worked: a good one is fine with its other neighbour.
+
+    Args:
+        transfers: all.
+        expected_gb_per_s: of a port; None: nothing is slow.
+        profile: its name.
+        known: failures that the nodes have found themselves; they explain the transfers of those ports and nodes.
+    """
+    explained = {(each.node, each.check.removeprefix("adapter ")) for each in known if each.status == "fail"}
+    gone = {each.node for each in known if each.status == "fail" and each.check == "node"}
+
+    def is_explained(transfer: Transfer) -> bool:
+        return any(end in explained or end[0] in gone for end in transfer.ends)
+
+    open_ones = [each for each in transfers if not (each.error and is_explained(each))]
+    found = list(_failed(open_ones))
+    if expected_gb_per_s is not None:
+        found += _slow(open_ones, expected_gb_per_s, profile or "the profile")
+    return found
+
+
+def _failed(transfers: Sequence[Transfer]) -> Iterator[Finding]:
+    by_end = _by_end(transfers)
+    bad = {end for end, own in by_end.items() if all(each.error for each in own)}
+    # Where both ends work with others, the way between them does not: the sender names it.
+    bad |= {each.ends[0] for each in transfers if each.error and not set(each.ends) & bad}
+    for host, port in sorted(bad):
+        own = [each for each in by_end[host, port] if each.error]
+        what = "; ".join(f"{_other(each, host)}: {each.error}" for each in own[:TRANSFERS_SHOWN])
+        fix = "ping the other end over this interface; compare GID, MTU and VLAN of both; cable and switch port; dmesg"
+        yield _at(host, fail(f"adapter {port}", f"{_count(own, by_end[host, port])} failed: {what}", fix))
+
+
+def _slow(transfers: Sequence[Transfer], expected: float, profile: str) -> Iterator[Finding]:
+    by_end = _by_end([each for each in transfers if each.gb_per_s is not None])
+    for (host, port), measured in sorted(by_end.items()):
+        slow = [each for each in measured if (each.gb_per_s or 0) < LEAST * expected]
+        if len(slow) < len(measured):
+            continue
+        speeds = "; ".join(f"{_other(each, host)}: {each.gb_per_s:.3g} GB/s" for each in slow[:TRANSFERS_SHOWN])
+        best = max(each.gb_per_s or 0 for each in slow) / expected
+        what = f"{speeds}; at most {best:.0%} of {expected:g} GB/s a port ({profile})"
+        fix = "width and generation of PCIe (lspci -vv), error counters (perfquery), cable, congestion of the switches"
+        yield _at(host, warn(f"adapter {port}", what, fix))
+
+
+def _by_end(transfers: Sequence[Transfer]) -> dict[End, list[Transfer]]:
+    found: dict[End, list[Transfer]] = defaultdict(list)
+    for each in transfers:
+        for end in each.ends:
+            found[end].append(each)
+    return found
+
+
+def _other(transfer: Transfer, host: str) -> str:
+    if host == transfer.sender:
+        return f"to {transfer.receiver} {transfer.receiver_port}"
+    return f"from {transfer.sender} {transfer.sender_port}"
+
+
+def _count(some: Sequence[Transfer], every: Sequence[Transfer]) -> str:
+    return f"{len(some)} of {len(every)} transfers"
+
+
+def _at(host: str, finding: Finding) -> Finding:
+    return Finding(finding.check, finding.status, finding.what, finding.fix, host)

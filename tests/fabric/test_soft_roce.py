@@ -1,0 +1,114 @@
+"""The doctor and `bench fabric` on real verbs between two machines, with a cable that is pulled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llmrecipes.doctor.fabric import FLAPS
+from tests.fabric.lab import Ended, Guest
+
+Pair = tuple[Guest, Guest]
+SITE = ("--cluster", "/commands/soft-roce.yaml")
+SECONDS = 240
+"""For a command that starts Python: emulated, and on a busy machine."""
+LIMIT, PATIENCE = 15, 60
+
+
+def doctor(guest: Guest, *words: str, environment: str = "") -> dict[str, Any]:
+    """Findings of the doctor, by status and check."""
+    command = guest.llmrecipes(
+        "doctor", *(words or SITE), "--json", "--runs-dir", "/tmp/runs", "--data-dir", "/tmp/data"
+    )
+    findings = json.loads(command.end(SECONDS).out)["findings"]
+    return {f"{each['status']} {each['check']}": each for each in findings}
+
+
+def start_bench(guests: Pair, *words: str) -> list[Any]:
+    options = (*SITE, "--nodes", "guest1,guest2", "--limit", str(LIMIT), "--patience", str(PATIENCE), *words)
+    return [guest.llmrecipes("bench", "fabric", *options) for guest in guests]
+
+
+def end_bench(commands: list[Any], code: int) -> tuple[Ended, list[str]]:
+    """The first node's end; only it has printed, and all have the same exit code."""
+    first, *others = [command.end(SECONDS + 8 * LIMIT) for command in commands]
+    assert [each.code for each in (first, *others)] == [code] * len(commands), (first, others)
+    assert not any(each.out for each in others)
+    return first, [line for line in first.out.splitlines() if line.startswith("FAIL")]
+
+
+def test_the_doctor_reads_a_healthy_port_and_says_which_ones_another_site_would_use(guests: Pair) -> None:
+    found = doctor(guests[0])
+    assert "rxe0" in found["ok adapters"]["what"] and "12.5 GB/s" in found["ok adapters"]["what"]
+    assert not [name for name in found if name.startswith(("fail adapter", "warn adapter", "fail RoCE"))]
+    found = doctor(guests[0], "--cluster", "a100-roce")
+    assert "25 a port" in found["fail adapter rxe0/1"]["what"]
+    assert "fail adapters" in found and "ok adapters" not in found
+
+
+def test_bandwidth_and_latency_are_shown_beside_the_profile(guests: Pair) -> None:
+    first, failed = end_bench(start_bench(guests), 0)
+    print(first.out)
+    assert not failed
+    rows = [line.split() for line in first.out.splitlines() if line.startswith("guest")]
+    assert [(row[0], row[2]) for row in rows] == [("guest1", "guest2"), ("guest2", "guest1")]
+    for _, _, _, _, speed, share, typical, slow in rows:
+        assert 0 < float(speed) < 12.5 and share.endswith("%")
+        assert 0 < float(typical) <= float(slow)
+    # An emulation has nothing of 12.5 GB/s: both ports are named, as warnings.
+    assert "WARN guest1: adapter rxe0/1" in first.out and "WARN guest2: adapter rxe0/1" in first.out
+
+
+def test_a_cable_that_is_pulled_during_a_transfer_ends_in_a_message_with_node_and_port(guests: Pair) -> None:
+    counter = f"{guests[1].port}/hw_counters/rcvd_pkts"
+    before = int(guests[1].run(f"cat {counter}"))
+    running = start_bench(guests, "--seconds", "60")
+    # Beyond 500 pings of 8 bytes: it is the transfer for 60 seconds.
+    guests[1].run(
+        f"for i in $(seq 1000); do [ $(cat {counter}) -gt $(({before} + 5000)) ] && exit; sleep 0.1; done; exit 1", 200
+    )
+    guests[1].link(up=False)
+    try:
+        first, failed = end_bench(running, 1)
+        print(first.out, first.seconds)
+        assert any("guest2: adapter rxe0/1" in line and "DOWN" in line for line in failed)
+        assert not any("guest1" in line.partition(": ")[0] for line in failed), "its port is fine"
+        assert first.seconds < 2 * (60 + LIMIT) + PATIENCE + 60
+        found = doctor(guests[1])
+        assert "DOWN" in found["fail adapter rxe0/1"]["what"] and "ok adapters" not in found
+        assert "ok adapters" in doctor(guests[0])  # the far end of a cable with a switch between
+        first, failed = end_bench(start_bench(guests), 1)
+        print(first.out)
+        assert any("guest2: adapter rxe0/1" in line and "DOWN" in line for line in failed)
+    finally:
+        guests[1].link(up=True)
+
+
+def test_a_node_that_never_comes_is_named(guests: Pair) -> None:
+    options = (*SITE, "--nodes", "guest1,guest2", "--patience", "3")
+    ended = guests[0].llmrecipes("bench", "fabric", *options, "--json").end(SECONDS)
+    answer = json.loads(ended.out)
+    assert (ended.code, answer["bad_nodes"], answer["transfers"]) == (1, ["guest2"], [])
+    ended = guests[1].llmrecipes("bench", "fabric", *options).end(SECONDS)
+    assert ended.code == 2 and "guest1:12000" in ended.err and "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("pulls", [FLAPS + 1])
+def test_a_link_that_flaps_is_noticed(guests: Pair, pulls: int) -> None:
+    for _ in range(pulls):
+        guests[0].link(up=False)
+        guests[0].link(up=True)
+    counted = int(guests[0].run(f"cat {guests[0].port}/hw_counters/link_downed"))
+    assert counted >= pulls
+    assert str(counted) in doctor(guests[0])["warn adapter rxe0/1"]["what"].split()
+
+
+def test_an_adapter_by_another_name_is_named(guests: Pair) -> None:
+    guest = guests[0]
+    guest.run(
+        "sed s/rxe0/mlx5_0/ /commands/soft-roce.yaml >/tmp/renamed.yaml; sed -i s/soft-roce/renamed/ /tmp/renamed.yaml"
+    )
+    found = doctor(guest, "--cluster", "/tmp/renamed.yaml")
+    assert "mlx5_0" in found["fail adapters"]["what"] and "rxe0/1" in found["fail adapters"]["what"]
