@@ -34,7 +34,14 @@ def reach(groups: Groups) -> dict[Group, int]:
     return {name: max(dist.get_process_group_ranks(group)) for name, group in groups.items()}
 
 
-def measure(groups: Groups, platform: Platform, sizes: Sequence[int], repeats: int) -> Iterator[Measured]:
+def on_the_node(ranks: Sequence[int], ranks_per_node: int) -> int:
+    """Ranks of a group on the node of its first one."""
+    return sum(rank // ranks_per_node == ranks[0] // ranks_per_node for rank in ranks)
+
+
+def measure(
+    groups: Groups, platform: Platform, sizes: Sequence[int], repeats: int, ranks_per_node: int
+) -> Iterator[Measured]:
     """Measure every operation in every group; all groups of a kind at once, as in training. A collective of all ranks.
 
     Args:
@@ -43,9 +50,10 @@ def measure(groups: Groups, platform: Platform, sizes: Sequence[int], repeats: i
         sizes: bytes of the buffers, as nccl-tests counts them: the full result for all-gather, the full input for
             reduce-scatter.
         repeats: measured rounds; the result is the median of the slowest rank's times.
+        ranks_per_node: of the run.
     """
     for name, group in groups.items():
-        ranks = group.size()
+        ranks, near = group.size(), on_the_node(dist.get_process_group_ranks(group), ranks_per_node)
         for operation, prepare in OPERATIONS.items():
             for size in sizes:
                 elements = max(size // 4 // ranks, 1) * ranks
@@ -59,6 +67,7 @@ def measure(groups: Groups, platform: Platform, sizes: Sequence[int], repeats: i
                     bytes=elements * 4,
                     seconds=seconds,
                     bus_gb_per_s=speed * bus_factor(operation, ranks),
+                    ranks_per_node=near,
                 )
 
 

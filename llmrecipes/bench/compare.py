@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from llmrecipes.bench.spec import Collectives, RankSpeeds
-from llmrecipes.hardware.profile import Measured, Profile
+from llmrecipes.hardware.profile import LINK_BYTES, Measured, Profile
 
 LEAST = 0.8
 """Fraction of the expected bandwidth below which something is wrong."""
 LEAST_OF_MEDIAN = 0.9
 """Share of the median rank's speed below which a rank slows the others down."""
-LINK_BYTES = 256 << 20
-"""Smaller buffers are latency-bound, and do not measure a link."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,13 @@ def compare(found: Collectives, profile: Profile) -> list[Comparison]:
 
     Args:
         found: the measurement.
-        profile: of the site; a `measured` row applies if operation, group, ranks and bytes are the same.
+        profile: of the site; a `measured` row applies if operation, group, ranks and bytes are the same, and the
+            ranks on a node, where the row has them.
     """
-    before = {_key(row): row.bus_gb_per_s for row in profile.measured}
+    before = {row.key: row.bus_gb_per_s for row in profile.measured}
     compared = []
     for row in found.rows:
-        if (known := before.get(_key(row))) is not None:
+        if (known := before.get(row.key, before.get(row.unplaced.key))) is not None:
             compared.append(Comparison(row, known, "measured"))
         elif row.bytes >= LINK_BYTES:
             near = profile.nvlink_domain or found.ranks_per_node
@@ -75,7 +74,3 @@ def compare(found: Collectives, profile: Profile) -> list[Comparison]:
             else:
                 compared.append(Comparison(row, profile.inter_node.gb_per_s, "inter_node"))
     return compared
-
-
-def _key(row: Measured) -> tuple[str, str, int, int]:
-    return row.operation, row.group, row.ranks, row.bytes

@@ -31,11 +31,12 @@ def run(spec: BenchSpec) -> ExitCode:
         answer: BaseModel
         if spec.what == "collectives":
             groups = engines.process_groups()
-            rows = tuple(collectives.measure(groups, platform, spec.sizes, spec.repeats))
+            here = world.size // nodes()
+            rows = tuple(collectives.measure(groups, platform, spec.sizes, spec.repeats, here))
             answer = Collectives(
                 backend=platform.backend,
                 world_size=world.size,
-                ranks_per_node=world.size // nodes(),
+                ranks_per_node=here,
                 reach=collectives.reach(groups),
                 rows=rows,
             )

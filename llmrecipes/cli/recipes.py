@@ -48,15 +48,16 @@ def show(
     """
     from llmrecipes.cli.render import plan as render
     from llmrecipes.recipe.load import load
-    from llmrecipes.workflow.plan import plan_on
+    from llmrecipes.workflow.plan import communication_on, plan_on
 
     loaded = load(recipe, overrides or [])
     plan, cluster = plan_on(loaded.recipe, nproc=nproc, cluster=cluster_name, nodes=nodes)
+    sent = communication_on(plan, cluster, cluster_name)
     if as_json:
-        print(json.dumps(render.as_dict(loaded, plan, cluster, step_seconds), indent=2))
+        print(json.dumps(render.as_dict(loaded, plan, cluster, step_seconds, sent), indent=2))
     else:
         asked = (recipe, *(overrides or []))
-        render.print_plan(loaded, plan, cluster, asked, plan_only=plan_only, step_seconds=step_seconds)
+        render.print_plan(loaded, plan, cluster, asked, plan_only=plan_only, step_seconds=step_seconds, sent=sent)
 
 
 def layout(

@@ -83,10 +83,23 @@ def check(profile: Profile, stem: str) -> list[Problem]:
         what = f"{domain} with gpus_per_node {profile.gpus_per_node}"
         found.append(Problem("nvlink_domain", what, rule, "a multiple of gpus_per_node, or leave it out"))
     found += _adapters(profile)
+    found += _measured(profile)
     found += pod_rules.check(profile.kubernetes)
     found += _variables("environment", profile.environment)
     found += _variables("kubernetes.environment", profile.kubernetes.environment)
     return found
+
+
+def _measured(profile: Profile) -> Iterator[Problem]:
+    seen: dict[tuple[object, ...], int] = {}
+    for number, row in enumerate(profile.measured):
+        first = seen.setdefault(row.key, number)
+        if first != number:
+            rule = "each operation is measured once in groups of a kind, number of ranks and size"
+            yield Problem(f"measured.{number}", f"the same as measured.{first}", rule, "remove one of the two")
+        if row.ranks_per_node is not None and row.ranks_per_node > row.ranks:
+            what = f"{row.ranks_per_node} of {row.ranks} ranks"
+            yield Problem(f"measured.{number}.ranks_per_node", what, "at most all ranks of the group", f"{row.ranks}")
 
 
 def _variables(section: str, variables: Mapping[str, str | int | None]) -> Iterator[Problem]:

@@ -72,6 +72,10 @@ class Slurm(Section):
     """Nodes that must be in one block (an NVLink domain) of Slurm's block topology; unset: no blocks."""
 
 
+LINK_BYTES = 256 << 20
+"""Smaller buffers are latency-bound, and do not measure a link."""
+
+
 class Measured(Section):
     """A result of `llmrecipes bench collectives`."""
 
@@ -87,6 +91,18 @@ class Measured(Section):
     """Median of the slowest rank's times."""
     bus_gb_per_s: PosFloat
     """Bus bandwidth in 1e9 bytes a second (nccl-tests, doc/PERFORMANCE.md)."""
+    ranks_per_node: PosInt | None = None
+    """Ranks of such a group on one node; unset: unknown."""
+
+    @property
+    def key(self) -> tuple[str, str, int, int | None, int]:
+        """What was measured."""
+        return self.operation, self.group, self.ranks, self.ranks_per_node, self.bytes
+
+    @property
+    def unplaced(self) -> Measured:
+        """The row without `ranks_per_node`, as older versions have written it."""
+        return self.model_copy(update={"ranks_per_node": None})
 
 
 class Profile(Section):

@@ -8,8 +8,9 @@ collectives among N ranks, all of it for a message. Messages are counted at thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
 
 from llmrecipes.plan.activations import recomputed_layers
 from llmrecipes.plan.derive import Plan
@@ -21,6 +22,13 @@ from llmrecipes.recipe.zero import Zero
 SMALL = 4096
 """Payload in bytes up to which a call is bookkeeping: token counts, norms, losses, tokens of each expert."""
 _FP32 = 4
+
+
+GroupName = Literal[
+    "tensor", "context", "data", "pipeline", "embedding", "expert", "expert_tensor", "experts", "expert_data"
+]
+"""Who takes part: `data` are those that sum gradients, context-parallel ranks among them, `experts` all that share a
+layer's experts, `embedding` the first and the last stage."""
 
 
 class Call(NamedTuple):
@@ -52,33 +60,45 @@ def calls(plan: Plan, stage: int) -> Iterator[Call]:
         plan: of the recipe.
         stage: from 0.
     """
-    yield from (call for call in _of_stage(plan, stage) if call.ranks > 1)
+    once, at_end = list(_of_micro_batch(plan, stage)), list(_gradients(plan, stage))
+    yield from (call for _, call in once * plan.num_microbatches + at_end if call.ranks > 1)
 
 
-def _of_stage(plan: Plan, stage: int) -> Iterator[Call]:
+def counted(plan: Plan, stage: int) -> Counter[tuple[GroupName, Call]]:
+    """How often each of `calls` happens in a step, with who takes part; as quick for many micro-batches as for one."""
+    found = Counter(each for each in _of_micro_batch(plan, stage) if each[1].ranks > 1)
+    for each in found:
+        found[each] *= plan.num_microbatches
+    found.update(each for each in _gradients(plan, stage) if each[1].ranks > 1)
+    return found
+
+
+def _of_micro_batch(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     layout, s = plan.layout, plan.shape
     last = stage == layout.pipeline_model_parallel_size - 1
     core_again = plan.recompute_granularity == "selective"
-    for _ in range(plan.num_microbatches):
-        for chunk, layers in enumerate(layout.layers_per_stage[stage]):
-            first = layout.first_layer(stage, chunk)
-            again = recomputed_layers(plan.recipe, layers)
-            for number in range(layers):
-                experts = s.moe_layers(first + number, first + number + 1) > 0
-                # A full recomputation begins with the first layers of a chunk.
-                twice = number < again
-                yield from _context(plan, again=twice or core_again)
-                yield from _attention(plan, again=twice)
-                if not experts or plan.shape.moe_shared_ffn_hidden_size:
-                    yield from _split(plan, s.hidden_size, again=twice)
-                if experts:
-                    yield from _experts(plan, again=twice)
-        if stage == 0:
-            yield from _embedding(plan)
-        if last:
-            yield from _output(plan)
-        yield from _messages(plan, stage)
-    yield from _gradients(plan, stage)
+    for chunk, layers in enumerate(layout.layers_per_stage[stage]):
+        first = layout.first_layer(stage, chunk)
+        again = recomputed_layers(plan.recipe, layers)
+        for number in range(layers):
+            experts = s.moe_layers(first + number, first + number + 1) > 0
+            # A full recomputation begins with the first layers of a chunk.
+            twice = number < again
+            yield from _in("context", _context(plan, again=twice or core_again))
+            yield from _in("tensor", _attention(plan, again=twice))
+            if not experts or plan.shape.moe_shared_ffn_hidden_size:
+                yield from _in("tensor", _split(plan, s.hidden_size, again=twice))
+            if experts:
+                yield from _experts(plan, again=twice)
+    if stage == 0:
+        yield from _in("tensor", _embedding(plan))
+    if last:
+        yield from _in("tensor", _output(plan))
+    yield from _in("pipeline", _messages(plan, stage))
+
+
+def _in(group: GroupName, found: Iterable[Call]) -> Iterator[tuple[GroupName, Call]]:
+    yield from ((group, call) for call in found)
 
 
 def _element(plan: Plan) -> int:
@@ -181,7 +201,7 @@ def _context(plan: Plan, *, again: bool) -> Iterator[Call]:
         yield Call("reduce-scatter", ranks, size)
 
 
-def _experts(plan: Plan, *, again: bool) -> Iterator[Call]:
+def _experts(plan: Plan, *, again: bool) -> Iterator[tuple[GroupName, Call]]:
     layout, model = plan.layout, plan.recipe.model
     inner = layout.expert_tensor_parallel_size
     ranks = layout.expert_model_parallel_size * inner
@@ -193,24 +213,25 @@ def _experts(plan: Plan, *, again: bool) -> Iterator[Call]:
         # Tokens and their probabilities for all experts there, results back; the backward pass the other way round.
         probabilities = ranks * tokens * (model.num_moe_experts or 0)
         for part in (ranks * size, score * probabilities):
-            yield from [Call("all-gather", ranks, part)] * (1 + again)
-            yield Call("reduce-scatter", ranks, part)
-        yield from [Call("reduce-scatter", ranks, ranks * weighted)] * (1 + again)
-        yield Call("all-gather", ranks, ranks * weighted)
-        yield from [Call("all-gather", ranks, probabilities)] * (1 + again)  # which experts, one byte each
+            yield from _in("experts", [Call("all-gather", ranks, part)] * (1 + again))
+            yield "experts", Call("reduce-scatter", ranks, part)
+        yield from _in("experts", [Call("reduce-scatter", ranks, ranks * weighted)] * (1 + again))
+        yield "experts", Call("all-gather", ranks, ranks * weighted)
+        # Which experts, one byte each.
+        yield from _in("experts", [Call("all-gather", ranks, probabilities)] * (1 + again))
         return
     # How many tokens each rank has for each expert, as 64-bit integers.
-    yield from [Call("all-gather", ranks, 8 * ranks * (model.num_moe_experts or 0))] * (1 + again)
+    yield from _in("experts", [Call("all-gather", ranks, 8 * ranks * (model.num_moe_experts or 0))] * (1 + again))
     visits = model.moe_router_topk
     # Tokens there and results back, forward and backward; each token's probability there, and its gradient back.
-    yield from [Call("all-to-all", layout.expert_model_parallel_size, size * visits)] * (4 + 2 * again)
-    yield from [Call("all-to-all", layout.expert_model_parallel_size, score * tokens * visits)] * (2 + again)
+    for part, number in ((size, 4 + 2 * again), (score * tokens, 2 + again)):
+        yield from _in("expert", [Call("all-to-all", layout.expert_model_parallel_size, part * visits)] * number)
     # Ranks that share an expert have each other's tokens, and sum the results.
     for part in (size, score * tokens):
-        yield from [Call("all-gather", inner, inner * part * visits)] * (1 + again)
-        yield Call("reduce-scatter", inner, inner * part * visits)
-    yield from [Call("reduce-scatter", inner, inner * weighted * visits)] * (1 + again)
-    yield Call("all-gather", inner, inner * weighted * visits)
+        yield from _in("expert_tensor", [Call("all-gather", inner, inner * part * visits)] * (1 + again))
+        yield "expert_tensor", Call("reduce-scatter", inner, inner * part * visits)
+    yield from _in("expert_tensor", [Call("reduce-scatter", inner, inner * weighted * visits)] * (1 + again))
+    yield "expert_tensor", Call("all-gather", inner, inner * weighted * visits)
 
 
 def _messages(plan: Plan, stage: int) -> Iterator[Call]:
@@ -222,37 +243,36 @@ def _messages(plan: Plan, stage: int) -> Iterator[Call]:
     yield from [Call("message", stages, size)] * (forward + backward)
 
 
-def _gradients(plan: Plan, stage: int) -> Iterator[Call]:
+def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     layout, s, model = plan.layout, plan.shape, plan.recipe.model
     parallel = plan.recipe.parallelism
     parameters = count_on_rank(model, s, layout, stage, plan.device)
     reduced = 4 if parallel.grad_reduce_in_fp32 else _element(plan)
     zero = plan.recipe.zero if ENGINES[engine_name(plan.recipe)].all_of_zero else None
-    for number, ranks in (
-        (parameters.dense, layout.data_parallel_size * layout.context_parallel_size),
-        (parameters.experts, layout.expert_data_parallel_size),
-    ):
+    replicas: tuple[tuple[GroupName, int, int], ...] = (
+        ("data", parameters.dense, layout.data_parallel_size * layout.context_parallel_size),
+        ("expert_data", parameters.experts, layout.expert_data_parallel_size),
+    )
+    for group, number, ranks in replicas:
         if number and zero is not None and zero.stage:
-            yield from _sharded(plan, zero, ranks, number, max(reduced, _element(plan)))
+            yield from _in(group, _sharded(plan, zero, ranks, number, max(reduced, _element(plan))))
         elif number and parallel.use_distributed_optimizer:
-            yield from (
-                Call("reduce-scatter", ranks, reduced * number),
-                Call("all-gather", ranks, _element(plan) * number),
-            )
+            yield group, Call("reduce-scatter", ranks, reduced * number)
+            yield group, Call("all-gather", ranks, _element(plan) * number)
         elif number:
-            yield Call("all-reduce", ranks, reduced * number)
+            yield group, Call("all-reduce", ranks, reduced * number)
     stages, tensor = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
     shared = model.share_embeddings_and_output_weights or s.mtp_num_layers
     if stages > 1 and shared and stage in (0, stages - 1):
-        yield Call("all-reduce", 2, reduced * s.vocab_size * s.hidden_size // tensor)
+        yield "embedding", Call("all-reduce", 2, reduced * s.vocab_size * s.hidden_size // tensor)
     if layout.sequence_parallel:
         # What saw only this rank's tokens: norms and the router, and the biases of matrices cut by rows.
         layers = sum(layout.layers_per_stage[stage])
         final = _norm(plan, s.hidden_size) if stage == stages - 1 else 0
-        yield Call("all-reduce", tensor, reduced * (layers * _whole(plan) + _routers(plan, stage) + final))
+        yield "tensor", Call("all-reduce", tensor, reduced * (layers * _whole(plan) + _routers(plan, stage) + final))
     elif model.qk_layernorm and not model.multi_latent_attention:
         heads = 2 * _norm(plan, s.query_channels)
-        yield Call("all-reduce", tensor, reduced * sum(layout.layers_per_stage[stage]) * heads)
+        yield "tensor", Call("all-reduce", tensor, reduced * sum(layout.layers_per_stage[stage]) * heads)
 
 
 def _sharded(plan: Plan, zero: Zero, ranks: int, number: int, reduced: int) -> Iterator[Call]:

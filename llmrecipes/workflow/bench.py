@@ -116,7 +116,7 @@ def write_profile(cluster: str, rows: Sequence[Measured], target: Path) -> None:
 
     Args:
         cluster: name or path of the profile.
-        rows: the measurements; they replace older ones.
+        rows: the measurements; they replace older ones of the same operation, group and size.
         target: YAML file to write, for `--cluster`; its stem becomes the profile's name.
 
     Raises:
@@ -127,7 +127,9 @@ def write_profile(cluster: str, rows: Sequence[Measured], target: Path) -> None:
         raise UserError(str(target), where="--write", rule="a YAML file of its own", fix="--write my-cluster.yaml")
     data = profile.model_dump(mode="json", exclude_defaults=True)
     data["name"] = target.stem
-    data["measured"] = [row.model_dump(mode="json") for row in rows]
+    replaced = {each.key for row in rows for each in (row, row.unplaced)}
+    kept = [row for row in profile.measured if row.key not in replaced]
+    data["measured"] = [row.model_dump(mode="json", exclude_none=True) for row in (*kept, *rows)]
     try:
         target.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), "utf-8")
     except OSError as error:

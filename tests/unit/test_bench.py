@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from llmrecipes.bench import ranks
 from llmrecipes.bench.collectives import OPERATIONS, bus_factor
-from llmrecipes.bench.compare import LINK_BYTES, compare
+from llmrecipes.bench.compare import compare
 from llmrecipes.bench.spec import BenchSpec, Collectives, RankSpeeds
 from llmrecipes.cli.app import run
 from llmrecipes.data.prepare import prepare
 from llmrecipes.engine.megatron.platform.cpu import CpuPlatform
 from llmrecipes.hardware.load import load_profile
-from llmrecipes.hardware.profile import Group, Measured, Operation
+from llmrecipes.hardware.profile import LINK_BYTES, Group, Measured, Operation
 from llmrecipes.workflow.bench import sizes, write_profile
 from tests.helpers import tiny_on, write_recipe
 from tests.refusals import require_message

@@ -44,7 +44,8 @@ def rank_speeds(found: RankSpeeds) -> str:
 
 def comparison(name: str, compared: list[Comparison]) -> str:
     """Results below those of the profile, one line each."""
-    from llmrecipes.bench.compare import LEAST, LINK_BYTES
+    from llmrecipes.bench.compare import LEAST
+    from llmrecipes.hardware.profile import LINK_BYTES
 
     if not compared:
         return (

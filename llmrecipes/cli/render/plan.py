@@ -11,6 +11,7 @@ from llmrecipes.console import console, duration
 from llmrecipes.engine.configuration import configuration
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
+from llmrecipes.plan.communication import Communication
 from llmrecipes.plan.derive import Plan, decay_iters
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import Loaded, to_yaml
@@ -19,10 +20,17 @@ from llmrecipes.recipe.scaled import with_zero
 from llmrecipes.recipe.schema import Recipe
 
 
-def as_dict(loaded: Loaded, plan: Plan, cluster: Cluster, step_seconds: float | None = None) -> dict[str, Any]:
+def as_dict(
+    loaded: Loaded,
+    plan: Plan,
+    cluster: Cluster,
+    step_seconds: float | None = None,
+    sent: Communication | None = None,
+) -> dict[str, Any]:
     """Output of `show --json`.
 
-    `step_seconds` is null until it is given, `engine_configuration` for an engine whose library has none.
+    `step_seconds` is null until it is given, `engine_configuration` for an engine whose library has none,
+    `communication` without a cluster profile.
     """
     whole = None if step_seconds is None else step_seconds * loaded.recipe.train.train_iters
     return {
@@ -32,6 +40,7 @@ def as_dict(loaded: Loaded, plan: Plan, cluster: Cluster, step_seconds: float | 
         "cluster": cluster.as_dict(),
         "engine": engine_name(plan.recipe),
         "engine_configuration": configuration(plan),
+        "communication": None if sent is None else sent.as_dict(),
         "step_seconds": step_seconds,
         "total_seconds": whole,
     }
@@ -45,11 +54,12 @@ def print_plan(
     *,
     plan_only: bool = False,
     step_seconds: float | None = None,
+    sent: Communication | None = None,
 ) -> None:
     """The resolved recipe unless `plan_only`, then the plan as a table, the configuration of the engine's library if it
     has one, and warnings.
 
-    `asked` is the recipe's name or path and the overrides, as the user wrote them.
+    `asked` is the recipe's name or path and the overrides, as the user wrote them; `sent` is known with a profile.
     """
     from rich.table import Table
 
@@ -63,7 +73,7 @@ def print_plan(
     table.add_column("from", style="dim")
     measure = command_line("bench step", asked[0], overrides=asked[1:])
     time = _time(loaded.recipe, plan, cluster, step_seconds, measure)
-    for row in [*rows(plan, cluster), *_disk(loaded.recipe, plan), *time]:
+    for row in [*rows(plan, cluster), *_disk(loaded.recipe, plan), *_communication(plan, sent), *time]:
         table.add_row(*row)
     out.print(table)
     configured = configuration(plan)
@@ -81,6 +91,20 @@ def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
     most = f"at most {gib((kept + 1) * plan.checkpoint_bytes)}"
     more = f", and each of step {recipe.checkpoint.keep_interval:,} × n" if recipe.checkpoint.keep_interval else ""
     return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}: {most} on disk{more}")]
+
+
+def _communication(plan: Plan, sent: Communication | None) -> list[tuple[str, str, str]]:
+    if sent is None or not sent.parts:
+        return []
+    stages = plan.layout.pipeline_model_parallel_size
+    where = "if nothing overlaps" + (f", stage {sent.stage}" if stages > 1 else "")
+    lines = [("communication of a step", f"{sent.seconds:.3g} s", where)]
+    for part in sent.parts:
+        source = part.source if part.source == "measured" else f"profile, {part.source}"
+        what = f"{part.group}: {part.kind} of {part.ranks}"
+        calls = f"{part.calls:,} {'call' if part.calls == 1 else 'calls'} of {gib(part.bytes)} in all"
+        lines.append((f"  {what}", f"{part.seconds:.3g} s", f"{source}; {calls}"))
+    return lines
 
 
 def _time(

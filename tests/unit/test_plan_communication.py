@@ -1,0 +1,184 @@
+"""Time of a step's collectives: by measured bandwidths where there are any, else by the links of the profile."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmrecipes.cli.app import run
+from llmrecipes.hardware.load import clusters_dir, load_profile
+from llmrecipes.hardware.profile import LINK_BYTES, Measured, Profile
+from llmrecipes.plan.communication import Communication, Members, communication, members, time_of
+from llmrecipes.plan.traffic import Call, calls, counted
+from llmrecipes.workflow.bench import write_profile
+from tests.refusals import require_message
+from tests.unit.test_clusters import plan_on
+
+MIB = 1 << 20
+GRADIENTS = Members("data", 16, 1, 120)
+TENSOR = Members("tensor", 8, 8, 7)
+
+
+def row(operation: str, group: str, ranks: int, size: int, speed: float, here: int | None) -> Measured:
+    values = {"operation": operation, "group": group, "ranks": ranks, "bytes": size, "seconds": 1.0}
+    return Measured.model_validate({**values, "bus_gb_per_s": speed, "ranks_per_node": here})
+
+
+def with_rows(*rows: Measured, cluster: str = "h100-ib") -> Profile:
+    return load_profile(cluster).model_copy(update={"measured": rows})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "nodes"),
+    [
+        ("gpt-175b", "h100-ib", 4),
+        ("llama3-405b", "h100-ib", 64),
+        ("deepseek-v3", "h100-ib", 256),
+        ("gpt-1b-zero3", "h100-ib", 1),
+    ],
+)
+def test_every_call_of_a_step_has_a_group(recipe: str, cluster: str, nodes: int) -> None:
+    plan = plan_on(cluster, nodes, recipe)
+    for stage in {0, plan.layout.pipeline_model_parallel_size - 1}:
+        merged: Counter[Call] = Counter()
+        for (_, call), number in counted(plan, stage).items():
+            merged[call] += number
+        assert merged == Counter(calls(plan, stage))
+
+
+def test_groups_are_where_megatron_puts_their_ranks() -> None:
+    layout = plan_on("h100-ib", 256, "deepseek-v3").layout  # tensor 2 × data 64, expert 64 × data 2, 16 stages
+    data, stages = members("data", 64, layout, 8), members("pipeline", 16, layout, 8)
+    assert (data.ranks_per_node, data.reach) == (4, 126)
+    assert (stages.ranks_per_node, stages.reach) == (1, 15 * 128)
+    experts, replicas = members("expert", 64, layout, 8), members("expert_data", 2, layout, 8)
+    assert (experts.ranks_per_node, experts.reach) == (8, 63)
+    assert (replicas.ranks_per_node, replicas.reach) == (1, 64)
+    plan = plan_on("h100-ib", 4)  # tensor 4 × data 8
+    assert members("tensor", 4, plan.layout, 8).on_one_node
+    assert members("data", 8, plan.layout, 8).ranks_per_node == 2
+
+
+def test_links_of_the_profile_count_where_nothing_was_measured() -> None:
+    profile = load_profile("h100-ib")
+    call = Call("all-reduce", 16, 1000 * MIB)
+    seconds, source = time_of(call, GRADIENTS, profile)
+    assert source == "inter_node" and seconds == pytest.approx(2 * 15 / 16 * 1000 * MIB / 50e9)
+    assert time_of(Call("all-gather", 8, MIB), TENSOR, profile)[1] == "intra_node"
+    domain = load_profile("gb200-nvl72")
+    assert time_of(call, Members("data", 16, 4, 15), domain)[1] == "intra_node"  # NVLink between nodes
+
+
+def test_a_measured_row_replaces_the_link() -> None:
+    rows = [row("all_reduce", "data", 16, size, speed, 1) for size, speed in ((MIB, 2.0), (LINK_BYTES, 20.0))]
+    profile = with_rows(*rows)
+
+    def seconds(size: int) -> float:
+        found, source = time_of(Call("all-reduce", 16, size), GRADIENTS, profile)
+        assert source == "measured"
+        return found
+
+    small, large = (2 * 15 / 16 * size / speed for size, speed in ((MIB, 2e9), (LINK_BYTES, 20e9)))
+    assert seconds(MIB) == pytest.approx(small)
+    assert seconds(1024) == pytest.approx(small)  # latency: a smaller buffer is not quicker
+    assert seconds((MIB + LINK_BYTES) // 2) == pytest.approx((small + large) / 2)
+    assert seconds(4 * LINK_BYTES) == pytest.approx(4 * large)  # a link's bandwidth holds for all larger ones
+    latency = with_rows(rows[0])
+    for size, source in ((2 * MIB, "measured"), (2 * MIB + 16, "inter_node")):
+        assert time_of(Call("all-reduce", 16, size), GRADIENTS, latency)[1] == source
+
+
+@pytest.mark.parametrize(
+    ("measured", "group", "source"),
+    [
+        (row("all_reduce", "data", 8, LINK_BYTES, 9, 1), GRADIENTS, "measured"),  # half as many ranks
+        (row("all_reduce", "world", 32, LINK_BYTES, 9, 1), GRADIENTS, "measured"),  # another name, the same places
+        (row("all_reduce", "data", 4, LINK_BYTES, 9, 1), GRADIENTS, "inter_node"),
+        (row("all_reduce", "data", 64, LINK_BYTES, 9, 1), GRADIENTS, "inter_node"),
+        (row("all_reduce", "data", 16, LINK_BYTES, 9, 8), GRADIENTS, "inter_node"),  # shares adapters otherwise
+        (row("all_reduce", "data", 8, LINK_BYTES, 9, 8), GRADIENTS, "inter_node"),  # inside a node
+        (row("all_gather", "data", 16, LINK_BYTES, 9, 1), GRADIENTS, "inter_node"),
+        (row("all_reduce", "data", 16, LINK_BYTES, 9, None), GRADIENTS, "measured"),  # of an older version
+        (row("all_reduce", "world", 16, LINK_BYTES, 9, None), GRADIENTS, "inter_node"),
+        (row("all_reduce", "tensor", 4, LINK_BYTES, 9, 4), TENSOR, "measured"),
+        (row("all_reduce", "tensor", 8, LINK_BYTES, 9, 4), TENSOR, "intra_node"),
+    ],
+)
+def test_which_rows_count(measured: Measured, group: Members, source: str) -> None:
+    assert time_of(Call("all-reduce", group.ranks, LINK_BYTES), group, with_rows(measured))[1] == source
+
+
+def test_the_nearest_row_counts() -> None:
+    found = [
+        row("all_reduce", "data", 8, LINK_BYTES, 1, 1),
+        row("all_reduce", "world", 16, LINK_BYTES, 2, 1),
+        row("all_reduce", "data", 16, LINK_BYTES, 3, None),
+        row("all_reduce", "data", 16, LINK_BYTES, 4, 1),
+    ]
+    for left, speed in ((4, 4), (3, 3), (2, 2), (1, 1)):
+        seconds, _ = time_of(Call("all-reduce", 16, LINK_BYTES), GRADIENTS, with_rows(*found[:left]))
+        assert 2 * 15 / 16 * LINK_BYTES / seconds == pytest.approx(speed * 1e9)
+
+
+def seconds_of(found: Communication, group: str, source: str) -> float:
+    return sum(part.seconds for part in found.parts if part.group == group and part.source == source)
+
+
+def test_the_plan_is_slower_by_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_on("h100-ib", 4)
+    before = communication(plan, load_profile("h100-ib"), 8)
+    rows = [row(each, "data", 8, LINK_BYTES, 25, 2) for each in ("all_reduce", "all_gather", "reduce_scatter")]
+    after = communication(plan, with_rows(*rows), 8)
+    assert seconds_of(before, "data", "inter_node") > 0
+    assert seconds_of(after, "data", "measured") == pytest.approx(2 * seconds_of(before, "data", "inter_node"))
+    assert seconds_of(after, "tensor", "intra_node") == pytest.approx(seconds_of(before, "tensor", "intra_node"))
+    # By the commands: what bench writes, show reads.
+    monkeypatch.chdir(tmp_path)
+    write_profile("h100-ib", rows[:1], Path("mine.yaml"))
+    write_profile("mine.yaml", rows[1:], Path("mine.yaml"))  # rows of before stay
+    assert run(["show", "gpt-7b", "--plan", "--cluster", "mine.yaml", "--nodes", "4", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["communication"]
+    assert shown["seconds"] == pytest.approx(after.seconds)
+    assert {part["source"] for part in shown["parts"] if part["group"] == "data"} == {"measured"}
+    assert run(["show", "gpt-7b", "--plan", "--cluster", "mine.yaml", "--nodes", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("data: " in line and "measured" in line for line in lines)
+    assert any("tensor: " in line and "profile, intra_node" in line for line in lines)
+    assert run(["show", "gpt-tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["communication"] is None
+
+
+GOOD = {"operation": "all_reduce", "group": "data", "ranks": 8, "bytes": MIB, "seconds": 0.1, "bus_gb_per_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "key"),
+    [
+        ([{**GOOD, "bus_gb_per_s": -1.0}], "measured.0.bus_gb_per_s"),
+        ([{**GOOD, "bus_gb_per_s": 0}], "measured.0.bus_gb_per_s"),
+        ([{**GOOD, "bus_gb_per_s": float("nan")}], "measured.0.bus_gb_per_s"),
+        ([{**GOOD, "seconds": float("inf")}], "measured.0.seconds"),
+        ([{**GOOD, "operation": "all_refuse"}], "measured.0.operation"),
+        ([{**GOOD, "group": "everybody"}], "measured.0.group"),
+        ([{**GOOD, "ranks": 0}], "measured.0.ranks"),
+        ([{**GOOD, "bytes": 1.5}], "measured.0.bytes"),
+        ([{**GOOD, "ranks_per_node": 9}], "measured.0.ranks_per_node"),
+        ([{**GOOD, "speed": 1}], "measured.0.speed"),
+        ([{key: GOOD[key] for key in GOOD if key != "seconds"}], "measured.0.seconds"),
+        ([GOOD, {**GOOD, "bus_gb_per_s": 2.0}], "measured.1"),
+    ],
+)
+def test_bad_rows_are_refused(
+    rows: list[dict[str, object]], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = yaml.safe_load((clusters_dir() / "h100-ib.yaml").read_text("utf-8"))
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**data, "name": "mine", "measured": rows}), "utf-8")
+    assert run(["show", "gpt-7b", "--plan", "--cluster", str(path), "--nodes", "4"]) == 2
+    require_message(capsys.readouterr().err, key)
