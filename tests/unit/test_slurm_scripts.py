@@ -30,7 +30,9 @@ esac
 SCONTROL = r"""
 case "$1 $2" in
     "show hostnames") if [ "$3" = "$SLURM_JOB_NODELIST" ]; then printf 'n1\nn2\n'; else echo "$3" | tr , '\n'; fi;;
-    "--oneliner show") echo "JobId=7 JobName=x ReqNodeList=(null) ExcNodeList=$OWN_EXCLUDE NodeList=n[1-2]";;
+    "--oneliner show")
+        if [ "$3" = node ]; then echo "NodeName=$4 Gres=$GRES ActiveFeatures=x"; exit; fi
+        echo "JobId=7 JobName=x ReqNodeList=(null) ExcNodeList=$OWN_EXCLUDE NodeList=n[1-2]";;
     *) echo "scontrol $*"; case $1 in $REFUSES) exit 1;; esac;;
 esac
 """
@@ -40,7 +42,7 @@ JOB = {
 }  # fmt: skip
 CODES = {
     "BEGIN": "0", "RANKS": "0", "OUTCOME": "0", "FINISHED": "", "DOCTOR": "0", "BAD": "", "OWN_EXCLUDE": "(null)",
-    "USABLE": "n1 n2 n3", "REFUSES": "never", "TRAINING": "",
+    "USABLE": "n1 n2 n3", "REFUSES": "never", "TRAINING": "", "GRES": "gpu:h100:8(S:0-1)",
 }  # fmt: skip
 
 
@@ -136,7 +138,14 @@ def test_the_doctor_gets_the_nodes_because_a_container_has_no_scontrol(lab: Lab)
 
 @pytest.mark.parametrize(
     ("variables", "code"),
-    [({"DOCTOR": "2"}, 2), ({"DOCTOR": "70"}, 93), ({"DOCTOR": "127"}, 93)],
+    [
+        ({"DOCTOR": "1"}, 2),  # srun refuses an option, or a package is missing
+        ({"DOCTOR": "2"}, 2),
+        ({"DOCTOR": "70"}, 93),
+        ({"DOCTOR": "125"}, 2),
+        ({"DOCTOR": "126"}, 2),
+        ({"DOCTOR": "127"}, 2),
+    ],
 )
 def test_a_doctor_that_cannot_check_stops_the_job(lab: Lab, variables: dict[str, str], code: int) -> None:
     ended = lab.train(**variables)
@@ -216,7 +225,7 @@ def test_what_follows_from_how_it_ended(lab: Lab, variables: dict[str, str], cod
 
 
 @pytest.mark.parametrize(
-    "variables", [{"BEGIN": "143"}, {"DOCTOR": "127"}, {"OUTCOME": "75"}, {"DOCTOR": "1", "BAD": "n2"}]
+    "variables", [{"BEGIN": "143"}, {"DOCTOR": "137"}, {"OUTCOME": "75"}, {"DOCTOR": "1", "BAD": "n2"}]
 )
 def test_restarts_are_bounded_by_the_script(lab: Lab, variables: dict[str, str]) -> None:
     """Whatever fails: nothing has to run for it, not even srun."""
@@ -227,16 +236,17 @@ def test_restarts_are_bounded_by_the_script(lab: Lab, variables: dict[str, str])
     assert (ended.code, ended.scontrol) == (93, []), ended.said
 
 
-def test_starts_that_fail_one_after_the_other_end(lab: Lab) -> None:
+@pytest.mark.parametrize("killed", [{"BEGIN": "137"}, {"DOCTOR": "143"}])
+def test_starts_that_fail_one_after_the_other_end(lab: Lab, killed: dict[str, str]) -> None:
     """The checks of the run, which count restarts without progress, are never reached."""
     for restart in range(3):
-        assert lab.train(BEGIN="137", SLURM_RESTART_COUNT=str(restart)).requeued
-    ended = lab.train(BEGIN="137", SLURM_RESTART_COUNT="3")
+        assert lab.train(SLURM_RESTART_COUNT=str(restart), **killed).requeued
+    ended = lab.train(SLURM_RESTART_COUNT="3", **killed)
     assert (ended.code, ended.scontrol) == (93, []), ended.said
     for restart in range(4, 6):
-        assert lab.train(BEGIN="137", SLURM_RESTART_COUNT=str(restart)).requeued
+        assert lab.train(SLURM_RESTART_COUNT=str(restart), **killed).requeued
     lab.train(OUTCOME="75", SLURM_RESTART_COUNT="6")  # one that succeeds
-    assert lab.train(BEGIN="137", SLURM_RESTART_COUNT="7").requeued
+    assert lab.train(SLURM_RESTART_COUNT="7", **killed).requeued
 
 
 @pytest.mark.parametrize(
@@ -318,6 +328,7 @@ def test_nothing_needs_new_coreutils(lab: Lab) -> None:
     [
         ({"SLURM_GPUS_ON_NODE": "8"}, None, "--gres=gpu:8", 8),
         ({}, "GPU 0: x\nGPU 1: x", "--gres=gpu:2", 2),  # --exclusive alone
+        ({"GRES": "(null)"}, "GPU 0: x\nGPU 1: x", None, 2),  # Slurm does not manage GPUs
         ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_NODE": "8"}, None, None, 8),  # srun reads that itself
         ({}, None, None, 1),
         ({}, "No devices were found", None, 1),
