@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -52,7 +55,7 @@ def test_bandwidth_and_latency_are_shown_beside_the_profile(guests: Pair) -> Non
     first, failed = end_bench(start_bench(guests), 0)
     print(first.out)
     assert not failed
-    rows = [line.split() for line in first.out.splitlines() if line.startswith("guest")]
+    rows = [re.split(r" {2,}", line) for line in first.out.splitlines() if line.startswith("guest")]
     assert [(row[0], row[2]) for row in rows] == [("guest1", "guest2"), ("guest2", "guest1")]
     for _, _, _, _, speed, share, typical, slow in rows:
         assert 0 < float(speed) < 12.5 and share.endswith("%")
@@ -61,29 +64,43 @@ def test_bandwidth_and_latency_are_shown_beside_the_profile(guests: Pair) -> Non
     assert "WARN guest1: adapter rxe0/1" in first.out and "WARN guest2: adapter rxe0/1" in first.out
 
 
-def test_a_cable_that_is_pulled_during_a_transfer_ends_in_a_message_with_node_and_port(guests: Pair) -> None:
-    counter = f"{guests[1].port}/hw_counters/rcvd_pkts"
-    before = int(guests[1].run(f"cat {counter}"))
-    running = start_bench(guests, "--seconds", "60")
-    # Beyond 500 pings of 8 bytes: it is the transfer for 60 seconds.
-    guests[1].run(
-        f"for i in $(seq 1000); do [ $(cat {counter}) -gt $(({before} + 5000)) ] && exit; sleep 0.1; done; exit 1", 200
-    )
-    guests[1].link(up=False)
+@contextmanager
+def pulled(guest: Guest) -> Iterator[None]:
+    guest.link(up=False)
     try:
+        yield
+    finally:
+        guest.link(up=True)
+
+
+# 500 pings for the latency, then 64 KiB in 16 packets again and again.
+@pytest.mark.parametrize(("packets", "seconds"), [(30, 3), (5000, 30)], ids=["latency", "bandwidth"])
+def test_a_cable_that_is_pulled_meanwhile_ends_in_a_message_with_node_and_port(
+    guests: Pair, packets: int, seconds: int
+) -> None:
+    counter = f"{guests[1].port}/hw_counters/rcvd_pkts"
+    least = int(guests[1].run(f"cat {counter}")) + packets
+    running = start_bench(guests, "--seconds", str(seconds))
+    guests[1].run(f"for i in $(seq 1500); do [ $(cat {counter}) -gt {least} ] && exit; sleep 0.1; done; exit 1", 200)
+    with pulled(guests[1]):
         first, failed = end_bench(running, 1)
-        print(first.out, first.seconds)
+        print(f"{first.out}{first.seconds:.0f} s")
         assert any("guest2: adapter rxe0/1" in line and "DOWN" in line for line in failed)
         assert not any("guest1" in line.partition(": ")[0] for line in failed), "its port is fine"
-        assert first.seconds < 2 * (60 + LIMIT) + PATIENCE + 60
+        # Two rounds, each with two measurements of which one can wait; and the starts of Python and perftest.
+        assert first.seconds < 2 * (2 * seconds + LIMIT) + 90
+
+
+def test_a_port_that_is_down_is_named_by_the_doctor_and_the_bench(guests: Pair) -> None:
+    with pulled(guests[1]):
         found = doctor(guests[1])
-        assert "DOWN" in found["fail adapter rxe0/1"]["what"] and "ok adapters" not in found
-        assert "ok adapters" in doctor(guests[0])  # the far end of a cable with a switch between
+        assert "DOWN" in found["fail adapter rxe0/1"]["what"]
+        assert "fail adapters" in found and "ok adapters" not in found
+        assert "ok adapters" in doctor(guests[0])  # as behind a switch, the far end sees nothing
         first, failed = end_bench(start_bench(guests), 1)
         print(first.out)
         assert any("guest2: adapter rxe0/1" in line and "DOWN" in line for line in failed)
-    finally:
-        guests[1].link(up=True)
+    assert "ok adapters" in doctor(guests[1])
 
 
 def test_a_node_that_never_comes_is_named(guests: Pair) -> None:
@@ -95,13 +112,12 @@ def test_a_node_that_never_comes_is_named(guests: Pair) -> None:
     assert ended.code == 2 and "guest1:12000" in ended.err and "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize("pulls", [FLAPS + 1])
-def test_a_link_that_flaps_is_noticed(guests: Pair, pulls: int) -> None:
-    for _ in range(pulls):
+def test_a_link_that_flaps_is_noticed(guests: Pair) -> None:
+    for _ in range(FLAPS + 1):
         guests[0].link(up=False)
         guests[0].link(up=True)
     counted = int(guests[0].run(f"cat {guests[0].port}/hw_counters/link_downed"))
-    assert counted >= pulls
+    assert counted > FLAPS
     assert str(counted) in doctor(guests[0])["warn adapter rxe0/1"]["what"].split()
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmrecipes.bench.compare import LEAST
 from llmrecipes.bench.fabric.pairs import Kind
+from llmrecipes.bench.fabric.result import percent
 from llmrecipes.cli.render.table import aligned
 
 if TYPE_CHECKING:
@@ -37,21 +38,22 @@ def as_text(report: Report) -> str:
         lines.append(f"and {len(report.findings) - SHOWN} more; all: --json")
     failed, warned = (sum(each.status == status for each in report.findings) for status in ("fail", "warn"))
     where = f" on {', '.join(report.bad_nodes[:SHOWN])}" if report.bad_nodes else ""
-    lines.append(f"{len(report.transfers)} transfers; {failed} failures{where}, {warned} warnings")
+    lines.append(f"{failed} failed{where}, {warned} warned, of {len(report.transfers)} transfers")
     return "\n".join(lines)
 
 
 def _table(report: Report, shown: list[Transfer]) -> list[str]:
-    head = ["from", "port", "to", "port", "GB/s", "of profile", "latency µs", "99 %"]
+    head = ["from", "port", "to", "port", "GB/s", "of profile", "latency µs", "99 %", ""]
     rows = [head]
     for each in shown:
         share = report.share(each)
         rows.append([
             each.sender, each.sender_port, each.receiver, each.receiver_port,
             "failed" if each.gb_per_s is None else f"{each.gb_per_s:.3g}",
-            "" if share is None else f"{share:.3g}" if share < 0.001 else f"{share:.1%}",
+            "" if share is None else percent(share),
             "" if each.latency_us is None else f"{each.latency_us:.2f}",
             "" if each.latency_99_us is None else f"{each.latency_99_us:.2f}",
+            each.error,
         ])  # fmt: skip
     return aligned(rows, right=(4, 5, 6, 7))
 
