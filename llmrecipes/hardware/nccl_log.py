@@ -11,11 +11,17 @@ The lines are those of NCCL's src/init.cc, src/transport/net.cc and src/transpor
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FILE = "NCCL_DEBUG_FILE"
+LEVEL, SUBSYSTEMS, FILE = "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"
+NEEDED = ("INIT", "NET")
+"""Subsystems whose INFO names the network."""
+USUAL = ("INIT", "BOOTSTRAP", "ENV")
+"""Those that NCCL logs where nobody names any."""
+VERBOSE = ("INFO", "ABORT", "TRACE")
+"""Levels that include INFO."""
 _CHANNEL = re.compile(r"(?:\[(send|receive)\] )?via NET/(.+?)/\d+(?:\(\d+\))?((?:/\S+)*)\s*(?:comm |$)")
 _CHOSEN = re.compile(r"NCCL INFO Using network (.+?)\s*$")
 _PORT = re.compile(r"\[\d+\]\S+?:\d+/(IB|RoCE)\b")
@@ -132,6 +138,36 @@ def log_of(environment: Mapping[str, str], host: str, process: int) -> Path | No
     return Path(re.sub("%[hp%]", lambda found: values[found[0]], pattern))
 
 
-def warnings_of(text: str) -> list[str]:
-    """Lines with which NCCL reports a failure, which a log file takes away from the output."""
-    return [line for line in text.splitlines() if "NCCL WARN" in line]
+def proving(user: Mapping[str, str]) -> dict[str, str]:
+    """Level and subsystems with which NCCL logs what proves its network, and what the user wants besides.
+
+    Args:
+        user: variables that the user has set. Subsystems are names with commas between them, after ^ those left out.
+    """
+    if not verbose(user.get(LEVEL)):
+        return {LEVEL: "INFO", SUBSYSTEMS: ",".join(NEEDED)}
+    own = user.get(SUBSYSTEMS, "").upper()
+    names = [name for name in own.lstrip("^").split(",") if name]
+    if own.startswith("^"):
+        left = ",".join(name for name in names if name not in (*NEEDED, "ALL"))
+        subsystems = f"^{left}" if left else "ALL"
+    else:
+        subsystems = ",".join(dict.fromkeys((*(names or USUAL), *NEEDED)))
+    return {LEVEL: user[LEVEL], SUBSYSTEMS: subsystems}
+
+
+def verbose(level: str | None) -> bool:
+    """Whether a level shows more than warnings."""
+    return (level or "").upper() in VERBOSE
+
+
+def shown(lines: Sequence[str], level: str | None) -> list[str]:
+    """Lines of a log at INFO that a level shows.
+
+    Args:
+        lines: of the log.
+        level: the user's; None: warnings, which a file would take away from the output.
+    """
+    if verbose(level):
+        return list(lines)
+    return [line for line in lines if "NCCL WARN" in line]

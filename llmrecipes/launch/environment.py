@@ -23,8 +23,6 @@ BLACKWELL = frozenset({"B200", "B300", "GB200", "GB300"})
 """Words in the names of GPUs that need no single queue to overlap communication."""
 FABRIC = "LLMRECIPES_FABRIC"
 """Variable with the kind of network that ranks of different nodes must use; each proves it at the start."""
-NCCL_LOG = "/tmp/llmrecipes-nccl-%h-%p.log"  # noqa: S108
-"""NCCL's log of a rank: on the node, because one file a rank would be too many for a shared file system."""
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 """Names under which a user may have set a variable, by the one that is set here."""
 
@@ -76,17 +74,12 @@ def missing(wanted: Mapping[str, str], there: Mapping[str, str]) -> dict[str, st
 
 
 def _for_fabric(profile: Profile, plan: Plan, ranks_per_node: int) -> dict[str, str]:
-    """The network that NCCL must use, and its log, which says what it uses; nothing where no network is needed."""
+    """The network that NCCL must use; nothing where no network is needed."""
     ranks = plan.layout.world_size
     kind = profile.inter_node.kind
     if profile.gpu is None or kind not in RDMA or ranks <= max(ranks_per_node, profile.nvlink_domain or 0):
         return {}
-    return {
-        FABRIC: kind,
-        "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": "INIT,NET",
-        "NCCL_DEBUG_FILE": NCCL_LOG,
-    }
+    return {FABRIC: kind}
 
 
 def _for_gpus(plan: Plan, logs: Path | None, gpu: str) -> dict[str, str]:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,13 +16,12 @@ import torch.distributed as dist
 from llmrecipes.engine.base import Platform
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.adapters import CHOICE, LINK_LAYERS, Port
-from llmrecipes.hardware.nccl_log import FILE, fault, log_of, read, warnings_of
-from llmrecipes.launch.environment import FABRIC, NCCL_LOG
+from llmrecipes.hardware.nccl_log import fault, read
+from llmrecipes.launch.environment import FABRIC
+from llmrecipes.train.nccl_output import NcclOutput
 
 MOST_NAMED = 8
 """Nodes that a message names."""
-MOST_WARNINGS = 20
-_SHOWN = "_llmrecipes_nccl_shown"
 
 
 @dataclass(frozen=True)
@@ -39,28 +35,31 @@ class Report:
     lines: tuple[str, ...] = ()
 
 
-def prove(platform: Platform, *, allow_socket: bool) -> str | None:
+def prove(platform: Platform, output: NcclOutput | None, *, allow_socket: bool) -> str | None:
     """Connect all ranks, and compare what NCCL says about its network with the site's. A collective of all ranks.
 
     Args:
         platform: of this rank.
+        output: of NCCL in this rank; None where no network is expected: one node, or a site without a fabric.
         allow_socket: accept any network.
 
     Returns:
-        The network of each node in one line; None where no network is expected: one node, or a site without a fabric.
+        The network of each node in one line; None where none is expected.
 
     Raises:
         UserError: on all ranks, if it is another network, or without GPUDirect RDMA.
     """
-    kind = os.environ.get(FABRIC)
-    if kind is None:
+    if output is None:
         return None
+    kind = os.environ[FABRIC]
     # NCCL connects an algorithm when it is first used: these two use trees and rings.
     part = torch.ones(1, device=platform.device)
     dist.all_reduce(part)
     dist.all_gather_into_tensor(torch.empty(dist.get_world_size(), device=platform.device), part)
     platform.synchronize()
-    own = report(kind, platform.backend, os.environ, socket.gethostname(), os.getpid())
+    output.restore()
+    leads = os.environ.get("LOCAL_RANK", "0") == "0"
+    own = report(kind, platform.backend, output.text(), socket.gethostname(), output.where, leads=leads)
     everybody: list[Report] = [own] * dist.get_world_size()
     dist.all_gather_object(everybody, own)
     return judge(everybody, kind, allow_socket=allow_socket)
@@ -80,32 +79,26 @@ def leave_out_other_adapters(found: Sequence[Port]) -> None:
         os.environ.setdefault(CHOICE, f"={','.join(ours)}")
 
 
-def report(kind: str, backend: str, environment: Mapping[str, str], host: str, process: int) -> Report:
+def report(kind: str, backend: str, log: str, host: str, where: str, *, leads: bool = True) -> Report:
     """What a rank's log says.
 
     Args:
         kind: network of the site.
         backend: of torch.distributed; gloo, which CPUs use, only knows sockets.
-        environment: of the rank.
-        host: its host.
-        process: its process id.
+        log: of NCCL.
+        host: of the rank.
+        where: the log is, for a message.
+        leads: whether to quote it: all ranks of a node say the same, and every rank receives what all say.
     """
     if "nccl" not in backend:
         return Report(host, f"sockets ({backend})", 0, f"sockets ({backend})")
-    path = log_of(environment, host, process)
-    try:
-        text = "" if path is None else path.read_text("utf-8", "replace")
-    except OSError:
-        text = ""
-    found = read(text)
+    found = read(log)
     wrong = fault(found, kind)
     if wrong is None:
         return Report(host, found.described(), found.connections)
     if not found.names:
-        wrong += f" ({path or 'no NCCL_DEBUG_FILE'}, NCCL_DEBUG={environment.get('NCCL_DEBUG', '')})"
-    # All ranks of a node say the same, and every rank receives what all say.
-    lines = found.lines if environment.get("LOCAL_RANK", "0") == "0" else ()
-    return Report(host, found.described(), found.connections, wrong, lines)
+        wrong += f" ({where}, {len(log):,} characters)"
+    return Report(host, found.described(), found.connections, wrong, found.lines if leads else ())
 
 
 def judge(reports: Sequence[Report], kind: str, *, allow_socket: bool) -> str:
@@ -144,39 +137,11 @@ def _named(hosts: Sequence[str]) -> str:
     return ", ".join(hosts[:MOST_NAMED]) + (f" and {len(hosts) - MOST_NAMED} more" if hosts[MOST_NAMED:] else "")
 
 
-@contextmanager
-def nccl_log() -> Iterator[None]:
-    """Take care of this rank's log: after an error NCCL's warnings in it are printed, otherwise it is removed.
-
-    A file that the user has chosen stays.
-    """
-    path = log_of(os.environ, socket.gethostname(), os.getpid()) if FABRIC in os.environ else None
-    try:
-        yield
-    except Exception as error:
-        if path is not None and not hasattr(error, _SHOWN):
-            setattr(error, _SHOWN, True)
-            _print_warnings(path)
-        raise
-    if path is not None and os.environ.get(FILE) == NCCL_LOG:
-        path.unlink(missing_ok=True)
-
-
-def _print_warnings(path: Path) -> None:
-    try:
-        said = warnings_of(path.read_text("utf-8", "replace"))
-    except OSError:
-        return
-    for line in said[-MOST_WARNINGS:]:
-        print(line, file=sys.stderr)
-    print(f"NCCL's log is {socket.gethostname()}:{path}", file=sys.stderr, flush=True)
-
-
 def _refused(what: str, kind: str) -> UserError:
     return UserError(
         what,
         where="network",
         rule=f"inter_node.kind of the profile is {kind}: ranks of different nodes use it, with GPUDirect RDMA",
         fix="llmrecipes doctor --cluster on these nodes; /dev/infiniband and the NCCL plugin in the container; unset "
-        "NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_NET; --allow-socket trains over what there is",
+        "NCCL_NET and NCCL_IB_DISABLE; --allow-socket trains over what there is",
     )

@@ -39,7 +39,8 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.folder import require_exists, stop_when_deleted
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, Outcome
-    from llmrecipes.train.network import leave_out_other_adapters, nccl_log, prove
+    from llmrecipes.train.nccl_output import nccl_output, told
+    from llmrecipes.train.network import leave_out_other_adapters, prove
     from llmrecipes.train.pending import evaluation_due
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import choose, resume
@@ -52,16 +53,15 @@ def run(spec: RunSpec) -> ExitCode:
         _require_gpu(platform.name)
     cluster = detect().times(nodes())
     leave_out_other_adapters(ports())
-    # Errors are reported before anything is closed; the process group is left last. The outer log is for an error while
-    # joining.
+    # Errors are reported before anything is closed; the process group is left last.
     with (
-        nccl_log(),
+        nccl_output() as output,
         engines.join(recipe, platform) as world,
         ExitStack() as stack,
         failure_reported(recipe),
-        nccl_log(),
+        told(output),
     ):
-        network = prove(platform, allow_socket=spec.allow_socket)
+        network = prove(platform, output, allow_socket=spec.allow_socket)
         plan = derive(recipe, world.size, cluster)
         prepared = open_prepared(recipe, spec.data_dir)
         loaders = open_loaders(recipe, prepared, world, pin_memory=platform.name == "cuda")

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware.adapters import Port
 from llmrecipes.hardware.load import load_profile
-from llmrecipes.hardware.nccl_log import fault, log_of, read, warnings_of
+from llmrecipes.hardware.nccl_log import fault, log_of, proving, read, shown
 from llmrecipes.launch.environment import FABRIC, environment
-from llmrecipes.train import network
+from llmrecipes.train import nccl_output, network
 from llmrecipes.train.network import Report, judge, report
 from tests.refusals import refused
 from tests.unit.test_clusters import plan_on
@@ -142,20 +142,16 @@ def test_anything_else_is_a_fault(log: str, kind: str, why: str | None) -> None:
     assert found is None if why is None else found is not None and found.startswith(why)
 
 
-def reports(tmp_path: Path, kind: str, *logs: str) -> list[Report]:
+def reports(kind: str, *logs: str) -> list[Report]:
     """One rank a node, each with its own log."""
-    found = []
-    for number, log in enumerate(logs):
-        (tmp_path / f"nccl-n{number}-{100 + number}.log").write_text(log, "utf-8")
-        variables = {"NCCL_DEBUG_FILE": f"{tmp_path}/nccl-%h-%p.log"}
-        found.append(report(kind, "nccl", variables, f"n{number}.site.example", 100 + number))
-    return found
+    hosts = (f"n{number}.site.example" for number in range(len(logs)))
+    return [report(kind, "nccl", log, host, f"{host}:/tmp/nccl.log") for host, log in zip(hosts, logs, strict=True)]
 
 
-def test_the_run_says_which_network_each_node_uses(tmp_path: Path) -> None:
-    same = reports(tmp_path, "infiniband", INFINIBAND, INFINIBAND)
+def test_the_run_says_which_network_each_node_uses() -> None:
+    same = reports("infiniband", INFINIBAND, INFINIBAND)
     assert judge(same, "infiniband", allow_socket=False) == "IB with GPUDirect RDMA on 2 nodes"
-    mixed = reports(tmp_path, "infiniband", INFINIBAND, SOCKETS, INFINIBAND)
+    mixed = reports("infiniband", INFINIBAND, SOCKETS, INFINIBAND)
     said = judge(mixed, "infiniband", allow_socket=True)
     assert "n1.site.example" in said and "Socket without GPUDirect" in said
 
@@ -164,15 +160,15 @@ def test_the_run_says_which_network_each_node_uses(tmp_path: Path) -> None:
     ("logs", "rule"),
     [
         ((INFINIBAND, SOCKETS), ("inter_node.kind", "n1.site.example", "NET/IB", "NET/Socket", "--allow-socket")),
-        ((MNNVL, MNNVL), ("inter_node.kind", "NCCL_DEBUG_SUBSYS")),
-        ((INFINIBAND, ""), "n1.site.example"),
+        ((MNNVL, MNNVL), "inter_node.kind"),
+        ((INFINIBAND, ""), ("n1.site.example", "/tmp/nccl.log")),
     ],
 )
-def test_another_network_stops_the_run(tmp_path: Path, logs: tuple[str, ...], rule: str | tuple[str, ...]) -> None:
+def test_another_network_stops_the_run(logs: tuple[str, ...], rule: str | tuple[str, ...]) -> None:
     with refused("network", rule=rule) as caught:
-        judge(reports(tmp_path, "infiniband", *logs), "infiniband", allow_socket=False)
+        judge(reports("infiniband", *logs), "infiniband", allow_socket=False)
     assert caught.value.code == 2 and "--allow-socket" in caught.value.fix
-    assert judge(reports(tmp_path, "infiniband", *logs), "infiniband", allow_socket=True)
+    assert judge(reports("infiniband", *logs), "infiniband", allow_socket=True)
 
 
 def test_thousands_of_ranks_are_one_short_message() -> None:
@@ -185,13 +181,32 @@ def test_thousands_of_ranks_are_one_short_message() -> None:
 def test_the_log_is_found_as_nccl_names_it() -> None:
     assert log_of({"NCCL_DEBUG_FILE": "/tmp/a%%-%h.%p"}, "n1.site", 7) == Path("/tmp/a%-n1.7")
     assert log_of({}, "n1", 7) is None
-    assert warnings_of("a NCCL WARN b\nc NCCL INFO d") == ["a NCCL WARN b"]
 
 
-def test_ranks_log_where_the_site_has_a_fabric_and_the_run_needs_it() -> None:
+WARNING = "n1:1:2 [0] socket.cc:441 NCCL WARN socketFinalizeAccept: wrong type 4 != 3"
+
+
+@pytest.mark.parametrize(
+    ("user", "level", "subsystems", "seen"),
+    [
+        ({}, "INFO", "INIT,NET", 1),
+        ({"NCCL_DEBUG": "WARN"}, "INFO", "INIT,NET", 1),
+        ({"NCCL_DEBUG": "version", "NCCL_DEBUG_SUBSYS": "COLL"}, "INFO", "INIT,NET", 1),
+        ({"NCCL_DEBUG": "INFO"}, "INFO", "INIT,BOOTSTRAP,ENV,NET", 10),
+        ({"NCCL_DEBUG": "Trace", "NCCL_DEBUG_SUBSYS": "coll,net"}, "Trace", "COLL,NET,INIT", 10),
+        ({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ALL"}, "INFO", "ALL,INIT,NET", 10),
+        ({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "^NET,COLL"}, "INFO", "^COLL", 10),
+        ({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "^INIT"}, "INFO", "ALL", 10),
+    ],
+)
+def test_a_users_level_is_kept_for_what_is_shown(user: dict[str, str], level: str, subsystems: str, seen: int) -> None:
+    assert proving(user) == {"NCCL_DEBUG": level, "NCCL_DEBUG_SUBSYS": subsystems}
+    assert len(shown([*INFINIBAND.splitlines(), WARNING], user.get("NCCL_DEBUG"))) == seen
+
+
+def test_ranks_prove_their_network_where_the_site_has_a_fabric_and_the_run_needs_it() -> None:
     found = environment(load_profile("h100-ib"), plan_on("h100-ib", 2), 8)
-    assert (found[FABRIC], found["NCCL_DEBUG"], found["NCCL_DEBUG_SUBSYS"]) == ("infiniband", "INFO", "INIT,NET")
-    assert "%p" in found["NCCL_DEBUG_FILE"]
+    assert (found[FABRIC], found["NCCL_DEBUG"]) == ("infiniband", "WARN")
     one = environment(load_profile("h100-ib"), plan_on("h100-ib", 1), 8)
     assert FABRIC not in one and one["NCCL_DEBUG"] == "WARN"
     domain = load_profile("gb200-nvl72")
@@ -235,35 +250,82 @@ def world() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def test_ranks_prove_their_network_at_the_start(tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert network.prove(world("gloo"), allow_socket=False) is None  # no fabric is expected
+@pytest.fixture
+def fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a site with InfiniBand, whose node keeps logs in `tmp_path`."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv(FABRIC, "infiniband")
-    with refused("network", rule="inter_node.kind"):
-        network.prove(world("gloo"), allow_socket=False)
-    assert network.prove(world("gloo"), allow_socket=True) == "sockets (gloo) on 1 nodes"
-    log = tmp_path / f"nccl-{os.getpid()}.log"
-    log.write_text(INFINIBAND, "utf-8")
-    monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/nccl-%p.log")
-    assert network.prove(world("nccl"), allow_socket=False) == "IB with GPUDirect RDMA on 1 nodes"
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.delenv(name, raising=False)
 
 
-def test_nccls_warnings_are_printed_after_an_error_and_its_log_is_removed_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def say(text: str) -> None:
+    """What NCCL does at its first line."""
+    Path(os.environ["NCCL_DEBUG_FILE"]).write_text(text, "utf-8")
+
+
+def test_nothing_is_proven_without_a_fabric(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FABRIC, raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    with nccl_output.nccl_output() as output:
+        assert network.prove(world("gloo"), output, allow_socket=False) is None
+        assert os.environ["NCCL_DEBUG"] == "WARN"
+
+
+@pytest.mark.usefixtures("fabric")
+def test_ranks_prove_their_network_at_the_start(
+    tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = tmp_path / "nccl.log"
-    log.write_text(INFINIBAND + "n1:1:2 [0] socket.cc:441 NCCL WARN socketFinalizeAccept: wrong type 4 != 3\n", "utf-8")
-    monkeypatch.setenv(FABRIC, "infiniband")
-    monkeypatch.setenv("NCCL_DEBUG_FILE", str(log))
-    with pytest.raises(RuntimeError), network.nccl_log(), network.nccl_log():
-        raise RuntimeError("NCCL error")
-    assert capsys.readouterr().err.count("NCCL WARN socketFinalizeAccept") == 1 and log.exists()
-    with network.nccl_log():
+    """A site that exports WARN is not refused: INFO goes to a file, WARN is what is seen."""
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    with refused("network", rule="inter_node.kind"), nccl_output.nccl_output() as output:
+        network.prove(world("gloo"), output, allow_socket=False)
+    with nccl_output.nccl_output() as output:
+        assert output is not None
+        assert network.prove(world("gloo"), output, allow_socket=True) == "sockets (gloo) on 1 nodes"
+    with nccl_output.nccl_output() as output:
+        assert output is not None
+        assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET")
+        capsys.readouterr()
+        say(f"{INFINIBAND}{WARNING}\nhalf a li")
+        assert network.prove(world("nccl"), output, allow_socket=False) == "IB with GPUDirect RDMA on 1 nodes"
+        assert os.environ["NCCL_DEBUG"] == "WARN" and "NCCL_DEBUG_FILE" not in os.environ
+    assert capsys.readouterr().out == f"{WARNING}\n"
+    assert len(list(tmp_path.iterdir())) == 1  # of the refused one
+
+
+@pytest.mark.usefixtures("fabric")
+def test_warnings_are_shown_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Such as those of NCCL's asynchronous InfiniBand events, where the user wants them."""
+    monkeypatch.setattr(nccl_output, "SECONDS", 0.01)
+    monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/mine-%p")
+    os.mkfifo(tmp_path / f"mine-{os.getpid()}")
+    reader = os.open(tmp_path / f"mine-{os.getpid()}", os.O_RDWR)
+    with nccl_output.nccl_output() as output:
+        assert output is not None and os.environ["NCCL_DEBUG_FILE"] == str(output.path)
+        say(f"{INFINIBAND}{WARNING}\n")
+        assert os.read(reader, 1000).decode() == f"{WARNING}\n"  # waits for the thread
+    os.close(reader)
+
+
+@pytest.mark.usefixtures("fabric")
+def test_after_an_error_nccls_warnings_come_first_and_its_log_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError), nccl_output.nccl_output() as output:
+        assert output is not None
+        with nccl_output.told(output):
+            say(f"{INFINIBAND}{WARNING}\n")
+            raise RuntimeError("NCCL error")
+    assert output is not None
+    printed = capsys.readouterr()
+    assert printed.out.count(WARNING) == 1 and printed.err.count(str(output.path)) == 1
+    assert output.path.read_text("utf-8").startswith(INFINIBAND)
+
+
+@pytest.mark.usefixtures("fabric")
+def test_a_node_without_room_for_the_log_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    with refused("TMPDIR", rule=str(tmp_path / "none")), nccl_output.nccl_output():
         pass
-    assert log.exists()  # the user's
-    monkeypatch.setattr(network, "NCCL_LOG", str(log))
-    with network.nccl_log():
-        pass
-    assert not log.exists()
 
 
 def test_sockets_are_allowed_by_an_option_of_every_launcher(capsys: pytest.CaptureFixture[str]) -> None:
