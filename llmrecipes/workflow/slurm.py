@@ -153,10 +153,12 @@ def bind(here: Rank) -> None:
 
 
 def hold_signals() -> None:
-    """Block the signals that stop a run until training handles them; the batch script has them ignored until here."""
+    """Block the signals that stop a run until training handles them.
+
+    The batch script has them ignored until here, and they are ignored again after training: a rank that is closing must
+    not be killed by a warning that is repeated. Linux keeps a blocked signal even if it is ignored.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-    for number in HELD:
-        signal.signal(number, signal.SIG_DFL)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -106,15 +106,18 @@ def test_the_binding_is_shown_of_one_node(
 
 
 def test_a_rank_blocks_its_signals_before_it_loads_torch() -> None:
-    """They were ignored until then; blocked, one that arrives waits until training handles it."""
+    """They were ignored until then; blocked, one that arrives waits until training handles it; then they are ignored."""
     code = (
         "import os, signal, sys; from llmrecipes.workflow.slurm import hold_signals as hold;"
         "hold(); os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGTERM);"
         "print(sorted(signal.sigpending()) == [10, 15], 'torch' in sys.modules);"
+        "from llmrecipes.faults.signals import catch_signals as catch;"
+        "request = catch(str); print(request.__enter__().requested); request.__exit__(None, None, None);"
+        "os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGTERM); print('closed')"
     )
     command = ["sh", "-c", 'trap "" USR1 TERM; exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
-    assert done.stdout.split() == ["True", "False"], done.stderr
+    assert done.stdout.split() == ["True", "False", "True", "closed"], done.stderr
 
 
 @pytest.mark.parametrize(
