@@ -168,7 +168,8 @@ def _start(number: int, built: Path, run: Path, shares: Sequence[Path]) -> Guest
         process = subprocess.Popen(
             # A guest ends with this process, even if that is killed.
             ["setpriv", "--pdeathsig", "TERM", "qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-m", "1024",
-             "-smp", "1", "-nodefaults", "-no-reboot", "-display", "none", "-kernel", str(built / "vmlinuz"), "-initrd", str(built / "initramfs.cpio"),
+             "-smp", "1", "-nodefaults", "-no-reboot", "-display", "none",
+             "-kernel", str(built / "vmlinuz"), "-initrd", str(built / "initramfs.cpio"),
              "-append", f"console=ttyS0 panic=-1 quiet {' '.join(words)}", "-serial", f"file:{log}",
              "-qmp", f"unix:{control},server,nowait", *devices],
             stdin=subprocess.DEVNULL, stderr=errors, env={"PATH": PATHS},
