@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -151,7 +150,7 @@ def _near(port: Port, system: Path = SYSTEM) -> list[str]:
         near = set(parse_ranges((system / port.device / "device/local_cpulist").read_text("ascii")))
     except (OSError, ValueError):
         return []
-    cores = sorted(near & allowed_cpus())
-    if not cores or len(cores) == os.cpu_count():
+    allowed = allowed_cpus()
+    if not near & allowed or allowed <= near:
         return []
-    return ["taskset", "--cpu-list", ranges(cores)]
+    return ["taskset", "--cpu-list", ranges(sorted(near & allowed))]
