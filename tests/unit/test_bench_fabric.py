@@ -157,6 +157,8 @@ def test_a_port_is_measured_at_its_address_and_on_the_cores_next_to_it(
     words = perftest.command("bandwidth", roce, 5, 4000, "n1")
     options = "-d mlx5_3 -i 2 -x 3 -p 4000 -s 65536 -D 5"
     assert options in " ".join(words) and words[-1] == "n1"
+    lossless = perftest.command("latency", perftest.Local(roce.port, 3, "106", "1"), 5, 4000, None)
+    assert {"--tclass=106", "-S", "1"} <= set(lossless)
     plain = perftest.command("latency", perftest.Local(port("mlx5_3"), None), 5, 4000, None)
     assert plain[0] == "ib_send_lat" and "-x" not in plain
     (tmp_path / "mlx5_3/device").mkdir(parents=True)
