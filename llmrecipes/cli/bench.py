@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llmrecipes.recipe.schema import Recipe
 
 app = typer.Typer(
-    help="Benchmark fabric, collectives, training steps or data loading. In a Slurm step, all of its nodes take part.",
+    help="Benchmark fabric, collectives, steps or data loading. In a Slurm step, all of its nodes take part.",
     rich_markup_mode=None,
     invoke_without_command=True,
 )

@@ -21,6 +21,7 @@ from llmrecipes.doctor.differing import compared
 from llmrecipes.doctor.finding import Finding, bad_nodes, fail, ok
 from llmrecipes.errors import UserError
 from llmrecipes.launch.messages import CONNECT_SECONDS, connect, receive, send
+from llmrecipes.launch.open_files import allow_nodes
 
 CLOCK_SECONDS = 5.0
 """Larger clock offsets confuse logs, caches of network file systems, and Slurm's credentials."""
@@ -94,6 +95,7 @@ class _Listener:
 
 
 def _lead(meeting: Meeting, findings: Sequence[Finding]) -> Gathered:
+    allow_nodes(len(meeting.hosts))
     attendance = _Attendance(len(meeting.hosts) - 1, meeting.patience)
     token = _write_token(meeting)
     with socket.create_server(("", meeting.port), backlog=len(meeting.hosts)) as server:

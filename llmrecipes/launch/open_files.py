@@ -1,4 +1,4 @@
-"""The limit of open files of a rank: each connection to another rank is one, and the usual soft limit is 1,024."""
+"""The limit of open files: each connection to another rank or node is one, and the usual soft limit is 1,024."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from math import isqrt
 
 from llmrecipes.errors import UserError
 
+OWN_OF_A_CHECK = 256
+"""Files of a check of nodes besides its connections."""
 OWN = 4096
 """Files of a rank besides its connections: libraries, data, checkpoints, logs, NCCL's channels."""
 
@@ -26,15 +28,36 @@ def allow_open_files(rank: int, ranks: int) -> None:
     Raises:
         UserError: it may not be raised so far.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = needed_files(rank, ranks)
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < needed:
+    if (allowed := _raise_to(needed)) < needed:
         raise UserError(
-            f"rank {rank} may open {hard} files",
+            f"rank {rank} may open {allowed} files",
             where="ulimit -n",
             rule=f"a run of {ranks} ranks needs {needed} open files on rank {rank}",
             fix=f"ulimit -Hn {needed} or more: LimitNOFILE for slurmd, --ulimit nofile for a container",
         )
+
+
+def allow_nodes(nodes: int) -> None:
+    """Raise the limit of this process, the first node of a check, to what a connection from each node needs.
+
+    Raises:
+        UserError: it may not be raised so far.
+    """
+    needed = OWN_OF_A_CHECK + 2 * nodes
+    if (allowed := _raise_to(needed)) < needed:
+        raise UserError(
+            f"the first of {nodes} nodes may open {allowed} files",
+            where="ulimit -n",
+            rule=f"it needs {needed}, for the connections of the others",
+            fix=f"ulimit -Hn {needed} or more: LimitNOFILE for slurmd, --ulimit nofile for a container",
+        )
+
+
+def _raise_to(needed: int) -> int:
+    """Raise the soft limit if it is lower; what is allowed of `needed` then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed

@@ -22,6 +22,7 @@ memory_gib: 1
 intra_node: {kind: memory, gb_per_s: 1}
 inter_node: {kind: roce, gb_per_s: 12.5}
 adapters: {ports: 1, gb_per_s: 12.5, names: [rxe0]}
+environment: {NCCL_IB_GID_INDEX: 1, NCCL_IB_TC: 106}
 """
 CACHE = "FABRIC_LAB"
 """Variable with a folder in which the build is kept."""

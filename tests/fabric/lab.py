@@ -119,8 +119,9 @@ class Guest:
             time.sleep(0.05)
 
     def messages(self) -> str:
-        """The last lines of its console."""
-        return "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-20:])
+        """The last lines of its console, and of QEMU."""
+        files = (self.log, self.log.with_suffix(".err"))
+        return "\n".join(line for file in files for line in file.read_text("utf-8", "replace").splitlines()[-20:])
 
 
 def build(folder: Path) -> None:
@@ -163,13 +164,16 @@ def _start(number: int, built: Path, run: Path, shares: Sequence[Path]) -> Guest
     for place, folder in enumerate(shares):
         devices += _shared(f"share.{place}", folder)
         words.append(f"share.{place}={folder}")
-    process = subprocess.Popen(
-        ["qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-m", "1024", "-smp", "1", "-nodefaults", "-no-reboot",
-         "-display", "none", "-kernel", str(built / "vmlinuz"), "-initrd", str(built / "initramfs.cpio"),
-         "-append", f"console=ttyS0 panic=-1 quiet {' '.join(words)}", "-serial", f"file:{log}",
-         "-qmp", f"unix:{control},server,nowait", *devices],
-        stdin=subprocess.DEVNULL, env={"PATH": PATHS},
-    )  # fmt: skip
+    with log.with_suffix(".err").open("wb") as errors:
+        process = subprocess.Popen(
+            # A guest ends with this process, even if that is killed.
+            ["setpriv", "--pdeathsig", "TERM", "qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-m", "1024",
+             "-smp", "1", "-nodefaults", "-no-reboot", "-display", "none",
+             "-kernel", str(built / "vmlinuz"), "-initrd", str(built / "initramfs.cpio"),
+             "-append", f"console=ttyS0 panic=-1 quiet {' '.join(words)}", "-serial", f"file:{log}",
+             "-qmp", f"unix:{control},server,nowait", *devices],
+            stdin=subprocess.DEVNULL, stderr=errors, env={"PATH": PATHS},
+        )  # fmt: skip
     return Guest(number, process, commands, log, control, count())
 
 

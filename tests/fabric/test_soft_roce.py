@@ -126,5 +126,9 @@ def test_an_adapter_by_another_name_is_named(guests: Pair) -> None:
     guest.run(
         "sed s/rxe0/mlx5_0/ /commands/soft-roce.yaml >/tmp/renamed.yaml; sed -i s/soft-roce/renamed/ /tmp/renamed.yaml"
     )
-    found = doctor(guest, "--cluster", "/tmp/renamed.yaml")
-    assert "mlx5_0" in found["fail adapters"]["what"] and "rxe0/1" in found["fail adapters"]["what"]
+    words = ("--runs-dir", "/tmp/runs", "--data-dir", "/tmp/data", "--quiet")
+    ended = guest.llmrecipes("doctor", "--cluster", "/tmp/renamed.yaml", *words).end(SECONDS)
+    print(ended.out)
+    failed = [line for line in ended.out.splitlines() if line.startswith("FAIL adapters ")]
+    assert ended.code == 1 and len(failed) == 1
+    assert "mlx5_0" in failed[0] and "rxe0/1" in failed[0]

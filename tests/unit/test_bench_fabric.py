@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from llmrecipes.doctor.finding import Finding, fail
 from llmrecipes.hardware import adapters
 from llmrecipes.hardware.adapters import Port
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.launch.messages import connect, receive, send
 from tests.refusals import refused, require_message
 
 IB = load_profile("h100-ib")
@@ -154,6 +157,8 @@ def test_a_port_is_measured_at_its_address_and_on_the_cores_next_to_it(
     words = perftest.command("bandwidth", roce, 5, 4000, "n1")
     options = "-d mlx5_3 -i 2 -x 3 -p 4000 -s 65536 -D 5"
     assert options in " ".join(words) and words[-1] == "n1"
+    lossless = perftest.command("latency", perftest.Local(roce.port, 3, "106", "1"), 5, 4000, None)
+    assert {"--tclass=106", "-S", "1"} <= set(lossless)
     plain = perftest.command("latency", perftest.Local(port("mlx5_3"), None), 5, 4000, None)
     assert plain[0] == "ib_send_lat" and "-x" not in plain
     (tmp_path / "mlx5_3/device").mkdir(parents=True)
@@ -253,6 +258,37 @@ def test_a_stranger_at_the_port_is_no_node(unused_port: int, monkeypatch: pytest
     own.join(30)
     assert found[0] is not None
     assert [each.node for each in found[0].findings if each.check == "node"] == ["127.0.0.2"]
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("few_files", "programs")
+def test_many_nodes_meet_although_few_files_may_be_open(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual soft limit is 1,024, and the first node has a connection from each."""
+    ports_of(monkeypatch, lambda _: [port("mlx5_0")])
+    hosts = tuple(f"n{number}" for number in range(200))
+    found: list[Outcome] = []
+    first = threading.Thread(target=lambda: found.append(meet(Meeting(hosts, 0, unused_port, 30, Limits(3, 5)), None)))
+    first.start()
+    with ExitStack() as stack:
+        streams = []
+        for number in range(1, len(hosts)):
+            made = stack.enter_context(connect("127.0.0.1", unused_port, 30))
+            streams.append(stack.enter_context(made.makefile("rw", encoding="utf-8")))
+            send(streams[-1], {"number": number, "ports": [["mlx5_0/1", False]], "findings": []})
+        for stream in streams:
+            assert receive(stream) == {"do": "report"}
+            send(stream, {"findings": []})
+        assert all(receive(stream) == {"bad": []} for stream in streams)
+    first.join(30)
+    assert found[0].report is not None
+    assert (found[0].report.nodes, found[0].report.measured_nodes, found[0].bad) == (200, 1, [])
 
 
 def transfer(sender: str, receiver: str, gb_per_s: float | None = 45.0, error: str = "") -> Transfer:

@@ -151,7 +151,7 @@ def test_help_has_every_command_once_with_a_whole_sentence(capsys: pytest.Captur
 def leaves() -> list[list[str]]:
     """Every command with the words that call it."""
     single = [[name] for commands in cli.SECTIONS.values() for name in commands if name != "bench"]
-    return [*single, *(["bench", name] for name in ("collectives", "step", "data"))]
+    return [*single, *(["bench", name] for name in ("collectives", "fabric", "step", "data"))]
 
 
 @pytest.mark.parametrize("words", leaves(), ids=" ".join)

@@ -23,6 +23,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.adapters import expected
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.messages import CONNECT_SECONDS, connect, receive, send
+from llmrecipes.launch.open_files import allow_nodes
 
 KINDS = ("infiniband", "roce")
 """Links that are measured; EFA has no reliable connections (RC)."""
@@ -100,6 +101,7 @@ def meet(meeting: Meeting, profile: Profile | None) -> Outcome:
     """
     if meeting.number != 0:
         return Outcome(None, _follow(meeting, meeting.hosts[0], profile))
+    allow_nodes(len(meeting.hosts))
     try:
         server = socket.create_server(("", meeting.port), backlog=len(meeting.hosts))
     except OSError as error:

@@ -42,11 +42,19 @@ class Node:
         self.findings = [each for each in self._look(found) if each.status in ("warn", "fail")]
         chosen = found if profile is None else adapters.choose(found, profile, os.environ).ports
         self._before = {port.name: port for port in chosen}
-        self._rails = [
-            perftest.Local(port, None if port.link_layer == "InfiniBand" else roce.gid_index(port, profile, os.environ))
-            for port in chosen
-        ]
+        self._rails = [self._local(port) for port in chosen]
         self._serving: dict[str, perftest.Process] = {}
+
+    def _local(self, port: Port) -> perftest.Local:
+        """A port with the variables of NCCL that say how it is used, so that the same path is measured."""
+
+        def told(name: str) -> str:
+            site = {} if self._profile is None else self._profile.environment
+            value = os.environ.get(name) or str(site.get(name, ""))
+            return value if value.isdecimal() else ""
+
+        gid = None if port.link_layer == "InfiniBand" else roce.gid_index(port, self._profile, os.environ)
+        return perftest.Local(port, gid, told("NCCL_IB_TC"), told("NCCL_IB_SL"))
 
     def _look(self, found: list[Port]) -> list[Finding]:
         if missing := perftest.missing():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -30,10 +29,15 @@ END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Local:
-    """A port of this node, as perftest takes it; `gid` is the index of RoCE's address, None for InfiniBand."""
+    """A port of this node, as perftest takes it."""
 
     port: Port
     gid: int | None
+    """Index of RoCE's address; None for InfiniBand."""
+    traffic_class: str = ""
+    """Of RoCE, which decides whether the network may drop packets; empty: the adapter's."""
+    service_level: str = ""
+    """Empty: 0."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,13 @@ def command(what: What, local: Local, seconds: float, tcp: int, peer: str | None
         tcp: on which the receiver listens.
         peer: host of the receiver; None: this is the receiver.
     """
-    gid = [] if local.gid is None else ["-x", str(local.gid)]
+    ways = [] if local.gid is None else ["-x", str(local.gid)]
+    ways += [f"--tclass={local.traffic_class}"] if local.traffic_class and local.gid is not None else []
+    ways += ["-S", local.service_level] if local.service_level else []
     amount = ["-s", str(SEND_BYTES), "-n", str(SENDS)]
     if what == "bandwidth":  # a second at each end does not count
         amount = ["-s", str(WRITE_BYTES), "-D", f"{seconds:.0f}", "-f", "1"]
-    port = ["-d", local.port.device, "-i", local.port.number, *gid, "-p", str(tcp)]
+    port = ["-d", local.port.device, "-i", local.port.number, *ways, "-p", str(tcp)]
     return [*_near(local.port), PROGRAMS[what], "-F", *port, *amount, *([] if peer is None else [peer])]
 
 
@@ -151,7 +157,7 @@ def _near(port: Port, system: Path = SYSTEM) -> list[str]:
         near = set(parse_ranges((system / port.device / "device/local_cpulist").read_text("ascii")))
     except (OSError, ValueError):
         return []
-    cores = sorted(near & allowed_cpus())
-    if not cores or len(cores) == os.cpu_count():
+    allowed = allowed_cpus()
+    if not near & allowed or allowed <= near:
         return []
-    return ["taskset", "--cpu-list", ranges(cores)]
+    return ["taskset", "--cpu-list", ranges(sorted(near & allowed))]

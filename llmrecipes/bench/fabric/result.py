@@ -39,7 +39,7 @@ class Transfer:
 
 def percent(share: float) -> str:
     """A share with three digits at most."""
-    return "< 0.1 %" if share < 0.001 else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+    return "<0.1%" if share < 0.001 else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
 
 
 @dataclass(frozen=True)
