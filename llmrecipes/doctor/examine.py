@@ -76,12 +76,18 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
     except (OSError, subprocess.SubprocessError) as error:
         yield gpus.unanswered(error)
     else:
-        if report is not None:
-            driver, states = gpus.parse(report)
-        yield from gpus.check(states, subject.profile, subject.own_gpus)
+        try:
+            if report is not None:
+                driver, states = gpus.parse(report)
+                yield from gpus.damaged(report)
+            yield from gpus.check(states, subject.profile, subject.own_gpus)
+        except gpus.UnreadableReport as error:
+            yield gpus.unreadable(report or "", error, subject.profile)
     if states:
-        yield from _nvlinks(subject.profile)
-        yield from kernel.check(kernel.records(), time.clock_gettime(time.CLOCK_MONOTONIC))
+        yield from _nvlinks(subject.profile, subject.own_gpus)
+        own = [state for number, state in enumerate(states) if subject.own_gpus is None or number in subject.own_gpus]
+        fine = {state.address for state in states if state not in own or state.recovery == "None"}
+        yield from kernel.check(kernel.records(), time.clock_gettime(time.CLOCK_MONOTONIC), fine)
     pins = versions.locked(versions.lock_file(ROOT, len(states)))
     packages = versions.installed()
     yield from versions.check(packages, sys.version_info[:2], driver, len(states), pins, torch_build.cuda_version())
@@ -106,10 +112,10 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
         yield from data.check(subject.recipe, subject.data_dir)
 
 
-def _nvlinks(profile: Profile | None) -> Iterator[Finding]:
+def _nvlinks(profile: Profile | None, own: frozenset[int] | None) -> Iterator[Finding]:
     try:
         report = nvlink.query()
     except (OSError, subprocess.SubprocessError) as error:
         yield skip("NVLink", f"nvidia-smi nvlink: {type(error).__name__}")
     else:
-        yield from nvlink.check(nvlink.parse(report or ""), profile)
+        yield from nvlink.check(nvlink.parse(report or ""), profile, own)

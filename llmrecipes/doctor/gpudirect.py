@@ -42,7 +42,7 @@ def support(modules: Path = MODULES, driver: Path = DRIVER, release: str | None 
         line = driver.read_text("ascii", "replace").partition("\n")[0]
     except OSError:
         line = ""
-    major, minor = re.findall(r"\d+", release or os.uname().release)[:2]
+    major, minor = [*re.findall(r"\d+", release or os.uname().release), "0", "0"][:2]
     peermem = any((modules / name).is_dir() for name in ("nvidia_peermem", "nv_peer_mem"))
     return Support(peermem, line, (int(major), int(minor)))
 
@@ -97,7 +97,7 @@ def access_control(devices: Path = DEVICES) -> Iterator[Finding]:
 def _is(device: Path, vendor: str, kinds: tuple[str, ...]) -> bool:
     try:
         own, kind = ((device / name).read_text("ascii").strip() for name in ("vendor", "class"))
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return False
     return own == vendor and kind.startswith(kinds)
 

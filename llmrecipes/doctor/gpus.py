@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from xml.etree import ElementTree
@@ -14,7 +15,14 @@ TAKEN_MIB = 1024
 """An idle GPU uses a few hundred MiB at most."""
 THROTTLES = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 
+_END = "</nvidia_smi_log>"
+_UNSAFE = re.compile(r"<process_name>.*?</process_name>|[\x00-\x08\x0b\x0c\x0e-\x1f]", re.DOTALL)
+"""What nvidia-smi passes on unescaped, and XML does not permit: another job's names make no report unreadable."""
 GENERATIONS = ("current_link_gen", "max_link_gen", "max_device_link_gen")
+
+
+class UnreadableReport(ValueError):
+    """nvidia-smi's report is cut off, or no XML."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,10 @@ class GpuState:
     """Power limit, and the default one."""
     clock_mhz: tuple[int, int] | None = None
     """Clock that applications get, and the default one."""
+    address: str = ""
+    """On the PCI bus, `0000:1b:00`."""
+    recovery: str | None = None
+    """What the driver asks for: `None`, `Reset`, `Reboot`, …; of drivers since 560."""
 
 
 def query(timeout: float = 30) -> str | None:
@@ -54,8 +66,17 @@ def query(timeout: float = 30) -> str | None:
 
 
 def parse(report: str) -> tuple[str, list[GpuState]]:
-    """(driver version, GPUs) of a report."""
-    root = ElementTree.fromstring(report)  # noqa: S314 - written by the machine's own nvidia-smi
+    """(driver version, GPUs) of a report. Warnings before and after it are left out.
+
+    Raises:
+        UnreadableReport: it is not complete.
+    """
+    begin, end = report.find("<nvidia_smi_log"), report.rfind(_END)
+    try:
+        text = _UNSAFE.sub("", report[begin : end + len(_END)])
+        root = ElementTree.fromstring(text)  # noqa: S314 - written by the machine's own nvidia-smi
+    except ElementTree.ParseError as error:
+        raise UnreadableReport(str(error)) from error
     return root.findtext("driver_version", ""), [_state(gpu) for gpu in root.iter("gpu")]
 
 
@@ -89,6 +110,23 @@ def unanswered(error: Exception) -> Finding:
     return fail("GPUs", f"nvidia-smi does not respond ({type(error).__name__})", "drain and reboot the node")
 
 
+def unreadable(report: str, error: UnreadableReport, profile: Profile | None) -> Finding:
+    """The driver responds, but not in a form that can be checked.
+
+    A node whose profile has GPUs is not passed unchecked.
+    """
+    what = f"nvidia-smi's report of {len(report):,} characters cannot be read: {error}"
+    verdict = fail if profile is not None and profile.gpus_per_node else warn
+    return verdict("GPUs", what, "nvidia-smi -q -x; if it is complete there, report this as an error of the doctor")
+
+
+def damaged(report: str) -> Iterator[Finding]:
+    """GPUs whose infoROM is damaged, which nvidia-smi says beside its report."""
+    for line in report.splitlines():
+        if "infoROM is corrupted" in line:
+            yield warn("GPUs", line.strip(), "have the GPU checked: its ECC and row remapping records may be lost")
+
+
 def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
     if gpu.processes or (gpu.used_mib or 0) > TAKEN_MIB:
         who = f" by process {', '.join(map(str, gpu.processes))}" if gpu.processes else ""
@@ -97,6 +135,8 @@ def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
         )
     if gpu.uncorrectable:
         yield fail(name, f"{gpu.uncorrectable} uncorrectable memory errors", "reset the GPU; replace it if they return")
+    if gpu.recovery in ("Reset", "Reboot", "Drain and Reset"):
+        yield fail(name, f"the driver asks for: {gpu.recovery}", "reset the GPU or reboot the node, as it says")
     if gpu.remap_failed:
         yield fail(name, "row remapping failed", "replace the GPU")
     elif gpu.remap_pending:
@@ -139,10 +179,11 @@ def _state(gpu: ElementTree.Element) -> GpuState:
     )
     gens = [_number(gpu.findtext(f"pci/pci_gpu_link_info/pcie_gen/{name}", "")) for name in GENERATIONS]
     clocks = [_number(gpu.findtext(f"{name}applications_clocks/graphics_clock", "")) for name in ("", "default_")]
+    processes = [_number(each.text or "") for each in gpu.iterfind("processes/process_info/pid")]
     return GpuState(
         name=gpu.findtext("product_name", "unknown"),
         used_mib=_number(gpu.findtext("fb_memory_usage/used", "")),
-        processes=tuple(int(each.text) for each in gpu.iterfind("processes/process_info/pid") if each.text),
+        processes=tuple(process for process in processes if process is not None),
         uncorrectable=sum(_number(text or "") or 0 for text in errors),
         remap_pending=gpu.findtext("remapped_rows/remapped_row_pending") == "Yes",
         remap_failed=gpu.findtext("remapped_rows/remapped_row_failure") == "Yes",
@@ -154,18 +195,26 @@ def _state(gpu: ElementTree.Element) -> GpuState:
         state=gpu.findtext("performance_state", ""),
         power_watts=_power(gpu),
         clock_mhz=(clocks[0], clocks[1]) if clocks[0] and clocks[1] else None,
+        address=address(gpu.get("id", "")),
+        recovery=gpu.findtext("gpu_recovery_action"),
     )
+
+
+def address(text: str) -> str:
+    """A PCI address as the kernel writes it: `0000:1b:00` of nvidia-smi's `00000000:1B:00.0`."""
+    domain, _, rest = text.lower().partition(".")[0].partition(":")
+    return f"{domain[-4:]}:{rest}"
 
 
 def _power(gpu: ElementTree.Element) -> tuple[float, float] | None:
     # Older drivers call the section power_readings, and its limit power_limit.
     for section, limit in (("gpu_power_readings", "current_power_limit"), ("power_readings", "power_limit")):
         words = [gpu.findtext(f"{section}/{name}", "").partition(" ")[0] for name in (limit, "default_power_limit")]
-        if all(word.replace(".", "", 1).isdecimal() for word in words):
+        if all(re.fullmatch(r"[0-9]+(\.[0-9]+)?", word) for word in words):
             return float(words[0]), float(words[1])
     return None
 
 
 def _number(text: str) -> int | None:
     first = text.split(" ")[0]
-    return int(first) if first.isdecimal() else None
+    return int(first) if first.isascii() and first.isdecimal() else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
@@ -55,12 +55,14 @@ def records(log: Path = LOG) -> list[str] | None:
         os.close(source)
 
 
-def check(log: Sequence[str] | None, now: float) -> Iterator[Finding]:
+def check(log: Sequence[str] | None, now: float, fine: Collection[str] = ()) -> Iterator[Finding]:
     """Find Xid messages; those of programs are left out, and old ones do not fail a node that may have been reset.
 
     Args:
         log: see `records`.
         now: seconds since the machine started.
+        fine: addresses of GPUs whose errors are no reason to fail the node: the driver says that they need nothing, or
+            they belong to another job.
     """
     if log is None:
         yield skip("kernel log", "cannot be read: root only (kernel.dmesg_restrict), or a container")
@@ -75,7 +77,7 @@ def check(log: Sequence[str] | None, now: float) -> Iterator[Finding]:
     for (gpu, xid), (at, text, times) in seen.items():
         age = max(0.0, now - at)
         what = f"Xid {xid} on {gpu}, {times} times, last {_ago(age)} ago" + (f": {text}" if text else "")
-        verdict = fail if xid in NEEDS and age < DAY else warn
+        verdict = fail if xid in NEEDS and age < DAY and gpu.lower() not in fine else warn
         yield verdict("kernel log", what, NEEDS.get(xid, "look the number up in NVIDIA's Xid catalogue"))
     if not seen:
         yield ok("kernel log", "no Xid errors of GPUs")

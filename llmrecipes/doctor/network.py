@@ -33,11 +33,9 @@ def name(host: str, several: bool) -> Finding:
     """Whether a host name resolves to an address that other nodes can reach."""
     try:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for a name that DNS does not permit
         verdict = fail if several else warn
-        return verdict(
-            "host name", f"{host} does not resolve: {error.strerror}", f"an entry for {host} in DNS or /etc/hosts"
-        )
+        return verdict("host name", f"{host} does not resolve: {error}", f"an entry for {host} in DNS or /etc/hosts")
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
         what = f"{host} is {', '.join(sorted(addresses))}, a loopback address, which every node resolves to itself"
         # Debian writes 127.0.1.1 into /etc/hosts.

@@ -13,12 +13,13 @@ import socketserver
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.doctor.differing import compared
-from llmrecipes.doctor.finding import Finding, bad_nodes, fail, ok
+from llmrecipes.doctor.finding import Finding, bad_nodes, fail, ok, skip
 from llmrecipes.errors import UserError
 from llmrecipes.launch.messages import CONNECT_SECONDS, connect, receive, send
 from llmrecipes.launch.open_files import allow_nodes
@@ -111,7 +112,8 @@ def _lead(meeting: Meeting, findings: Sequence[Finding]) -> Gathered:
         # Pods start their rank each by itself: a node that is fine may not start without the others.
         attendance.put(attendance.verdict, 0, gathered.bad)
         attendance.wait(attendance.dismissed)
-    _token_file(meeting).unlink(missing_ok=True)
+    with suppress(OSError):
+        _token_file(meeting).unlink()
     return gathered
 
 
@@ -206,6 +208,9 @@ def _clock(remote: float, sent: float, received: float) -> Iterator[Finding]:
 
 
 def _shared(meeting: Meeting, token: str) -> Iterator[Finding]:
+    if not token:
+        yield skip("shared directory", f"the first node cannot write to {meeting.shared}")
+        return
     file = _token_file(meeting)
     # Network file systems cache directories for a few seconds.
     deadline = time.monotonic() + 10
@@ -241,12 +246,16 @@ def _ports(meeting: Meeting) -> Iterator[Finding]:
 
 
 def _write_token(meeting: Meeting) -> str:
+    """What the other nodes look for; empty where nothing can be written, which is a finding of its own."""
     token = secrets.token_hex(16)
-    meeting.shared.mkdir(parents=True, exist_ok=True)
     file = _token_file(meeting)
     part = file.with_suffix(".part")
-    part.write_text(token, "ascii")
-    part.replace(file)
+    try:
+        meeting.shared.mkdir(parents=True, exist_ok=True)
+        part.write_text(token, "ascii")
+        part.replace(file)
+    except OSError:
+        return ""
     return token
 
 

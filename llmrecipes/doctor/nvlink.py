@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
 from llmrecipes.hardware import nvidia
@@ -36,19 +36,25 @@ def parse(report: str) -> list[tuple[int, int]]:
     return [(sum(found[number]), len(found[number])) for number in sorted(found)]
 
 
-def check(links: Sequence[tuple[int, int]], profile: Profile | None) -> Iterator[Finding]:
+def check(
+    links: Sequence[tuple[int, int]], profile: Profile | None, own: Collection[int] | None = None
+) -> Iterator[Finding]:
     """Check the links.
 
     Args:
         links: see `parse`.
-        profile: of a site with NVLink; None: links are only compared with each other.
+        profile: of a site with NVLink; on others links are only compared with each other: bridges may join some GPUs.
+        own: numbers of the job's GPUs; None: all.
     """
     wanted = profile is not None and profile.intra_node.kind == "nvlink"
     most = max((up for up, _ in links), default=0)
     fix = "reset the GPUs, restart nvidia-fabricmanager; a link that stays down: replace GPU or bridge"
     for number, (up, there) in enumerate(links):
+        if own is not None and number not in own:
+            continue
         if up < most:
-            yield fail(f"gpu {number}", f"{up} of {there} NVLinks are up, but {most} of another GPU", fix)
+            what = f"{up} of {there} NVLinks are up, but {most} of another GPU"
+            yield (fail if wanted else warn)(f"gpu {number}", what, fix)
         elif wanted and up < there:
             yield warn(f"gpu {number}", f"{up} of {there} NVLinks are up", fix)
     if wanted and links and not most:

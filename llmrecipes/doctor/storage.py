@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ SLOW = 100e6
 CHECKPOINTS = 3
 """Checkpoints that have to fit: those kept by default, and the one being written."""
 SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs")
+_OCTAL = re.compile(r"\\([0-7]{3})")
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 
 
@@ -34,7 +37,11 @@ def check(directory: Path, name: str, checkpoint_bytes: int = 0, *, measured: bo
         checkpoint_bytes: size of one checkpoint; 0 if none are written.
         measured: whether to time a write of 64 MiB.
     """
-    there = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
+    try:
+        there = _existing(directory)
+    except OSError as error:
+        yield fail(name, f"{error.filename}: {error.strerror}", "mount it again, or fix its permissions")
+        return
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=there) as folder:
             yield from _operations(Path(folder), name)
@@ -114,12 +121,28 @@ def _metadata(folder: Path, name: str) -> Iterator[Finding]:
         )
 
 
+def _existing(directory: Path) -> Path:
+    """The directory, or the nearest above it that there is.
+
+    Raises:
+        OSError: it is there, but a server does not know it any more, or this user may not look.
+    """
+    for folder in (directory, *directory.absolute().parents):
+        try:
+            if stat.S_ISDIR(folder.stat().st_mode):
+                return folder
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return Path("/")
+
+
 def _file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
     try:
-        lines = [line.split() for line in mounts.read_text("utf-8").splitlines()]
+        lines = [line.split() for line in mounts.read_text("utf-8", "surrogateescape").splitlines()]
     except OSError:
         return "unknown"
     here = path.resolve()
-    points = [(Path(line[1].encode().decode("unicode_escape")), line[2]) for line in lines if len(line) > 2]
+    # The kernel writes spaces and backslashes as \040 and \134.
+    points = [(Path(_OCTAL.sub(lambda each: chr(int(each[1], 8)), line[1])), line[2]) for line in lines if line[2:]]
     under = [(len(point.parts), kind) for point, kind in points if here.is_relative_to(point)]
     return max(under, default=(0, "unknown"))[1]

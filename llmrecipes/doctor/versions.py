@@ -97,11 +97,12 @@ def _torch(version: str, cuda: str | None, driver: str | None, gpus: int) -> Ite
     if not gpus or cuda is None:
         yield ok("version of torch", version)
         return
-    oldest = DRIVER.get(int(cuda.partition(".")[0]))
-    if driver is None or oldest is None:
+    found, wanted = (re.match(r"(\d+)(?:\.(\d+))?", text or "") for text in (driver, cuda))
+    oldest = DRIVER.get(int(wanted[1])) if wanted else None
+    if found is None or oldest is None:
         yield skip("CUDA driver", f"driver {driver or 'unknown'}, torch {version} for CUDA {cuda}")
         return
-    if tuple(int(part) for part in driver.split(".")[:2]) < oldest:
+    if (int(found[1]), int(found[2] or 0)) < oldest:
         what = f"driver {driver} is too old for CUDA {cuda} of torch {version} ({oldest[0]}.{oldest[1]} required)"
         yield fail("CUDA driver", what, f"a driver >= {oldest[0]}.{oldest[1]}, or a torch build for an older CUDA")
     else:

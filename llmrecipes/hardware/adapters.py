@@ -110,7 +110,7 @@ def _by_value(found: Sequence[Port], value: str, reason: str, *, by_user: bool =
 def _port(folder: Path) -> Port:
     # `4: ACTIVE` and `400 Gb/sec (4X NDR)`.
     state = _read(folder / "state").partition(": ")[2] or "unknown"
-    rate = re.match(r"[\d.]+", _read(folder / "rate"))
+    rate = re.match(r"\d+(\.\d+)?", _read(folder / "rate"))
     counters: dict[str, int] = {}
     # Soft-RoCE and EFA have no counters/, and mlx5 has some of them twice.
     for file in (*folder.glob("counters/*"), *folder.glob("hw_counters/*")):

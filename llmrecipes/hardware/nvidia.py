@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+INFOROM = 14
+"""Exit code after a complete report, if a GPU's infoROM is corrupted (nvidia-smi's manual page)."""
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _VENDOR, _DISPLAY = "0x10de", "0x03"
 """NVIDIA, and the first byte of the class of graphics cards and accelerators without outputs (PCI ID database)."""
@@ -22,8 +24,19 @@ def report(*arguments: str, timeout: float) -> str | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=timeout, check=True)
-    return done.stdout
+    command = [program, *arguments]
+    started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        said, wrong = started.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        # Not waited for: in a driver that hangs it does not even die of SIGKILL.
+        started.kill()
+        raise
+    # A field may have any bytes, whatever the locale.
+    output, errors = said.decode("utf-8", "replace"), wrong.decode("utf-8", "replace")
+    if started.returncode not in (0, INFOROM):
+        raise subprocess.CalledProcessError(started.returncode, command, output, errors)
+    return output
 
 
 def driver_fault(timeout: float) -> str | None:
