@@ -30,6 +30,8 @@ from llmrecipes.recipe.load import recipe_hash, to_yaml
 
 DRY_RUN = "--dry-run prints the objects"
 INSTANCE = "app.kubernetes.io/instance"
+NO_DRY_RUN = "does not support dry run"
+"""What the API server says of a webhook of the site."""
 NAMES_AT_ONCE = 100
 """Maximum names in one selector, which is part of a URL."""
 FAILED_WITH = re.compile(r"failed with exit code (\d+)")
@@ -79,12 +81,13 @@ class Kubernetes:
         require_program("kubectl", f"{DRY_RUN}; make train runs the recipe on this machine")
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
-        """kubectl apply.
+        """kubectl apply, after the cluster has accepted all objects without creating them.
 
         Raises:
             UserError: the namespace admits no such pods, or kubectl fails.
         """
         _require_admission(rendering.details["namespace"], rendering.details["pod_security"])
+        _require_accepted(rendering)
         tell(rendering.command, rendering.text, DRY_RUN)
         place = (rendering.details[key] for key in ("namespace", "flavor", "name"))
         return Job(self, JobRef("k8s", "/".join(place), submission.run_dir))
@@ -179,6 +182,13 @@ def _require_admission(namespace: str, needed: Mapping[str, Any]) -> None:
             rule=f"these pods need {needed['level']}: {', '.join(needed['reasons'])}",
             fix=f"kubectl label namespace {namespace} --overwrite pod-security.kubernetes.io/enforce={needed['level']}",
         )
+
+
+def _require_accepted(rendering: Rendering) -> None:
+    """UserError if the cluster rejects an object: the workload is created last, and the others would stay."""
+    code, _, words = run((*rendering.command, "--dry-run=server"), rendering.text)
+    if code and NO_DRY_RUN not in words:
+        raise UserError(f"refused:\n{words}", where=rendering.command[0], fix=DRY_RUN)
 
 
 def status_of(workload: Object) -> JobStatus:
