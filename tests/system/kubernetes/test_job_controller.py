@@ -151,10 +151,10 @@ def test_what_would_fail_again_ends_the_run_at_once(cluster: Cluster, namespace:
 
 
 def test_other_failures_are_counted_and_end_the_run(cluster: Cluster, namespace: str) -> None:
-    """Exit code 1 of the doctor and of training, as often as --max-restarts times the pods, and once more."""
+    """As often as --max-restarts times the pods, and once more."""
     job = Submitted(cluster, rendered(namespace, nodes=1, max_restarts=1))
     first = job.pods(1)
-    cluster.end_pod(first[0], 1)
+    cluster.end_pod(first[0], 143)
     second = job.pods(1, other_than=first)
     assert job.counted() == 1
     cluster.wait(lambda: job.status().state is JobState.RUNNING)
