@@ -15,6 +15,7 @@ BENCH ?=
 NODES ?= 1
 IMAGE ?= cpu
 CLUSTER ?=
+KUBERNETES ?=
 ARGS ?=
 LOCK ?=
 LAB ?=
@@ -27,9 +28,10 @@ override BENCH := $(value BENCH)
 override NODES := $(value NODES)
 override IMAGE := $(value IMAGE)
 override CLUSTER := $(value CLUSTER)
+override KUBERNETES := $(value KUBERNETES)
 override ARGS := $(value ARGS)
 override LAB := $(value LAB)
-export RECIPE RUN BENCH NODES CLUSTER IMAGE ARGS LAB
+export RECIPE RUN BENCH NODES CLUSTER IMAGE KUBERNETES ARGS LAB
 
 # `.venv` is for python3; any other PYTHON has its own environment.
 ifeq ($(PYTHON),python3)
@@ -43,7 +45,7 @@ endif
 BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 
-.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock clean slurm k8s image test-deep test-version test-system test-fabric
+.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock clean slurm k8s image test-deep test-version test-system test-fabric test-kubernetes
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -107,6 +109,11 @@ test-system: setup ## run the tests against real daemons (Slurm, containers); in
 test-fabric: setup ## test the doctor and bench fabric on emulated machines with soft-RoCE; LAB=DIR keeps what is built
 	@tools/system_packages.sh fabric
 	@FABRIC_LAB="$$LAB" $(PYTEST) -rs -m fabric tests/fabric
+
+# KUBERNETES is a folder with etcd, kube-apiserver and kube-controller-manager, which no package index has: dl.k8s.io.
+test-kubernetes: setup ## run the tests against Kubernetes' control plane: KUBERNETES=folder
+	@test -n "$$KUBERNETES" || { echo "KUBERNETES=folder with etcd, kube-apiserver and kube-controller-manager"; exit 2; }
+	@KUBEBUILDER_ASSETS="$$KUBERNETES" $(PYTEST) -m system tests/system/kubernetes
 
 check: setup ## run linters and type checks, and check that generated pages are up to date
 	@$(BIN)/ruff check

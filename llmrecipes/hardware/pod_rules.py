@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from llmrecipes.hardware.pods import Kubernetes
+from llmrecipes.hardware.pods import PAGES, Kubernetes, mebibytes
 from llmrecipes.recipe.document import Problem
 
 CONTAINERS = frozenset({"node", "doctor"})
@@ -14,6 +15,9 @@ MOUNTS = frozenset({"/etc/llmrecipes", "/workspace", "/dev/shm", "/tmp"})  # noq
 CHANNEL = "imex-channel"
 """Names that a rendered pod already has, and the claim for a channel of IMEX."""
 PATCHED = ("metadata", "spec")
+RESERVED = "llmrecipes/"
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+"""Of a container."""
 
 
 def check(kubernetes: Kubernetes) -> Iterator[Problem]:
@@ -21,6 +25,12 @@ def check(kubernetes: Kubernetes) -> Iterator[Problem]:
     if bool(kubernetes.rdma_resource) != bool(kubernetes.rdma_count):
         what = f"{kubernetes.rdma_count} of {kubernetes.rdma_resource or 'no resource'}"
         yield Problem("kubernetes.rdma_count", what, "rdma_resource and rdma_count come together")
+    for page, amount in kubernetes.hugepages.items():
+        if mebibytes(amount) % PAGES[page]:
+            yield Problem(f"kubernetes.hugepages.{page}", amount, f"a multiple of {page}")
+    for key in kubernetes.annotations:
+        if key.startswith(RESERVED):
+            yield Problem(f"kubernetes.annotations.{key}", "is set by submit", f"no annotation begins with {RESERVED}")
     for number, toleration in enumerate(kubernetes.tolerations):
         if (toleration.operator == "Equal") != (toleration.value is not None):
             rule = "a value belongs to the operator Equal"
@@ -43,7 +53,11 @@ def check(kubernetes: Kubernetes) -> Iterator[Problem]:
         for key in ("name", "image"):
             if not isinstance(sidecar.get(key), str):
                 rule = "a sidecar is a container as in a pod, with name and image"
-                yield Problem(f"kubernetes.sidecars.{number}.{key}", "no text", rule)
+                what = "missing" if key not in sidecar else "no text"
+                yield Problem(f"kubernetes.sidecars.{number}.{key}", what, rule)
+        if isinstance(name := sidecar.get("name"), str) and not NAME.fullmatch(name):
+            rule = "at most 63 lowercase letters, digits and dashes"
+            yield Problem(f"kubernetes.sidecars.{number}.name", repr(name), rule)
     yield from _unique(
         "kubernetes.sidecars", "name", (str(each.get("name")) for each in kubernetes.sidecars), CONTAINERS
     )

@@ -11,11 +11,22 @@ from llmrecipes.recipe.section import JsonObject, NonNegInt, Section
 
 Label = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-AnnotationKey = Annotated[
+QualifiedName = Annotated[
     str, Field(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")
 ]
 Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti)$")]
+LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")]
 Folder = Annotated[str, Field(pattern=r"^/[^:\n]*$")]
+
+
+PAGES = {"2Mi": 2, "32Mi": 32, "1Gi": 1024}
+"""Sizes of huge pages, in MiB."""
+UNITS = {"Ki": 1 / 1024, "Mi": 1, "Gi": 1024, "Ti": 1024**2}
+
+
+def mebibytes(amount: Quantity) -> float:
+    """An amount of memory in MiB."""
+    return int(amount[:-2]) * UNITS[amount[-2:]]
 
 
 class Toleration(Section):
@@ -69,12 +80,12 @@ class Kubernetes(Section):
     rdma_count: NonNegInt = 0
     """Number of them for a pod with a full node."""
     hugepages: dict[Literal["2Mi", "32Mi", "1Gi"], Quantity] = Field(default_factory=dict)
-    """Memory in huge pages of a size, for a pod with a full node."""
+    """Memory in huge pages of a size, for a pod with a full node; a multiple of the size."""
     compute_domain: bool = False
     """Whether pods get a channel of IMEX, which NVLink between nodes needs, from NVIDIA's DRA driver."""
     resource_claims: Annotated[tuple[ResourceClaim, ...], Field(strict=False)] = ()
     """Further claims of dynamic resource allocation."""
-    node_selector: dict[str, str] = Field(default_factory=dict)
+    node_selector: dict[QualifiedName, LabelValue] = Field(default_factory=dict)
     """Labels of the nodes."""
     tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] = ()
     """Further taints of the nodes."""
@@ -82,7 +93,7 @@ class Kubernetes(Section):
     """PriorityClass of the pods."""
     environment: dict[Variable, str | int | None] = Field(default_factory=dict)
     """Variables of pods, over the profile's `environment`; null removes one."""
-    annotations: dict[AnnotationKey, str] = Field(default_factory=dict)
+    annotations: dict[QualifiedName, str] = Field(default_factory=dict)
     """Annotations of pods, such as the networks of Multus or GKE."""
     volumes: Annotated[tuple[Volume, ...], Field(strict=False)] = ()
     """Further volumes."""

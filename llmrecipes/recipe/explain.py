@@ -84,7 +84,7 @@ def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[st
     if kind == "extra_forbidden":
         return Problem(key, "unknown key", fix=str(hints.get(key, "")))
     if known is None and any(_is_free(details["loc"][:depth], all_keys) for depth in range(1, len(details["loc"]))):
-        return Problem(key, f"{show(details['input'])} does not fit", details["msg"].lower())
+        return Problem(key, f"{show(details['input'])} does not fit", rule_of(details))
     takes = known.takes if known else ""
     if kind == "missing":
         if known is None:  # an item of a list of fixed length, reported by its index
@@ -94,8 +94,14 @@ def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[st
     fix = _spelling(key, details["input"], options_of(key, document))
     if known is None:
         key_of_list = key.rpartition(".")[0]
-        takes = all_keys[normal(key_of_list)].takes if normal(key_of_list) in all_keys else details["msg"].lower()
+        takes = all_keys[normal(key_of_list)].takes if normal(key_of_list) in all_keys else rule_of(details)
     return Problem(key, f"{show(details['input'])} does not fit", f"{clip(key)} is {takes}", fix)
+
+
+def rule_of(details: ErrorDetails) -> str:
+    """pydantic's sentence; patterns and choices in it keep their case."""
+    message = details["msg"]
+    return message[:1].lower() + message[1:]
 
 
 def _unknown(key: str, document: type[BaseModel]) -> Hint:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.explain import rule_of
 from llmrecipes.recipe.hints import hint
 from llmrecipes.recipe.keys import admits, is_key, keys, normal, options_of
 from llmrecipes.recipe.overrides import Override, apply
@@ -115,7 +116,7 @@ def _misfit(recipe: Recipe, key: str, value: object) -> str:
         Recipe.model_validate(data)
     except ValidationError as error:
         known = keys().get(normal(key))
-        return f"{key} is {known.takes}" if known else error.errors()[0]["msg"].lower()
+        return f"{key} is {known.takes}" if known else rule_of(error.errors()[0])
     return ""
 
 

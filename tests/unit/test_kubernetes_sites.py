@@ -384,6 +384,12 @@ def write(tmp_path: Path) -> Callable[[str], str]:
         ("  tolerations: [{key: k, value: v}]", "kubernetes.tolerations.0.value"),
         ("  tolerations: [{operator: Equal, value: v}]", "kubernetes.tolerations.0.key"),
         ("  hugepages: {2Mi: five}", "kubernetes.hugepages.2Mi"),
+        ("  hugepages: {1Gi: 1Mi}", "kubernetes.hugepages.1Gi"),
+        ("  annotations: {llmrecipes/run-id: x}", "kubernetes.annotations.llmrecipes/run-id"),
+        ("  node_selector: {a b: c}", "kubernetes.node_selector.a b"),
+        ("  node_selector: {a: b c}", "kubernetes.node_selector.a"),
+        ("  sidecars: [{name: A_b, image: i}]", "kubernetes.sidecars.0.name"),
+        ("  sidecars: [{name: a}]", "kubernetes.sidecars.0.image"),
         ("  priority_class: High!", "kubernetes.priority_class"),
         ("  patch: {kind: Pod}", "kubernetes.patch.kind"),
     ],
@@ -391,3 +397,14 @@ def write(tmp_path: Path) -> Callable[[str], str]:
 def test_what_is_wrong_is_named(write: Callable[[str], str], text: str, where: str) -> None:
     with refused(where):
         load_profile(write(text))
+
+
+def test_a_size_of_pages_that_does_not_exist_is_told_those_that_do(write: Callable[[str], str]) -> None:
+    with refused("kubernetes.hugepages.4Mi", rule="'1Gi'"):
+        load_profile(write("  hugepages: {4Mi: 4Gi}"))
+
+
+def test_the_users_topology_wins_over_the_sites() -> None:
+    key = "kueue.x-k8s.io/podset-preferred-topology"
+    objects = rendered(planned("h100-ib", annotations={key: "rack"}), topology="block", queue="q")
+    assert objects[-1]["spec"]["template"]["metadata"]["annotations"][key] == "block"

@@ -346,6 +346,33 @@ def test_kubernetes_is_asked_once_a_namespace_and_kind(tmp_path: Path, monkeypat
     assert "app.kubernetes.io/instance=a" in handle(refs[0]).logs().command
 
 
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_the_exit_code_of_a_jobset_is_that_of_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As JobSet 0.11 and the Job controller of Kubernetes 1.36 wrote them."""
+    set_told = "applying FailJobSet failure policy action (first failed job: a-node-0)"
+    job_told = "Container node for pod ml/a-node-0-1-v6c2q failed with exit code 93 matching FailJob rule at index 0"
+    answers = {
+        kind: {
+            "metadata": {"name": "a"},
+            "status": condition("Failed", reason="FailJobSetFailurePolicyAction", message=set_told),
+        },
+        "job": {
+            "metadata": {"name": "a-node-0", "labels": {"jobset.sigs.k8s.io/jobset-name": "a"}},
+            "status": condition("Failed", reason="PodFailurePolicy", message=job_told),
+        },
+    }
+    programs = tmp_path / "bin"
+    for name, answer in answers.items():
+        (tmp_path / name).write_text(json.dumps({"kind": "List", "items": [answer]}))
+    fake(programs, "kubectl", f"cat {tmp_path}/$2")
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    ref = JobRef("k8s", f"ml/{kind}/a", tmp_path / "a")
+    assert statuses([ref])[ref].exit_code == 93
+    assert "jobset.sigs.k8s.io/jobset-name in (a)" in calls(programs, "kubectl")[-1]
+
+
 # -- this machine ------------------------------------------------------------------------------------------------------
 
 

@@ -113,6 +113,18 @@ def test_a_refusal_is_shown_in_the_clusters_own_words(kubectl: Path, capsys: pyt
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [('unknown field "spec.x"', 2), ('admission webhook "site.example.com" does not support dry run', 0)],
+)
+def test_nothing_is_created_before_the_cluster_has_accepted_all(kubectl: Path, words: str, code: int) -> None:
+    program = kubectl / "kubectl"
+    refusal = f"case \"$*\" in *--dry-run=server) echo '{words}' >&2; exit 1;; esac\nprintf"
+    program.write_text(program.read_text().replace("printf", refusal, 1))
+    assert run(COMMAND) == code
+    assert (kubectl / "arguments").exists() == (code == 0)
+
+
 def test_without_kubectl_there_is_a_way_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert run(COMMAND) == 2

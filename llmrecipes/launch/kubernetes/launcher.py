@@ -30,6 +30,10 @@ from llmrecipes.recipe.load import recipe_hash, to_yaml
 
 DRY_RUN = "--dry-run prints the objects"
 INSTANCE = "app.kubernetes.io/instance"
+NO_DRY_RUN = "does not support dry run"
+"""What the API server says of a webhook of the site."""
+JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
+"""Label of the Jobs of a JobSet, which has the name of its TrainJob."""
 NAMES_AT_ONCE = 100
 """Maximum names in one selector, which is part of a URL."""
 FAILED_WITH = re.compile(r"failed with exit code (\d+)")
@@ -79,18 +83,22 @@ class Kubernetes:
         require_program("kubectl", f"{DRY_RUN}; make train runs the recipe on this machine")
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
-        """kubectl apply.
+        """kubectl apply, after the cluster has accepted all objects without creating them.
 
         Raises:
             UserError: the namespace admits no such pods, or kubectl fails.
         """
         _require_admission(rendering.details["namespace"], rendering.details["pod_security"])
+        _require_accepted(rendering)
         tell(rendering.command, rendering.text, DRY_RUN)
         place = (rendering.details[key] for key in ("namespace", "flavor", "name"))
         return Job(self, JobRef("k8s", "/".join(place), submission.run_dir))
 
     def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
-        """One kubectl get for each namespace and kind, with a selector for the runs' labels."""
+        """One kubectl get for each namespace and kind, with a selector for the runs' labels.
+
+        The conditions of JobSets and TrainJobs name no exit code: one more asks for the Jobs of those that failed.
+        """
         groups: dict[tuple[str, str], dict[str, JobRef]] = defaultdict(dict)
         for ref in refs:
             namespace, kind, name = ref.job_id.split("/")
@@ -101,6 +109,11 @@ class Kubernetes:
                 name = thing["metadata"]["name"]
                 if name in named:
                     found[named[name]] = status_of(thing)
+            failed = [name for name, ref in named.items() if ref in found and found[ref].state is JobState.FAILED]
+            if kind != "job" and failed:
+                for thing in _get(namespace, "job", failed, JOBSET_NAME):
+                    if (status := status_of(thing)).exit_code:
+                        found[named[thing["metadata"]["labels"][JOBSET_NAME]]] = status
         return found
 
     def cancel(self, ref: JobRef) -> None:
@@ -181,6 +194,13 @@ def _require_admission(namespace: str, needed: Mapping[str, Any]) -> None:
         )
 
 
+def _require_accepted(rendering: Rendering) -> None:
+    """UserError if the cluster rejects an object: the workload is created last, and the others would stay."""
+    code, _, words = run((*rendering.command, "--dry-run=server"), rendering.text)
+    if code and NO_DRY_RUN not in words:
+        raise UserError(f"refused:\n{words}", where=rendering.command[0], fix=DRY_RUN)
+
+
 def status_of(workload: Object) -> JobStatus:
     """The status of a Job, a JobSet or a TrainJob; their conditions differ only in a few types."""
     status: Object = workload.get("status") or {}
@@ -206,9 +226,9 @@ def _ready(status: Object) -> Iterator[int]:
         yield int(group.get("ready") or 0)
 
 
-def _get(namespace: str, kind: str, names: list[str]) -> Iterator[dict[str, Any]]:
+def _get(namespace: str, kind: str, names: list[str], label: str = INSTANCE) -> Iterator[dict[str, Any]]:
     for first in range(0, len(names), NAMES_AT_ONCE):
-        selector = f"{INSTANCE} in ({','.join(names[first : first + NAMES_AT_ONCE])})"
+        selector = f"{label} in ({','.join(names[first : first + NAMES_AT_ONCE])})"
         answer = ask(("kubectl", "get", kind, "--namespace", namespace, "--selector", selector, "--output", "json"))
         yield from json.loads(answer)["items"]
 

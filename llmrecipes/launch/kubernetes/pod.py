@@ -76,7 +76,7 @@ def notes(run: Run, options: Options) -> dict[str, str]:
 
 def metadata(run: Run, options: Options) -> Object:
     """Labels and annotations of the pods."""
-    return {"labels": labels(run), "annotations": {**notes(run, options), **run.profile.kubernetes.annotations}}
+    return {"labels": labels(run), "annotations": {**run.profile.kubernetes.annotations, **notes(run, options)}}
 
 
 def seen(run: Run, options: Options) -> Profile:

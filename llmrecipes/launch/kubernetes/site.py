@@ -6,13 +6,11 @@ import re
 from typing import Any
 
 from llmrecipes.hardware.pod_rules import CHANNEL
-from llmrecipes.hardware.pods import Kubernetes, ResourceClaim, Volume
+from llmrecipes.hardware.pods import PAGES, Kubernetes, ResourceClaim, Volume, mebibytes
 from llmrecipes.hardware.profile import Profile, Slurm
 
 INTERFACE = re.compile(r"_(IFNAME|CTRL_DEV)$")
 """Ends of the variables that name network interfaces, of NCCL, gloo, TensorPipe and Google's plugins."""
-PAGES = {"2Mi": 2, "32Mi": 32, "1Gi": 1024}
-UNITS = {"Ki": 1 / 1024, "Mi": 1, "Gi": 1024, "Ti": 1024**2}
 
 
 def variables(profile: Profile, host_network: bool) -> dict[str, str | int]:
@@ -73,8 +71,7 @@ def hugepages(kubernetes: Kubernetes, share: float) -> dict[str, str]:
     found = {}
     for page, amount in kubernetes.hugepages.items():
         size = PAGES[page]
-        mebibytes = int(int(amount[:-2]) * UNITS[amount[-2:]] * share)
-        found[f"hugepages-{page}"] = f"{max(size, mebibytes // size * size)}Mi"
+        found[f"hugepages-{page}"] = f"{max(size, int(mebibytes(amount) * share) // size * size)}Mi"
     return found
 
 

@@ -147,8 +147,9 @@ def base_image(tool: Podman, name: str, folder: Path) -> str:
 def expand(objects: list[dict[str, Any]], image: str, network: str, folder: Path) -> list[dict[str, Any]]:
     """The pods of an Indexed Job, and what they mount, as `podman kube play` takes them.
 
-    podman knows no Job and no headless Service, publishes every port on the host, takes no long annotations, and
-    makes an emptyDir that only root can write: host names stand in for the Service, folders for the emptyDirs.
+    podman knows no Job and no headless Service, publishes every port on the host, takes no long annotations, makes no
+    folders in a ConfigMap's volume, and makes an emptyDir that only root can write: host names stand in for the
+    Service, folders for the volumes.
 
     Args:
         objects: of `submit --to k8s`.
@@ -160,7 +161,7 @@ def expand(objects: list[dict[str, Any]], image: str, network: str, folder: Path
     service = next(thing for thing in objects if thing["kind"] == "Service")["metadata"]["name"]
     name, number = job["metadata"]["name"], job["spec"]["completions"]
     aliases = [{"ip": f"{network}.{10 + n}", "hostnames": [f"{name}-{n}.{service}"]} for n in range(number)]
-    made = [thing for thing in objects if thing["kind"] == "ConfigMap"]
+    made: list[dict[str, Any]] = []
     for index in range(number):
         template = copy.deepcopy(job["spec"]["template"])
         spec = template["spec"]
@@ -175,6 +176,8 @@ def expand(objects: list[dict[str, Any]], image: str, network: str, folder: Path
             container.pop("ports", None)
             container.pop("resources")
         for volume in spec["volumes"]:
+            if volume.pop("configMap", None) is not None:
+                volume["hostPath"] = {"path": str(mounted_files(objects, folder)), "type": "Directory"}
             if volume.pop("emptyDir", None) is not None:
                 empty = folder / f"{volume['name']}-{index}"
                 empty.mkdir()
@@ -183,3 +186,42 @@ def expand(objects: list[dict[str, Any]], image: str, network: str, folder: Path
         metadata = {"name": f"{name}-{index}", "labels": template["metadata"]["labels"]}
         made.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
     return made
+
+
+def mounted_files(objects: list[dict[str, Any]], folder: Path) -> Path:
+    """What the kubelet puts into the ConfigMap's volume."""
+    job = next(thing for thing in objects if thing["kind"] == "Job")
+    files = next(thing for thing in objects if thing["kind"] == "ConfigMap")["data"]
+    volumes = job["spec"]["template"]["spec"]["volumes"]
+    for item in next(volume for volume in volumes if volume["name"] == "recipe")["configMap"]["items"]:
+        file = folder / "files" / item["path"]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(files[item["key"]], "utf-8")
+    return folder / "files"
+
+
+def start_checks(tool: Podman, objects: list[dict[str, Any]], image: str, folder: Path) -> list[str]:
+    """Start the init containers of all pods of an Indexed Job at once; returns the names of the containers.
+
+    Args:
+        tool: where they run.
+        objects: of `submit --to k8s`.
+        image: to run instead of the one that is asked for.
+        folder: for what they mount.
+    """
+    job = next(thing for thing in objects if thing["kind"] == "Job")
+    service = next(thing for thing in objects if thing["kind"] == "Service")["metadata"]["name"]
+    checked = job["spec"]["template"]["spec"]["initContainers"][0]
+    name, network = job["metadata"]["name"], tool.network()
+    names = [f"{name}-{index}" for index in range(job["spec"]["completions"])]
+    hosts = [f"--add-host={each}.{service}:{network[1]}.{10 + index}" for index, each in enumerate(names)]
+    words = [word.replace("$$", "$") for word in (*checked["command"], *checked["args"])]
+    for index, each in enumerate(names):
+        variables = [*checked["env"], {"name": "JOB_COMPLETION_INDEX", "value": str(index)}]
+        tool(
+            "run", "--detach", f"--name={each}", f"--hostname={each}", f"--network={network[0]}",
+            f"--ip={network[1]}.{10 + index}", *hosts, "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL",
+            f"--volume={name}:/workspace", f"--volume={mounted_files(objects, folder)}:/etc/llmrecipes:ro",
+            *(f"--env={variable['name']}={variable['value']}" for variable in variables), image, *words,
+        )  # fmt: skip
+    return names

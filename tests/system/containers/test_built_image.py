@@ -22,7 +22,7 @@ from llmrecipes.launch.kubernetes.objects import to_yaml
 from llmrecipes.launch.kubernetes.options import Options
 from llmrecipes.workflow.submit import plan_for
 from tests.helpers import largest_difference
-from tests.system.containers.lab import Podman, base_image, expand, podman, require_packages
+from tests.system.containers.lab import Podman, base_image, expand, podman, require_packages, start_checks
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
@@ -156,3 +156,53 @@ def test_pods_of_the_rendered_job_train_with_zero_and_go_on(tool: Podman, image:
     tool("pod", "start", f"{name}-1")
     assert tool("wait", names[1]).split() == ["0"]
     assert "has done all its steps" in tool("logs", names[1])
+
+
+@pytest.mark.parametrize(("site", "codes"), [("laptop", ["0", "0"]), ("h100-ib", ["2", "2"])])
+def test_the_pods_check_their_nodes_together(
+    tool: Podman, image: str, tmp_path: Path, site: str, codes: list[str]
+) -> None:
+    """With the arguments, the variables and the files of the rendered init containers; there is no GPU here."""
+    options = Options(image=f"registry.example.com/llmrecipes@sha256:{'0' * 64}")
+    small = ["train.micro_batch_size=1", "train.global_batch_size=64"]
+    objects = objects_of(plan_for("gpt-tiny", small, site, 2), options, f"check-{site}")
+    pods = start_checks(tool, objects, image, tmp_path)
+    assert tool("wait", *pods).split() == codes, "\n".join(tool("logs", name) for name in pods)
+    # The first pod speaks for all.
+    printed = tool("logs", pods[0])
+    assert ("GPU" in printed) == (codes[0] == "2"), printed
+    assert all(pod in printed for pod in pods) or codes[0] == "0", printed
+
+
+def test_a_pod_that_is_killed_loses_nothing_that_it_announced(tool: Podman, image: str) -> None:
+    """Its disk is gone with it, and the database of MLflow was there."""
+    steps = 400
+    words = (
+        "--network=none", "--read-only", "--env=OMP_NUM_THREADS=1", "--env=LLMRECIPES_LOCAL_DISK=/tmp/llmrecipes",
+        "--volume=killed:/workspace", "--tmpfs=/tmp", image, "llmrecipes", "train", "gpt-tiny", *SMALL,
+        f"train.train_iters={steps}", "checkpoint.save_interval=50", "--run-id", "r", "--nproc", "1", "--no-sample",
+    )  # fmt: skip
+    tool("run", "--detach", "--name=killed", *words)
+    deadline = time.monotonic() + 240
+    while not re.search(r"step 1\d\d/", tool("logs", "killed")):
+        assert time.monotonic() < deadline, tool("logs", "killed")
+        status = tool("ps", "--all", "--filter=name=killed", "--format={{.Status}}")
+        assert "Exited" not in status, tool("logs", "killed")
+        time.sleep(0.1)
+    tool("kill", "--signal=KILL", "killed")
+    tool("wait", "killed")
+    announced = [int(step) for step in re.findall(rf"step (\d+)/{steps}", tool("logs", "killed"))]
+    folder = "/workspace/runs/gpt-tiny/r"
+    look = ("run", "--rm", "--network=none", "--volume=killed:/workspace", f"--workdir={folder}", image)
+    before = [json.loads(line) for line in tool(*look, "cat", "metrics.jsonl").splitlines()]
+    assert set(announced) <= {line["step"] for line in before if "loss" in line}
+    assert "mlflow.db" not in tool(*look, "ls"), "it had no time to copy it"
+    assert f"step {steps}/{steps}" in tool("run", "--rm", *words)
+    query = (
+        "import sqlite3; c = sqlite3.connect('file:mlflow.db?mode=ro', uri=True); "
+        "print(c.execute('select count(*), max(status) from runs').fetchall(), "
+        "[step for step, in c.execute(\"select step from metrics where key = 'loss' order by step\")])"
+    )
+    assert tool(*look, "python", "-c", query).split(" ", 2) == [
+        "[(1,", "'FINISHED')]", f"{list(range(10, steps + 1, 10))}\n",
+    ]  # fmt: skip
