@@ -48,7 +48,7 @@ LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 .PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock clean slurm k8s image test-deep test-version test-system test-fabric test-kubernetes
 
 help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
 	@echo
 	@echo "  Variables: RECIPE=gpt-tiny  ARGS=\"key.path=value --option\"  RUN=run-id  NODES=1  CLUSTER=name  PYTHON=python3"
 
