@@ -143,13 +143,13 @@ def _is_done(recipe: Recipe | None, runs_dir: Path, run_id: str) -> bool:
 
 
 def as_text(findings: list[Finding], quiet: bool) -> str:
-    """Human-readable lines, node by node, problems with their fixes."""
-    hosts = list(dict.fromkeys(finding.node for finding in findings))
+    """Human-readable lines, node by node, problems with their fixes; nodes without any are left out if `quiet`."""
+    several = len({finding.node for finding in findings}) > 1
     shown = [each for each in findings if not quiet or each.status in ("warn", "fail")]
     width = max((len(each.check) for each in shown), default=0)
     lines = []
-    for host in hosts:
-        if len(hosts) > 1:
+    for host in dict.fromkeys(finding.node for finding in shown):
+        if several:
             lines.append(f"{host}:")
         for each in (finding for finding in shown if finding.node == host):
             lines.append(f"{MARKS[each.status]} {each.check:{width}}  {each.what}")
@@ -157,7 +157,7 @@ def as_text(findings: list[Finding], quiet: bool) -> str:
                 lines.append(f"     {'':{width}}  fix: {each.fix}")
     wrong, odd = (sum(each.status == status for each in findings) for status in ("fail", "warn"))
     bad = bad_nodes(findings)
-    where = f" on {', '.join(bad)}" if bad and len(hosts) > 1 else ""
+    where = f" on {', '.join(bad)}" if bad and several else ""
     lines.append(f"{wrong} failed{where}, {odd} warned, of {len(findings)} checks")
     return "\n".join(lines)
 
