@@ -22,7 +22,7 @@ AMPLE = 120
 """Limit of transfers that do end: a busy machine emulates them slowly."""
 
 
-def doctor(guest: Guest, *words: str, environment: str = "") -> dict[str, Any]:
+def doctor(guest: Guest, *words: str) -> dict[str, Any]:
     """Findings of the doctor, by status and check."""
     command = guest.llmrecipes(
         "doctor", *(words or SITE), "--json", "--runs-dir", "/tmp/runs", "--data-dir", "/tmp/data"
@@ -83,7 +83,9 @@ def test_a_cable_that_is_pulled_meanwhile_ends_in_a_message_with_node_and_port(
     counter = f"{guests[1].port}/hw_counters/rcvd_pkts"
     least = int(guests[1].run(f"cat {counter}")) + packets
     running = start_bench(guests, "--seconds", str(seconds))
-    guests[1].run(f"for i in $(seq 1500); do [ $(cat {counter}) -gt {least} ] && exit; sleep 0.1; done; exit 1", 200)
+    guests[1].run(
+        f"for i in $(seq 4000); do [ $(cat {counter}) -gt {least} ] && exit; sleep 0.1; done; exit 1", SECONDS
+    )
     with pulled(guests[1]):
         first, failed = end_bench(running, 1)
         assert any("guest2: adapter rxe0/1" in line and "DOWN" in line for line in failed)
