@@ -15,12 +15,14 @@ from tests.fabric.lab import Ended, Guest
 
 Pair = tuple[Guest, Guest]
 SITE = ("--cluster", "/commands/soft-roce.yaml")
-SECONDS = 240
+SECONDS = 400
 """For a command that starts Python: emulated, and on a busy machine."""
-LIMIT, PATIENCE = 15, 60
+LIMIT, PATIENCE = 15, 120
+AMPLE = 120
+"""Limit of transfers that do end: a busy machine emulates them slowly."""
 
 
-def doctor(guest: Guest, *words: str, environment: str = "") -> dict[str, Any]:
+def doctor(guest: Guest, *words: str) -> dict[str, Any]:
     """Findings of the doctor, by status and check."""
     command = guest.llmrecipes(
         "doctor", *(words or SITE), "--json", "--runs-dir", "/tmp/runs", "--data-dir", "/tmp/data"
@@ -29,14 +31,15 @@ def doctor(guest: Guest, *words: str, environment: str = "") -> dict[str, Any]:
     return {f"{each['status']} {each['check']}": each for each in findings}
 
 
-def start_bench(guests: Pair, *words: str) -> list[Any]:
-    options = (*SITE, "--nodes", "guest1,guest2", "--limit", str(LIMIT), "--patience", str(PATIENCE), *words)
+def start_bench(guests: Pair, *words: str, limit: int = LIMIT) -> list[Any]:
+    options = (*SITE, "--nodes", "guest1,guest2", "--limit", str(limit), "--patience", str(PATIENCE), *words)
     return [guest.llmrecipes("bench", "fabric", *options) for guest in guests]
 
 
 def end_bench(commands: list[Any], code: int) -> tuple[Ended, list[str]]:
     """The first node's end; only it has printed, and all have the same exit code."""
-    first, *others = [command.end(SECONDS + 8 * LIMIT) for command in commands]
+    first, *others = [command.end(SECONDS + 4 * AMPLE) for command in commands]
+    print(f"{first.out}{first.seconds:.0f} s")
     assert [each.code for each in (first, *others)] == [code] * len(commands), (first, others)
     assert not any(each.out for each in others)
     return first, [line for line in first.out.splitlines() if line.startswith("FAIL")]
@@ -52,8 +55,7 @@ def test_the_doctor_reads_a_healthy_port_and_says_which_ones_another_site_would_
 
 
 def test_bandwidth_and_latency_are_shown_beside_the_profile(guests: Pair) -> None:
-    first, failed = end_bench(start_bench(guests), 0)
-    print(first.out)
+    first, failed = end_bench(start_bench(guests, limit=AMPLE), 0)
     assert not failed
     rows = [re.split(r" {2,}", line) for line in first.out.splitlines() if line.startswith("guest")]
     assert [(row[0], row[2]) for row in rows] == [("guest1", "guest2"), ("guest2", "guest1")]
@@ -81,14 +83,15 @@ def test_a_cable_that_is_pulled_meanwhile_ends_in_a_message_with_node_and_port(
     counter = f"{guests[1].port}/hw_counters/rcvd_pkts"
     least = int(guests[1].run(f"cat {counter}")) + packets
     running = start_bench(guests, "--seconds", str(seconds))
-    guests[1].run(f"for i in $(seq 1500); do [ $(cat {counter}) -gt {least} ] && exit; sleep 0.1; done; exit 1", 200)
+    guests[1].run(
+        f"for i in $(seq 4000); do [ $(cat {counter}) -gt {least} ] && exit; sleep 0.1; done; exit 1", SECONDS
+    )
     with pulled(guests[1]):
         first, failed = end_bench(running, 1)
-        print(f"{first.out}{first.seconds:.0f} s")
         assert any("guest2: adapter rxe0/1" in line and "DOWN" in line for line in failed)
         assert not any("guest1" in line.partition(": ")[0] for line in failed), "its port is fine"
         # Two rounds, each with two measurements of which one can wait; and the starts of Python and perftest.
-        assert first.seconds < 2 * (2 * seconds + LIMIT) + 90
+        assert first.seconds < 2 * (2 * seconds + LIMIT) + PATIENCE
 
 
 def test_a_port_that_is_down_is_named_by_the_doctor_and_the_bench(guests: Pair) -> None:
@@ -97,8 +100,7 @@ def test_a_port_that_is_down_is_named_by_the_doctor_and_the_bench(guests: Pair) 
         assert "DOWN" in found["fail adapter rxe0/1"]["what"]
         assert "fail adapters" in found and "ok adapters" not in found
         assert "ok adapters" in doctor(guests[0])  # as behind a switch, the far end sees nothing
-        first, failed = end_bench(start_bench(guests), 1)
-        print(first.out)
+        _, failed = end_bench(start_bench(guests), 1)
         assert any("guest2: adapter rxe0/1" in line and "DOWN" in line for line in failed)
     assert "ok adapters" in doctor(guests[1])
 
