@@ -18,6 +18,7 @@ from llmrecipes.bench.fabric import perftest
 from llmrecipes.bench.fabric.node import Limits, Message, Node
 from llmrecipes.bench.fabric.pairs import Kind, Pairs, rounds
 from llmrecipes.bench.fabric.result import Report, Transfer, judge
+from llmrecipes.commandline import command_line
 from llmrecipes.doctor.finding import Finding, fail
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.adapters import expected
@@ -84,7 +85,7 @@ def require_sensible(hosts: tuple[str, ...], profile: Profile | None) -> None:
         what = f"{profile.name} has {profile.inter_node.kind} between nodes"
         rule = f"perftest measures {' and '.join(KINDS)}"
         raise UserError(
-            what, where="--cluster", rule=rule, fix=f"llmrecipes bench collectives --cluster {profile.name}"
+            what, where="--cluster", rule=rule, fix=command_line("bench collectives", options={"cluster": profile.name})
         )
     if len(hosts) < 2:
         rule = "a fabric is measured between nodes"
