@@ -106,7 +106,7 @@ def test_the_binding_is_shown_of_one_node(
 
 
 def test_a_rank_blocks_its_signals_before_it_loads_torch() -> None:
-    """They were ignored until then; blocked, one that arrives waits until training handles it; then they are ignored."""
+    """Ignored until then; blocked, one that arrives waits until training handles it; afterwards they are ignored."""
     code = (
         "import os, signal, sys; from llmrecipes.workflow.slurm import hold_signals as hold;"
         "hold(); os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGTERM);"

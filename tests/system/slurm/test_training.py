@@ -192,7 +192,7 @@ def test_time_limit_whose_warning_comes_before_the_ranks_are_started(
         '*" doctor "*) exit 0;; *"slurm begin"*) [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || '
         f"until [ -e {shlex.quote(str(released))} ]; do sleep 0.1; done",
     )
-    # slurmctld looks every 30 s, and warns up to 30 s early: 8 to 38 s after the start, when the script has its handler.
+    # slurmctld looks every 30 s and warns up to 30 s early: 8 to 38 s after the start, when the script has its handler.
     arguments = ["--time", "5", "--warning", "262", "--python", held_up]
     job, run_dir = site.submit(recipe, "limited", *arguments)
     # Nothing shows that it has warned a batch script.
