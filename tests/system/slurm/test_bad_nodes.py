@@ -44,8 +44,8 @@ def test_a_job_leaves_a_bad_node_out_and_runs_on_another(site: Site, recipe: Rec
 
 
 def test_a_job_without_other_nodes_is_held(site: Site, recipe: Recipe) -> None:
-    """Its user leaves out n1, and n2 is bad: n3 is not enough."""
-    words = ["train.train_iters=5", "--sbatch=--hold", "--sbatch=--exclude=n1"]
+    """Its user leaves out n3, and n2 is bad: n1 is not enough."""
+    words = ["train.train_iters=5", "--sbatch=--hold", "--sbatch=--exclude=n3"]
     job, run_dir = site.submit(recipe, "stuck", *words)
     with site.lab.inside("n2", sys.executable, "-c", LISTEN, str(port_of(job))) as taken:
         try:
@@ -59,7 +59,7 @@ def test_a_job_without_other_nodes_is_held(site: Site, recipe: Recipe) -> None:
             taken.kill()
     assert f"scontrol release {job}" in site.log(run_dir, job)
     site.lab.run("scontrol", "release", job)  # the node is repaired
-    assert site.finish(job, run_dir)["NodeList"] == "n[2-3]"
+    assert site.finish(job, run_dir)["NodeList"] == "n[1-2]"
 
 
 def test_the_prolog_drains_a_bad_node(new_site: Callable[[Lab], Site], recipe: Recipe, tmp_path: Path) -> None:
@@ -82,5 +82,5 @@ def test_the_prolog_drains_a_bad_node(new_site: Callable[[Lab], Site], recipe: R
         site = new_site(lab)
         job, run_dir = site.submit(recipe, "drained", "train.train_iters=5")
         site.finish(job, run_dir)
-        assert lab.job(job)["NodeList"] == "n[2-3]"
+        assert lab.job(job)["NodeList"] == "n[1-2]"
         assert "DRAIN" in lab.run("scontrol", "--oneliner", "show", "node", "n1").stdout

@@ -192,11 +192,11 @@ def test_time_limit_whose_warning_comes_before_the_ranks_are_started(
         '*" doctor "*) exit 0;; *"slurm begin"*) [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || '
         f"until [ -e {shlex.quote(str(released))} ]; do sleep 0.1; done",
     )
-    # 255 of 300 s before the end: 15 to 45 s after the start, when `begin` has long been started.
-    arguments = ["--time", "5", "--warning", "255", "--python", held_up]
+    # slurmctld looks every 30 s and warns up to 30 s early: 8 to 38 s after the start, when the script has its handler.
+    arguments = ["--time", "5", "--warning", "262", "--python", held_up]
     job, run_dir = site.submit(recipe, "limited", *arguments)
-    # slurmctld looks at time limits every 30 s, and nothing shows that it has warned a batch script.
-    site.lab.until(lambda: True if site.lab.job(job)["RunTime"] > "00:01:20" else None, f"job {job} has not run")
+    # Nothing shows that it has warned a batch script.
+    site.lab.until(lambda: True if site.lab.job(job)["RunTime"] > "00:00:45" else None, f"job {job} has not run")
     released.touch()
     site.wait_for_restart(job, 1)
     assert "step 1/" not in site.log(run_dir, job)
