@@ -176,15 +176,15 @@ def test_the_pods_check_their_nodes_together(
 
 def test_a_pod_that_is_killed_loses_nothing_that_it_announced(tool: Podman, image: str) -> None:
     """Its disk is gone with it, and the database of MLflow was there."""
-    steps = 400
+    steps = 200
     words = (
         "--network=none", "--read-only", "--env=OMP_NUM_THREADS=1", "--env=LLMRECIPES_LOCAL_DISK=/tmp/llmrecipes",
         "--volume=killed:/workspace", "--tmpfs=/tmp", image, "llmrecipes", "train", "gpt-tiny", *SMALL,
-        f"train.train_iters={steps}", "checkpoint.save_interval=50", "--run-id", "r", "--nproc", "1", "--no-sample",
+        f"train.train_iters={steps}", "checkpoint.save_interval=25", "--run-id", "r", "--nproc", "1", "--no-sample",
     )  # fmt: skip
     tool("run", "--detach", "--name=killed", *words)
     deadline = time.monotonic() + 240
-    while not re.search(r"step 1\d\d/", tool("logs", "killed")):
+    while not re.search(r"step [6-9]\d/", tool("logs", "killed")):
         assert time.monotonic() < deadline, tool("logs", "killed")
         status = tool("ps", "--all", "--filter=name=killed", "--format={{.Status}}")
         assert "Exited" not in status, tool("logs", "killed")
@@ -197,7 +197,7 @@ def test_a_pod_that_is_killed_loses_nothing_that_it_announced(tool: Podman, imag
     before = [json.loads(line) for line in tool(*look, "cat", "metrics.jsonl").splitlines()]
     assert set(announced) <= {line["step"] for line in before if "loss" in line}
     assert "mlflow.db" not in tool(*look, "ls"), "it had no time to copy it"
-    assert f"step {steps}/{steps}" in tool("run", "--rm", *words)
+    assert f"step {steps}/{steps}" in tool("run", "--rm", *words, timeout=900)
     query = (
         "import sqlite3; c = sqlite3.connect('file:mlflow.db?mode=ro', uri=True); "
         "print(c.execute('select count(*), max(status) from runs').fetchall(), "
