@@ -374,12 +374,7 @@ def write(tmp_path: Path) -> Callable[[str], str]:
         ("  annotations: {'a b': x}", "kubernetes.annotations.a b"),
         ("  volumes: [{name: v, mount_path: /v}]", "kubernetes.volumes.0"),
         ("  volumes: [{name: v, host_path: /v, claim: c}]", "kubernetes.volumes.0"),
-        ("  volumes: [{name: shm, host_path: /v}]", "kubernetes.volumes"),
-        ("  volumes: [{name: v, host_path: /v, mount_path: /workspace}]", "kubernetes.volumes"),
-        ("  volumes: [{name: v, host_path: /v}, {name: v, host_path: /w}]", "kubernetes.volumes"),
         ("  resource_claims: [{name: c}]", "kubernetes.resource_claims.0"),
-        ("  compute_domain: true\n  resource_claims: [{name: imex-channel, claim: c}]", "kubernetes.resource_claims"),
-        ("  sidecars: [{name: node, image: i}]", "kubernetes.sidecars"),
         ("  sidecars: [{image: i}]", "kubernetes.sidecars.0.name"),
         ("  tolerations: [{key: k, value: v}]", "kubernetes.tolerations.0.value"),
         ("  tolerations: [{operator: Equal, value: v}]", "kubernetes.tolerations.0.key"),
@@ -390,12 +385,31 @@ def write(tmp_path: Path) -> Callable[[str], str]:
         ("  node_selector: {a: b c}", "kubernetes.node_selector.a"),
         ("  sidecars: [{name: A_b, image: i}]", "kubernetes.sidecars.0.name"),
         ("  sidecars: [{name: a}]", "kubernetes.sidecars.0.image"),
-        ("  priority_class: High!", "kubernetes.priority_class"),
         ("  patch: {kind: Pod}", "kubernetes.patch.kind"),
     ],
 )
 def test_what_is_wrong_is_named(write: Callable[[str], str], text: str, where: str) -> None:
     with refused(where):
+        load_profile(write(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "name"),
+    [
+        ("  volumes: [{name: shm, host_path: /v}]", "kubernetes.volumes", "'shm'"),
+        ("  volumes: [{name: v, host_path: /v, mount_path: /workspace}]", "kubernetes.volumes", "/workspace"),
+        ("  volumes: [{name: v1, host_path: /v}, {name: v1, host_path: /w}]", "kubernetes.volumes", "v1"),
+        (
+            "  compute_domain: true\n  resource_claims: [{name: imex-channel, claim: c}]",
+            "kubernetes.resource_claims",
+            "imex-channel",
+        ),
+        ("  sidecars: [{name: node, image: i}]", "kubernetes.sidecars", "'node'"),
+        ("  priority_class: High!", "kubernetes.priority_class", "High!"),
+    ],
+)
+def test_names_that_are_taken_or_no_names(write: Callable[[str], str], text: str, where: str, name: str) -> None:
+    with refused(where, rule=name):
         load_profile(write(text))
 
 

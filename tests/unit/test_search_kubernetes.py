@@ -24,7 +24,9 @@ KUBECTL = """#!{python} -S
 import json, re, sys
 folder = "{folder}"
 words = sys.argv[1:]
-if words[0] == "apply":
+if "--dry-run=server" in words:
+    pass
+elif words[0] == "apply":
     with open(folder + "/applied", "a") as file:
         file.write(sys.stdin.read() + "---\\n")
 else:

@@ -158,7 +158,7 @@ def test_pods_of_the_rendered_job_train_with_zero_and_go_on(tool: Podman, image:
     assert "has done all its steps" in tool("logs", names[1])
 
 
-@pytest.mark.parametrize(("site", "codes"), [("laptop", ["0", "0"]), ("h100-ib", ["2", "2"])])
+@pytest.mark.parametrize(("site", "codes"), [("laptop", ["0", "0"]), ("h100-ib", ["1", "1"])])
 def test_the_pods_check_their_nodes_together(
     tool: Podman, image: str, tmp_path: Path, site: str, codes: list[str]
 ) -> None:
@@ -170,21 +170,21 @@ def test_the_pods_check_their_nodes_together(
     assert tool("wait", *pods).split() == codes, "\n".join(tool("logs", name) for name in pods)
     # The first pod speaks for all.
     printed = tool("logs", pods[0])
-    assert ("GPU" in printed) == (codes[0] == "2"), printed
+    assert ("GPU" in printed) == (codes[0] == "1"), printed
     assert all(pod in printed for pod in pods) or codes[0] == "0", printed
 
 
 def test_a_pod_that_is_killed_loses_nothing_that_it_announced(tool: Podman, image: str) -> None:
     """Its disk is gone with it, and the database of MLflow was there."""
-    steps = 400
+    steps = 200
     words = (
         "--network=none", "--read-only", "--env=OMP_NUM_THREADS=1", "--env=LLMRECIPES_LOCAL_DISK=/tmp/llmrecipes",
         "--volume=killed:/workspace", "--tmpfs=/tmp", image, "llmrecipes", "train", "gpt-tiny", *SMALL,
-        f"train.train_iters={steps}", "checkpoint.save_interval=50", "--run-id", "r", "--nproc", "1", "--no-sample",
+        f"train.train_iters={steps}", "checkpoint.save_interval=25", "--run-id", "r", "--nproc", "1", "--no-sample",
     )  # fmt: skip
     tool("run", "--detach", "--name=killed", *words)
     deadline = time.monotonic() + 240
-    while not re.search(r"step 1\d\d/", tool("logs", "killed")):
+    while not re.search(r"step [6-9]\d/", tool("logs", "killed")):
         assert time.monotonic() < deadline, tool("logs", "killed")
         status = tool("ps", "--all", "--filter=name=killed", "--format={{.Status}}")
         assert "Exited" not in status, tool("logs", "killed")
@@ -197,7 +197,7 @@ def test_a_pod_that_is_killed_loses_nothing_that_it_announced(tool: Podman, imag
     before = [json.loads(line) for line in tool(*look, "cat", "metrics.jsonl").splitlines()]
     assert set(announced) <= {line["step"] for line in before if "loss" in line}
     assert "mlflow.db" not in tool(*look, "ls"), "it had no time to copy it"
-    assert f"step {steps}/{steps}" in tool("run", "--rm", *words)
+    assert f"step {steps}/{steps}" in tool("run", "--rm", *words, timeout=900)
     query = (
         "import sqlite3; c = sqlite3.connect('file:mlflow.db?mode=ro', uri=True); "
         "print(c.execute('select count(*), max(status) from runs').fetchall(), "
