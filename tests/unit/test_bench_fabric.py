@@ -55,7 +55,7 @@ BANDWIDTH = (
 """
 )
 DOUBLE = """\
-#!{python}
+#!{python} -IS
 import os, socket, sys, time
 words = sys.argv[1:]
 tcp, device = (words[words.index(option) + 1] for option in ("-p", "-d"))
@@ -98,7 +98,9 @@ def port(device: str, state: str = "ACTIVE", **counters: int) -> Port:
     return Port(f"{device}/1", state, 50.0, "InfiniBand", counters)
 
 
-def meet_all(tcp: int, count: int, *, here: int | None = None, limit: float = 5, patience: float = 20) -> list[Outcome]:
+def meet_all(
+    tcp: int, count: int, *, here: int | None = None, limit: float = 20, patience: float = 20
+) -> list[Outcome]:
     """The outcome of each node; all are threads of this process, and addresses of this machine.
 
     Args:
@@ -209,6 +211,7 @@ def test_a_node_that_was_too_busy_to_measure_is_measured_again(
     assert all(each.gb_per_s is not None and not each.error for each in report.transfers)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("programs")
 def test_a_transfer_that_never_ends_is_ended_and_the_right_end_is_named(
     unused_port: int, monkeypatch: pytest.MonkeyPatch
@@ -216,15 +219,15 @@ def test_a_transfer_that_never_ends_is_ended_and_the_right_end_is_named(
     """As over a pulled cable: soft-RoCE sends again without end, and perftest waits."""
     ports_of(monkeypatch, lambda host: [port("cut0" if host == "127.0.0.3" else "mlx5_0")])
     started = time.monotonic()
-    outcomes = meet_all(unused_port, 4, limit=1)
-    assert time.monotonic() - started < 20
-    assert [each.bad for each in outcomes] == [["127.0.0.3"]] * 4
+    outcomes = meet_all(unused_port, 3, limit=4)
+    assert time.monotonic() - started < 60
+    assert [each.bad for each in outcomes] == [["127.0.0.3"]] * 3
     report = outcomes[0].report
     assert report is not None
     failed = [each for each in report.findings if each.status == "fail"]
     assert [(each.node, each.check) for each in failed] == [("127.0.0.3", "adapter cut0/1")]
     worked = {(each.sender, each.receiver) for each in report.transfers if not each.error}
-    assert worked == {("127.0.0.1", "127.0.0.2"), ("127.0.0.4", "127.0.0.1"), ("127.0.0.2", "127.0.0.4")}
+    assert worked == {("127.0.0.1", "127.0.0.2")}
 
 
 @pytest.mark.usefixtures("programs")
