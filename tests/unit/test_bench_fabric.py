@@ -55,8 +55,8 @@ BANDWIDTH = (
 """
 )
 DOUBLE = """\
-#!{python}
-import socket, sys, time
+#!{python} -IS
+import os, socket, sys, time
 words = sys.argv[1:]
 tcp, device = (words[words.index(option) + 1] for option in ("-p", "-d"))
 peer = words[-1] if words[-1].startswith("127.") else None
@@ -69,7 +69,13 @@ else:
     connection = socket.create_connection((peer, int(tcp)))
     if device == "cut0" or connection.recv(1) != b"x":
         time.sleep(60)
-print({output!r}, end="")
+mark = sys.argv[0] + ".busy"
+if peer is not None and os.path.exists(mark):
+    os.remove(mark)
+    print("Correlation coefficient r^2: 0.31 < 0.9", file=sys.stderr)
+    print({output!r}.replace("3567.61", "inf"), end="")
+else:
+    print({output!r}, end="")
 """
 
 
@@ -84,17 +90,17 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def unused_port() -> Iterator[int]:
-    with socket.socket() as made:
-        made.bind(("", 0))
-        yield int(made.getsockname()[1])
+def unused_port() -> int:
+    return perftest.free_port()
 
 
 def port(device: str, state: str = "ACTIVE", **counters: int) -> Port:
     return Port(f"{device}/1", state, 50.0, "InfiniBand", counters)
 
 
-def meet_all(tcp: int, count: int, *, here: int | None = None, limit: float = 5, patience: float = 20) -> list[Outcome]:
+def meet_all(
+    tcp: int, count: int, *, here: int | None = None, limit: float = 20, patience: float = 20
+) -> list[Outcome]:
     """The outcome of each node; all are threads of this process, and addresses of this machine.
 
     Args:
@@ -146,6 +152,10 @@ def test_output_of_perftest_on_soft_roce() -> None:
     assert bandwidth is not None and bandwidth.gb_per_s == pytest.approx(0.0148, rel=0.01)
     assert perftest.parse("bandwidth", HEAD) is None
     assert perftest.parse("latency", f"{HEAD} #bytes #iterations\n Completion with error\n") is None
+    busy = LATENCY.replace("3567.61", "inf").replace("22685.00", "inf")
+    assert perftest.parse("latency", busy) is None
+    assert perftest.parse("bandwidth", BANDWIDTH.replace("0.000226", "0.000000")) is None
+    assert perftest.failure(f"Correlation coefficient r^2: 0.31 < 0.9\n{busy}") == perftest.NO_CLOCK
     refusal = "Couldn't connect to 10.9.0.1:18600\nUnable to open file descriptor for socket connection\n----\n"
     assert perftest.failure(refusal).startswith("Unable to open file descriptor")
 
@@ -189,21 +199,35 @@ def test_ports_of_the_same_place_are_measured_with_each_other(
 
 
 @pytest.mark.usefixtures("programs")
+def test_a_node_that_was_too_busy_to_measure_is_measured_again(
+    unused_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine of `make test-fabric`: perftest ended well, with a latency of inf and 0 GB/s."""
+    (tmp_path / "ib_send_lat.busy").touch()
+    ports_of(monkeypatch, lambda _: [port("mlx5_0")])
+    report = meet_all(unused_port, 2)[0].report
+    assert not (tmp_path / "ib_send_lat.busy").exists()
+    assert report is not None and [each.latency_us for each in report.transfers] == [3567.61] * 2
+    assert all(each.gb_per_s is not None and not each.error for each in report.transfers)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs")
 def test_a_transfer_that_never_ends_is_ended_and_the_right_end_is_named(
     unused_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As over a pulled cable: soft-RoCE sends again without end, and perftest waits."""
     ports_of(monkeypatch, lambda host: [port("cut0" if host == "127.0.0.3" else "mlx5_0")])
     started = time.monotonic()
-    outcomes = meet_all(unused_port, 4, limit=1)
-    assert time.monotonic() - started < 20
-    assert [each.bad for each in outcomes] == [["127.0.0.3"]] * 4
+    outcomes = meet_all(unused_port, 3, limit=4)
+    assert time.monotonic() - started < 60
+    assert [each.bad for each in outcomes] == [["127.0.0.3"]] * 3
     report = outcomes[0].report
     assert report is not None
     failed = [each for each in report.findings if each.status == "fail"]
     assert [(each.node, each.check) for each in failed] == [("127.0.0.3", "adapter cut0/1")]
     worked = {(each.sender, each.receiver) for each in report.transfers if not each.error}
-    assert worked == {("127.0.0.1", "127.0.0.2"), ("127.0.0.4", "127.0.0.1"), ("127.0.0.2", "127.0.0.4")}
+    assert worked == {("127.0.0.1", "127.0.0.2")}
 
 
 @pytest.mark.usefixtures("programs")
@@ -333,8 +357,8 @@ def test_what_cannot_be_measured_is_refused(
     assert run(["bench", "fabric"]) == 2
     require_message(capsys.readouterr().err, "--nodes", rule="--ntasks-per-node=1")
     assert run(["bench", "fabric", "--cluster", "ethernet", "--nodes", "n1,n2"]) == 2
-    require_message(capsys.readouterr().err, "--cluster", rule="ethernet")
-    with refused("--cluster", rule="efa"):
+    require_message(capsys.readouterr().err, "--cluster")
+    with refused("--cluster"):
         require_sensible(("n1", "n2"), load_profile("aws-p5-efa"))
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
     with refused("srun", rule="--ntasks-per-node=1"):

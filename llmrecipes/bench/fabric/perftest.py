@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import socket
@@ -25,6 +26,9 @@ LISTENS = "0A"
 LISTEN_SECONDS = 10.0
 """A server listens within this time."""
 END_SECONDS = 5.0
+NO_CLOCK = "perftest cannot measure time: the node is too busy"
+_NO_CLOCK = "Correlation coefficient"
+"""What it says on stderr then; its results are 0 or infinite."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +79,17 @@ def command(what: What, local: Local, seconds: float, tcp: int, peer: str | None
 
 
 def parse(what: What, output: str) -> Measured | None:
-    """The result in a program's output; None if there is none."""
+    """The result in a program's output; None if there is none, or none that can be true."""
     lines = iter(output.splitlines())
     if not any(line.lstrip().startswith("#bytes") for line in lines):
         return None
     try:
         values = [float(word) for word in next(lines, "").split()]
         if what == "bandwidth":  # from messages a second, which has more digits than perftest's MB/s
-            return Measured(gb_per_s=values[0] * values[4] / 1e3)
-        return Measured(latency_us=values[4], latency_99_us=values[7])
+            speed = values[0] * values[4] / 1e3
+            return Measured(gb_per_s=speed) if 0 < speed < math.inf else None
+        median, slow = values[4], values[7]
+        return Measured(latency_us=median, latency_99_us=slow) if 0 < median <= slow < math.inf else None
     except (IndexError, ValueError):
         return None
 
@@ -127,7 +133,11 @@ class Process:
 
 
 def failure(output: str) -> str:
-    """Why a program has failed: the last words that it printed."""
+    """Why a program has failed: in most cases the last words that it printed."""
+    if _NO_CLOCK in output:
+        return NO_CLOCK
+    if "#bytes" in output:
+        return "perftest has measured nothing"
     lines = [line.strip() for line in output.splitlines() if re.search(r"[A-Za-z]", line)]
     return lines[-1][:200] if lines else "perftest ended without a word"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from llmrecipes.bench.compare import LEAST
 from llmrecipes.bench.fabric.pairs import Kind
+from llmrecipes.bench.fabric.perftest import What
 from llmrecipes.doctor.finding import Finding, bad_nodes, fail, warn
 
 End = tuple[str, str]
@@ -31,6 +32,10 @@ class Transfer:
     gb_per_s: float | None = None
     """1e9 bytes a second."""
     error: str = ""
+
+    def has(self, what: What) -> bool:
+        """Whether this was measured."""
+        return (self.latency_us if what == "latency" else self.gb_per_s) is not None
 
     @property
     def ends(self) -> tuple[End, End]:
