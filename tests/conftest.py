@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,3 +160,16 @@ def data_dir(shared: Path) -> Path:
     folder = shared / "data"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port with free ones behind it, below those that the kernel gives to connections."""
+    for port in range(20000 + os.getpid() % 5000, 32000, 10):
+        try:
+            for number in range(6):
+                socket.create_server(("", port + number)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no ports are free")

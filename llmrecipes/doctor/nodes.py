@@ -129,7 +129,7 @@ class _Attendance:
     """Which nodes have arrived, and their reports."""
 
     def __init__(self, expected: int, patience: float) -> None:
-        self._expected, self._patience, self._began = expected, patience, time.monotonic()
+        self.expected, self._patience, self._began = expected, patience, time.monotonic()
         self._changed = threading.Condition()
         self.arrived: dict[int, None] = {}
         self.reports: dict[int, list[Finding]] = {}
@@ -150,7 +150,7 @@ class _Attendance:
 
         def complete() -> bool:
             if where is self.arrived:
-                return len(where) >= self._expected
+                return len(where) >= self.expected
             if where is self.verdict:
                 return bool(where)
             return len(where) >= (len(self.arrived) + 1 if where is self.reports else len(self.reports) - 1)
@@ -170,8 +170,12 @@ def _accept(server: socket.socket, attendance: _Attendance, token: str) -> None:
 
 
 def _serve(connection: socket.socket, attendance: _Attendance, token: str) -> None:
-    with connection, connection.makefile("rw", encoding="utf-8") as stream:
+    # Whoever is not one of the nodes is sent away; a node that ends early is missing among the reports.
+    unusable = suppress(OSError, ValueError, TypeError, KeyError, UserError)
+    with unusable, connection, connection.makefile("rw", encoding="utf-8") as stream:
         number = int(receive(stream)["number"])
+        if not 0 < number <= attendance.expected or number in attendance.arrived:
+            return
         send(stream, {"time": time.time(), "token": token})
         attendance.put(attendance.arrived, number)
         attendance.wait(attendance.arrived)

@@ -32,8 +32,8 @@ def job_hosts(nodes: str | None) -> tuple[str, ...]:
         return (socket.gethostname(),)
     listing = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     try:
-        return tuple(subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split())
-    except (OSError, subprocess.CalledProcessError) as error:
+        return tuple(subprocess.run(listing, capture_output=True, text=True, check=True, timeout=60).stdout.split())
+    except (OSError, subprocess.SubprocessError) as error:
         raise UserError(
             f"which hosts are {os.environ['SLURM_JOB_NODELIST']}? scontrol cannot be asked: {error}",
             where="--nodes",

@@ -89,11 +89,6 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 
-@pytest.fixture
-def unused_port() -> int:
-    return perftest.free_port()
-
-
 def port(device: str, state: str = "ACTIVE", **counters: int) -> Port:
     return Port(f"{device}/1", state, 50.0, "InfiniBand", counters)
 

@@ -30,19 +30,6 @@ H100 = load_profile("h100-ib")
 LAPTOP = load_profile("laptop")
 
 
-@pytest.fixture
-def unused_port() -> int:
-    """A port with free ones behind it, below those that the kernel gives to connections."""
-    for port in range(20000 + os.getpid() % 5000, 32000, 10):
-        try:
-            for number in range(6):
-                socket.create_server(("", port + number)).close()
-        except OSError:
-            continue
-        return port
-    raise AssertionError("no ports are free")
-
-
 def said(findings: Iterable[Finding]) -> dict[str, str]:
     """What is wrong or doubtful, by check; every such finding has a fix."""
     found = [finding for finding in findings if finding.status in ("warn", "fail")]

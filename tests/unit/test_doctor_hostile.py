@@ -8,8 +8,10 @@ import json
 import os
 import random
 import subprocess
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.adapters import ports
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.launch.messages import connect
 from tests.unit.test_doctor import adapter, report, said
 from tests.unit.test_doctor_hardware import KMSG
 
@@ -212,3 +215,27 @@ def test_a_linux_of_any_name(tmp_path: Path) -> None:
     driver.write_bytes(b"NVRM version: NVIDIA UNIX Open Kernel Module \xff\n")
     for release, kernel_version in (("6", (6, 0)), ("6.8.0-rc1+", (6, 8)), ("custom", (0, 0))):
         assert gpudirect.support(tmp_path, driver, release).kernel == kernel_version
+
+
+def test_strangers_at_the_first_nodes_port_are_sent_away(
+    tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = ("127.0.0.1", "127.0.0.2")
+    failed: list[object] = []
+    met: dict[int, nodes.Gathered] = {}
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    def take_part(number: int) -> None:
+        met[number] = nodes.meet(nodes.Meeting(hosts, number, unused_port, tmp_path, 60), [])
+
+    first = threading.Thread(target=take_part, args=(0,))
+    first.start()
+    numbers = (b'{"number": "x"}\n', b'{"number": 0}\n', b'{"number": 7}\n')
+    for words in (b"\xff\xfe\n", b"GET / HTTP/1.0\r\n\r\n", b"[]\n", *numbers):
+        with connect("127.0.0.1", unused_port, 60) as stranger:
+            stranger.sendall(words)
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+    take_part(1)
+    first.join(60)
+    assert (met[0].bad, met[1].bad, failed) == ([], [], [])
