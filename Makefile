@@ -93,14 +93,14 @@ PYTEST = $(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q --durations
 WORKERS = -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash
-	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric"
+	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes"
 
 test-deep: setup-zero ## run the tests that `make test` leaves out: all layouts, many interruptions
 	@$(BIN)/python -m tests.operators >/dev/null
-	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric"
+	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes"
 
 test-version: setup-zero ## run the tests that depend on the versions of Python and megatron-core: PYTHON=python3.12
-	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric"
+	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes"
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
 	@tools/system_packages.sh
@@ -110,10 +110,10 @@ test-fabric: setup ## test the doctor and bench fabric on emulated machines with
 	@tools/system_packages.sh fabric
 	@FABRIC_LAB="$$LAB" $(PYTEST) -rs -m fabric tests/fabric
 
-# KUBERNETES is a folder with etcd, kube-apiserver and kube-controller-manager, which no package index has: dl.k8s.io.
-test-kubernetes: setup ## run the tests against Kubernetes' control plane: KUBERNETES=folder
-	@test -n "$$KUBERNETES" || { echo "KUBERNETES=folder with etcd, kube-apiserver and kube-controller-manager"; exit 2; }
-	@KUBEBUILDER_ASSETS="$$KUBERNETES" $(PYTEST) -m system tests/system/kubernetes
+# DIR has etcd, kube-apiserver and kube-controller-manager, which no package index has: dl.k8s.io.
+test-kubernetes: setup ## run the tests against Kubernetes' control plane: KUBERNETES=DIR
+	@test -n "$$KUBERNETES" || { echo "KUBERNETES=DIR with etcd, kube-apiserver and kube-controller-manager"; exit 2; }
+	@KUBEBUILDER_ASSETS="$$KUBERNETES" $(PYTEST) -rs -m kubernetes tests/system/kubernetes
 
 check: setup ## run linters and type checks, and check that generated pages are up to date
 	@$(BIN)/ruff check

@@ -170,7 +170,7 @@ class Cluster:
 @contextmanager
 def control_plane(folder: Path) -> Iterator[Cluster]:
     """A cluster that is stopped at the end."""
-    programs = Path(os.environ["KUBEBUILDER_ASSETS"])
+    programs = Path(os.environ.get("KUBEBUILDER_ASSETS", ""))
     missing = [name for name in PROGRAMS if not os.access(programs / name, os.X_OK)]
     assert not missing, f"KUBEBUILDER_ASSETS={programs} has no {', '.join(missing)}"
     made = Cluster(folder, programs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,7 @@ from llmrecipes.launch.kubernetes.options import Options
 from llmrecipes.workflow.submit import plan_for
 from tests.system.kubernetes.lab import Cluster, Object, control_plane
 
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.timeout(600),
-    # kube-apiserver is in no package index (docs/notes.md).
-    pytest.mark.skipif(
-        "KUBEBUILDER_ASSETS" not in os.environ,
-        reason="no Kubernetes control plane: make test-kubernetes KUBERNETES=folder",
-    ),
-]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[3]
 IMAGE = f"registry.example.com/llmrecipes@sha256:{'7' * 64}"
