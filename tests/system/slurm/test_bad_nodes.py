@@ -82,5 +82,5 @@ def test_the_prolog_drains_a_bad_node(new_site: Callable[[Lab], Site], recipe: R
         site = new_site(lab)
         job, run_dir = site.submit(recipe, "drained", "train.train_iters=5")
         site.finish(job, run_dir)
-        assert lab.job(job)["NodeList"] == "n[1-2]"
+        assert lab.job(job)["NodeList"] == "n[2-3]"
         assert "DRAIN" in lab.run("scontrol", "--oneliner", "show", "node", "n1").stdout
