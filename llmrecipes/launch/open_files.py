@@ -29,13 +29,7 @@ def allow_open_files(rank: int, ranks: int) -> None:
         UserError: it may not be raised so far.
     """
     needed = needed_files(rank, ranks)
-    if (allowed := _raise_to(needed)) < needed:
-        raise UserError(
-            f"rank {rank} may open {allowed} files",
-            where="ulimit -n",
-            rule=f"a run of {ranks} ranks needs {needed} open files on rank {rank}",
-            fix=f"ulimit -Hn {needed} or more: LimitNOFILE for slurmd, --ulimit nofile for a container",
-        )
+    _allow(needed, f"rank {rank}", f"a run of {ranks} ranks needs {needed} open files on rank {rank}")
 
 
 def allow_nodes(nodes: int) -> None:
@@ -45,11 +39,15 @@ def allow_nodes(nodes: int) -> None:
         UserError: it may not be raised so far.
     """
     needed = OWN_OF_A_CHECK + 2 * nodes
+    _allow(needed, f"the first of {nodes} nodes", f"it needs {needed}, for the connections of the others")
+
+
+def _allow(needed: int, who: str, rule: str) -> None:
     if (allowed := _raise_to(needed)) < needed:
         raise UserError(
-            f"the first of {nodes} nodes may open {allowed} files",
+            f"{who} may open {allowed} files",
             where="ulimit -n",
-            rule=f"it needs {needed}, for the connections of the others",
+            rule=rule,
             fix=f"ulimit -Hn {needed} or more: LimitNOFILE for slurmd, --ulimit nofile for a container",
         )
 
