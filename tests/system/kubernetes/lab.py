@@ -20,8 +20,11 @@ from typing import Any
 Object = dict[str, Any]
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager")
 SECONDS = 120.0
-# The kubelet's: without one, nodes would count as lost.
-NOT_RUN = "-node-lifecycle-controller,-taint-eviction-controller,-device-taint-eviction-controller"
+# Without kubelets, nodes would count as lost, and pods that end as on no node.
+NOT_RUN = ",".join(
+    f"-{name}-controller"
+    for name in ("node-lifecycle", "taint-eviction", "device-taint-eviction", "pod-garbage-collector")
+)
 
 
 class Cluster:
