@@ -7,8 +7,8 @@ from math import isqrt
 
 from llmrecipes.errors import UserError
 
-OWN_OF_A_CHECK = 256
-"""Files of a check of nodes besides its connections."""
+OWN_OF_A_CHECK = 1024
+"""Files of the process of a check besides its connections; in Python it may have opened many before."""
 OWN = 4096
 """Files of a rank besides its connections: libraries, data, checkpoints, logs, NCCL's channels."""
 
