@@ -35,7 +35,7 @@ def linear(tensors: Iterable[Tensor], weights: Sequence[float], *, normalize: bo
 
 
 def slerp(first: Tensor, second: Tensor, t: float) -> Tensor:
-    """Spherical interpolation between two tensors as vectors (Shoemake 1985, Animating rotation with quaternion curves).
+    """Spherical interpolation between tensors as vectors (Shoemake 1985, Animating rotation with quaternion curves).
 
     sin((1-t)Ω)/sin Ω · θ₀ + sin(tΩ)/sin Ω · θ₁ with the angle Ω between them; (1-t)·θ₀ + t·θ₁ where they are nearly
     parallel or opposite. As in mergekit, the vectors keep their lengths, and a zero vector is at a right angle to all.
