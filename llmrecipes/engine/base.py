@@ -18,6 +18,7 @@ from llmrecipes.checkpoint.format import CheckpointFormat, StateDict
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
+from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import LayerBalance
@@ -252,6 +253,13 @@ class Backend(Protocol):
 
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """The weights of a checkpoint in one process."""
+
+    def tensors(self, entry: Entry) -> TensorSource:
+        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
+
+        Raises:
+            UserError: the checkpoint is damaged.
+        """
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """An MoE engine whose experts are copies of a dense checkpoint's MLP; in one process."""

@@ -18,6 +18,7 @@ from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.checkpoint.placement import Placement
 from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.hardware.profile import Group
+from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 
@@ -64,6 +65,10 @@ class DeepSpeedBackend:
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """See `Backend`."""
         return self._megatron.load_weights(plan, platform, entry)
+
+    def tensors(self, entry: Entry) -> TensorSource:
+        """See `Backend`."""
+        return self._megatron.tensors(entry)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """See `Backend`."""

@@ -11,6 +11,7 @@ from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Platform, World
 from llmrecipes.engine.megatron import generate, schedule, world
 from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.checkpoint.tensors import StoredWeights
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
 from llmrecipes.engine.megatron.model.upcycle import ROUTER, copy_into_experts
@@ -58,6 +59,10 @@ class MegatronBackend:
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:
         """See `Backend`."""
         return TextGPT(_loaded(plan, platform, entry))
+
+    def tensors(self, entry: Entry) -> StoredWeights:
+        """See `Backend`."""
+        return StoredWeights(entry)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         """See `Backend`."""
