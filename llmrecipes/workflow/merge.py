@@ -30,7 +30,7 @@ class Output:
 
     Attributes:
         folder: its name; nothing has it yet.
-        dtype: fp32, bf16 or fp16; None: that of the first model.
+        dtype: fp32, bf16 or fp16; None: that of the first model, which is the precision of the recipe if it is a run.
         shard_bytes: largest file of weights.
         tokenizer: compare and write tokenizers.
     """
@@ -114,9 +114,10 @@ def merge(
     inputs = {name: Input(name, each.source) for name, each in opened.items()}
     merged = MergedTensors(numbers, [inputs[name] for name in models], None if base is None else inputs[base])
     first = opened[models[0]]
+    dtype = output.dtype or (first.recipe.train.precision if isinstance(first, OpenedRun) else None)
     with published(output.folder) as folder:
-        written = write(merged, _config(first.config), folder, output.dtype, output.shard_bytes)
-        _copy_companions(first, data_dir, folder, tokenizer=output.tokenizer)
+        special = _write_companions(first, data_dir, folder, tokenizer=output.tokenizer)
+        written = write(merged, {**_config(first.config), **special}, folder, dtype, output.shard_bytes)
         (folder / "README.md").write_text(_card(models, base, numbers), "utf-8")
     return MergeResult(
         path=str(output.folder),
@@ -162,11 +163,24 @@ def _config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in {"_name_or_path", "auto_map", "dtype"}}
 
 
-def _copy_companions(first: Opened, data_dir: Path, folder: Path, *, tokenizer: bool) -> None:
-    source = _tokenizer_folder(first, data_dir) if tokenizer else first.folder
-    for name in COMPANIONS if tokenizer else COMPANIONS[:1]:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+def _write_companions(first: Opened, data_dir: Path, folder: Path, *, tokenizer: bool) -> dict[str, Any]:
+    """Write generation_config.json and the tokenizer of the first model.
+
+    Returns:
+        What they add to config.json.
+    """
+    if not isinstance(first, OpenedRun):
+        for name in COMPANIONS if tokenizer else COMPANIONS[:1]:
+            if (first.folder / name).is_file():
+                shutil.copyfile(first.folder / name, folder / name)
+        return {}
+    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.hf.export import write_json
+    from llmrecipes.hf.tokenizer import write_tokenizer
+
+    special = write_tokenizer(folder, first.recipe, open_prepared(first.recipe, data_dir)) if tokenizer else {}
+    write_json(folder / COMPANIONS[0], {**special, "_from_model_config": True})
+    return special
 
 
 def _card(models: Sequence[str], base: str | None, numbers: Merge) -> str:
