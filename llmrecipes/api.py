@@ -270,8 +270,8 @@ def train_recipe(
 
     loaded = _recipe(recipe)
     paths = Paths(
-        _directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
-        _directory(data_dir, DATA_VARIABLE, DATA_DIR),
+        directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
+        directory(data_dir, DATA_VARIABLE, DATA_DIR),
     )
     name = new_run_id() if run_id is None else run_id
     options = TrainOptions(
@@ -304,8 +304,8 @@ def open_run(name: str | Path, *, runs_dir: str | Path | None = None, data_dir: 
     """
     from llmrecipes.workflow.runs import find_run
 
-    path = find_run(str(name), _directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))
-    return Run(path, _directory(data_dir, DATA_VARIABLE, DATA_DIR))
+    path = find_run(str(name), directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))
+    return Run(path, directory(data_dir, DATA_VARIABLE, DATA_DIR))
 
 
 def _say(line: str) -> None:
@@ -316,7 +316,8 @@ def _recipe(recipe: Recipe | str | Path) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
 
 
-def _directory(given: str | Path | None, variable: str, default: Path) -> Path:
+def directory(given: str | Path | None, variable: str, default: Path) -> Path:
+    """A directory that was given, or that of its environment variable, or its default."""
     return Path(os.environ.get(variable) or default) if given is None else Path(given)
 
 
