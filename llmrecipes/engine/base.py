@@ -250,8 +250,12 @@ class Backend(Protocol):
     def construct(self, plan: Plan, platform: Platform) -> Engine:
         """An engine whose weights have no defined values: for a checkpoint to be loaded next."""
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
-        """The weights of a checkpoint in one process."""
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextModel:
+        """The weights of a checkpoint in one process; `averaged`: their moving average (`optimizer.ema_decay`).
+
+        Raises:
+            UserError: the checkpoint does not fit the plan, or has no average.
+        """
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """An MoE engine whose experts are copies of a dense checkpoint's MLP; in one process."""

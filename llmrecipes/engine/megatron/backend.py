@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Platform, World
-from llmrecipes.engine.megatron import generate, schedule, world
-from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron import ema, generate, schedule, world
+from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
 from llmrecipes.engine.megatron.model.upcycle import ROUTER, copy_into_experts
@@ -55,9 +55,9 @@ class MegatronBackend:
         """See `MetaBackend`."""
         return self.construct(plan, platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextGPT:
         """See `Backend`."""
-        return TextGPT(_loaded(plan, platform, entry))
+        return TextGPT(_loaded(plan, platform, entry, averaged=averaged))
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         """See `Backend`."""
@@ -92,7 +92,11 @@ class TextGPT:
         )
 
 
-def _loaded(plan: Plan, platform: Platform, entry: Entry) -> BuiltModel:
+def _loaded(plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> BuiltModel:
+    index = read_index(entry)
+    if averaged:
+        ema.require(index, entry)
     built = construct(plan, platform)
-    load_model(built.modules, load(entry, model_state(built.modules)))
+    wanted = model_state(built.modules)
+    load_model(built.modules, load(entry, ema.in_place_of_weights(wanted) if averaged else wanted, index))
     return built
