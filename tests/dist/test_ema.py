@@ -16,15 +16,13 @@ pytestmark = pytest.mark.dist
 
 AVERAGED = {"optimizer": {"ema_decay": 0.75}}
 WHOLE = {"parallelism": {"use_distributed_optimizer": False}}
-ALONE = Row("gpt", "dp1", reference=AVERAGED).alone
 LAYOUTS = (
     Row("gpt", "tp2 sp", AVERAGED),
     Row("gpt", "dp2", AVERAGED),
     Row("gpt", "pp2", AVERAGED),
-    Row("gpt", "dp2", {**AVERAGED, **WHOLE}),
+    pytest.param(Row("gpt", "dp2", {**AVERAGED, **WHOLE}), marks=pytest.mark.slow),
+    pytest.param(Row("moe", "ep2 dp2", AVERAGED), marks=pytest.mark.slow),  # experts have an optimizer of their own
 )
-"""Also moe: its experts have an optimizer of their own."""
-EXPERTS = Row("moe", "ep2", AVERAGED)
 
 
 def averages(recipe: Recipe) -> dict[str, np.ndarray]:
@@ -45,7 +43,7 @@ def require_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray])
         assert distance <= BOUND * max(float(np.linalg.norm(expected[name])), 1e-3), name
 
 
-@pytest.mark.parametrize("row", [*LAYOUTS, EXPERTS], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row.name)
 def test_it_is_the_one_of_a_single_process(row: Row, worlds: dict[int, GlooWorld]) -> None:
     alone = worlds[1].run(averages, Row(row.variant, "dp1", AVERAGED).recipe)
     require_close(worlds[2].run(averages, row.recipe), alone)
