@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
+from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Engine, MetaEngine, Platform, TextModel, World
+from llmrecipes.engine.base import Engine, MetaEngine, Platform, TextModel, WeightSource, World
 from llmrecipes.engine.deepspeed.build import build, construct, zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.runtime import communication
@@ -39,9 +42,9 @@ class DeepSpeedBackend:
             partitioned = zero(recipe).stage == 3 and world.data_parallel_size > 1
             yield replace(world, holds_whole_model=world.holds_whole_model and not partitioned)
 
-    def build(self, plan: Plan, platform: Platform) -> DeepSpeedEngine:
+    def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> DeepSpeedEngine:
         """See `Backend`."""
-        return _engine(plan, platform, build)
+        return _engine(plan, platform, partial(build, weights=weights))
 
     def construct(self, plan: Plan, platform: Platform) -> DeepSpeedEngine:
         """See `Backend`."""
@@ -68,6 +71,10 @@ class DeepSpeedBackend:
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """See `Backend`."""
         return self._megatron.upcycle(dense, moe, platform, entry)
+
+    def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
+        """See `Backend`."""
+        return self._megatron.write_weights(plan, weights, directory)
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         """See `Backend`."""

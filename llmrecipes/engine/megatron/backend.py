@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch.distributed as dist
 
+from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Platform, World
 from llmrecipes.engine.megatron import ema, generate, schedule, world
+from llmrecipes.engine.megatron.checkpoint import initial
 from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
@@ -43,9 +45,9 @@ class MegatronBackend:
         platform.install()
         return platform
 
-    def build(self, plan: Plan, platform: Platform) -> MegatronEngine:
+    def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> MegatronEngine:
         """See `Backend`."""
-        return MegatronEngine(plan, build(plan, platform), platform)
+        return MegatronEngine(plan, build(plan, platform, weights), platform)
 
     def construct(self, plan: Plan, platform: Platform) -> MegatronEngine:
         """See `Backend`."""
@@ -67,6 +69,10 @@ class MegatronBackend:
         del given
         # The optimizer copies its master weights here, so the experts' weights must be set before.
         return MegatronEngine(moe, built, platform)
+
+    def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
+        """See `Backend`."""
+        return initial.write(plan, weights, directory)
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         """See `Backend`."""
