@@ -27,14 +27,14 @@ class _Sealed(type):
         raise pickle.UnpicklingError(f"it alters the class {cls.__name__}")
 
 
-class _Record(metaclass=_Sealed):
+class Record(metaclass=_Sealed):
     """Replaces every object: holds its arguments and its state, without behaviour."""
 
     __slots__ = ("arguments", "state")
     arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *arguments: Any) -> _Record:
+    def __new__(cls, *arguments: Any) -> Record:
         made = super().__new__(cls)
         made.arguments, made.state = arguments, None
         return made
@@ -43,15 +43,16 @@ class _Record(metaclass=_Sealed):
         self.state = state
 
 
-def _kind(name: str) -> _Sealed:
-    return _Sealed(name, (_Record,), {"__slots__": ()})
+def record_kind(name: str, base: type[Record] = Record) -> _Sealed:
+    """A class of records, in place of one that a pickle names."""
+    return _Sealed(name, (base,), {"__slots__": ()})
 
 
-_GETATTR = _kind("getattr")
+_GETATTR = record_kind("getattr")
 """Python 3.11.0 to 3.11.3 (Debian 12's) write the member of an enumeration as a call of it."""
 
 _KINDS: dict[tuple[str, str], _Sealed] = {
-    (module, name): _kind(name)
+    (module, name): record_kind(name)
     for module, names in {
         "pathlib": ("Path", "PosixPath"),
         "pathlib._local": ("PosixPath",),
@@ -128,7 +129,7 @@ def _place(key: object, info: object) -> tuple[tuple[str, tuple[int, ...] | None
 
 
 def _size(value: object) -> tuple[int, ...]:
-    if not (isinstance(value, _Record) and _is(value, "Size") and len(value.arguments) == 1):
+    if not (isinstance(value, Record) and _is(value, "Size") and len(value.arguments) == 1):
         raise pickle.UnpicklingError(f"it has a {type(value).__name__} in place of a Size")
     return tuple(value.arguments[0])
 
@@ -139,7 +140,7 @@ def _fields(value: object, kind: str) -> dict[str, Any]:
 
 
 def _state(value: object, kind: str, form: type) -> Any:
-    if not (isinstance(value, _Record) and _is(value, kind) and isinstance(value.state, form)):
+    if not (isinstance(value, Record) and _is(value, kind) and isinstance(value.state, form)):
         raise pickle.UnpicklingError(f"it has a {type(value).__name__} in place of a {kind}")
     return value.state
 
