@@ -19,6 +19,7 @@ from llmrecipes.checkpoint.format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
+from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import LayerBalance
@@ -271,6 +272,13 @@ class Backend(Protocol):
 
         Raises:
             UserError: the checkpoint does not fit the plan, or has no average.
+        """
+
+    def tensors(self, entry: Entry) -> TensorSource:
+        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
+
+        Raises:
+            UserError: the checkpoint is damaged.
         """
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:

@@ -6,6 +6,7 @@ not have is not compared; whether the weights have the recipe's shapes is checke
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -209,9 +210,11 @@ def _vocabulary(arguments: Arguments, model: Model) -> Iterator[Problem]:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, bool) or isinstance(other, bool):
         return bool(one) == bool(other)
-    return list(one) == list(other) if isinstance(one, list | tuple) and isinstance(other, list | tuple) else one == other
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return list(one) == list(other)
+    return bool(one == other)
 
 
 def _shown(value: Any) -> str:
     """As in a recipe."""
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, list | tuple | int | float) or isinstance(value, bool) else str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -208,6 +208,9 @@ class PlainBackend:
         engine.load_state(entry)
         return engine
 
+    def tensors(self, *_: Any) -> NoReturn:
+        raise NotImplementedError
+
     def upcycle(self, *_: Any) -> NoReturn:
         raise NotImplementedError
 

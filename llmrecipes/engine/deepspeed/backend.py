@@ -21,6 +21,7 @@ from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.checkpoint.placement import Placement
 from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.hardware.profile import Group
+from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 
@@ -67,6 +68,10 @@ class DeepSpeedBackend:
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextModel:
         """See `Backend`."""
         return self._megatron.load_weights(plan, platform, entry, averaged=averaged)
+
+    def tensors(self, entry: Entry) -> TensorSource:
+        """See `Backend`."""
+        return self._megatron.tensors(entry)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """See `Backend`."""

@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.base import Platform, WeightSource, World
 from llmrecipes.engine.megatron import ema, generate, schedule, world
 from llmrecipes.engine.megatron.checkpoint import initial
 from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
+from llmrecipes.engine.megatron.checkpoint.tensors import StoredWeights
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
 from llmrecipes.engine.megatron.model.upcycle import ROUTER, copy_into_experts
@@ -60,6 +62,10 @@ class MegatronBackend:
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextGPT:
         """See `Backend`."""
         return TextGPT(_loaded(plan, platform, entry, averaged=averaged))
+
+    def tensors(self, entry: Entry) -> StoredWeights:
+        """See `Backend`."""
+        return StoredWeights(entry)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         """See `Backend`."""
