@@ -41,6 +41,9 @@ def export(
         typer.Option("--family", metavar="NAME", help="model_type of transformers; default: the first that fits."),
     ] = None,
     tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer too.")] = True,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Write the moving average of the weights (`optimizer.ema_decay`).")
+    ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -56,7 +59,7 @@ def export(
     setup_logging()
     if to not in FORMS:
         raise UserError(f"{to!r}", where="--to", rule=f"one of {', '.join(FORMS)}")
-    made = make(run, out, runs_dir, data_dir, Options(dtype, _bytes(max_shard_size), family, tokenizer))
+    made = make(run, out, runs_dir, data_dir, Options(dtype, _bytes(max_shard_size), family, tokenizer, ema))
     if as_json:
         print(json.dumps(asdict(made)))
         return

@@ -274,11 +274,13 @@ class Backend(Protocol):
             UserError: the checkpoint does not fit the plan, or has no average.
         """
 
-    def tensors(self, entry: Entry) -> TensorSource:
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
         """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
 
+        With `averaged`, their moving average (`optimizer.ema_decay`).
+
         Raises:
-            UserError: the checkpoint is damaged.
+            UserError: the checkpoint is damaged, or has no average.
         """
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:

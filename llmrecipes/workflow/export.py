@@ -26,12 +26,14 @@ class Options:
         shard_bytes: largest file of weights.
         family: `model_type`; None: the first that has the model's form.
         tokenizer: also write the tokenizer.
+        averaged: write the moving average of the weights in their place.
     """
 
     dtype: str | None = None
     shard_bytes: int = 5 * 10**9
     family: str | None = None
     tokenizer: bool = True
+    averaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,9 @@ def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, opt
     started = time.monotonic()
     _require_options(options)
     run, entry = find_checkpoint(reference, runs_dir)
-    out = run / "hf" / f"step-{entry.step:08d}" if out is None else out
+    out = run / "hf" / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
     require_absent(out)
-    opened = open_run(run, entry, options.family)
+    opened = open_run(run, entry, options.family, averaged=options.averaged)
     dtype = options.dtype or opened.recipe.train.precision
     with published(out) as folder:
         written = write(opened.source, opened.config, folder, dtype, options.shard_bytes)

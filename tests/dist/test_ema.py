@@ -1,4 +1,4 @@
-"""The moving average of the weights is the one of a single process in every layout, and another layout goes on with it."""
+"""The moving average of the weights is that of a single process in every layout, and another layout goes on with it."""
 
 from __future__ import annotations
 

@@ -69,9 +69,9 @@ class DeepSpeedBackend:
         """See `Backend`."""
         return self._megatron.load_weights(plan, platform, entry, averaged=averaged)
 
-    def tensors(self, entry: Entry) -> TensorSource:
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
         """See `Backend`."""
-        return self._megatron.tensors(entry)
+        return self._megatron.tensors(entry, averaged=averaged)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """See `Backend`."""

@@ -63,9 +63,9 @@ class MegatronBackend:
         """See `Backend`."""
         return TextGPT(_loaded(plan, platform, entry, averaged=averaged))
 
-    def tensors(self, entry: Entry) -> StoredWeights:
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> StoredWeights:
         """See `Backend`."""
-        return StoredWeights(entry)
+        return StoredWeights(entry, averaged=averaged)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         """See `Backend`."""

@@ -78,8 +78,7 @@ def require(index: Index, entry: Entry) -> None:
 def left_out(owned: Sequence[Owned]) -> list[Owned]:
     """State without the average."""
     return [
-        replace(each, tensors={name: tensor for name, tensor in each.tensors.items() if name != NAME})
-        for each in owned
+        replace(each, tensors={name: tensor for name, tensor in each.tensors.items() if name != NAME}) for each in owned
     ]
 
 

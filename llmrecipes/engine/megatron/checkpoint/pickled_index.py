@@ -7,6 +7,7 @@ or instantiated, and torch never reads the file.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
 from llmrecipes.engine.megatron.checkpoint.index import DTYPES, Span
@@ -74,23 +75,38 @@ _KINDS: dict[tuple[str, str], _Sealed] = {
 } | {("builtins", "getattr"): _GETATTR}
 
 
+Find = Callable[[str, str], Any]
+"""What stands for a class, by module and name."""
+
+
 class _Reader(pickle.Unpickler):
+    def __init__(self, stream: IO[bytes], find_other: Find | None) -> None:
+        super().__init__(stream)
+        self._find_other = find_other
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KINDS:
             return _KINDS[module, name]
         if module == "torch" and name in DTYPES:
             return name
+        if self._find_other is not None:
+            return self._find_other(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def read(stream: IO[bytes]) -> Table:
+def read(stream: IO[bytes], find_other: Find | None = None) -> Table:
     """Read `.metadata`.
+
+    Args:
+        stream: the file.
+        find_other: what stands for classes that do not describe tensors, of which other programs write some; None:
+            they are refused.
 
     Raises:
         pickle.UnpicklingError: it holds anything but the description of tensors and objects.
         Exception: of any kind, for malformed bytes.
     """
-    fields = _fields(_Reader(stream).load(), "Metadata")
+    fields = _fields(_Reader(stream, find_other).load(), "Metadata")
     numbers: dict[str, int] = {}
     places: dict[tuple[str, tuple[int, ...] | None], list[int]] = {}
     for key, info in fields["storage_data"].items():

@@ -71,7 +71,8 @@ class Owned:
     placement: Placement
     start: int
     tensors: dict[str, torch.Tensor]
-    """`param` (the fp32 master weights), `exp_avg`, `exp_avg_sq` and `ema` if it is kept, each [n]; writing to them changes the state."""
+    """`param` (the fp32 master weights), `exp_avg`, `exp_avg_sq`, and `ema` if it is kept, each [n]; writing to them
+    changes the state."""
 
     def copy(self) -> Owned:
         """The same in memory of its own."""

@@ -18,11 +18,13 @@ _PLAIN = (bool, int, float, str, type(None))
 _MOST = 1 << 28
 """Bytes of the largest pickle that is read: that of a training on 16,384 ranks has fewer."""
 _PACKAGES = frozenset(
-    "_codecs argparse collections datetime enum functools megatron numpy nvidia_resiliency_ext pathlib signal torch "
-    "transformer_engine".split()
-)
+    {
+        "_codecs", "argparse", "collections", "datetime", "enum", "functools", "megatron", "numpy",
+        "nvidia_resiliency_ext", "pathlib", "signal", "torch", "transformer_engine",
+    }
+)  # fmt: skip
 """Packages whose objects a training may save."""
-_BUILTINS = frozenset("bytearray complex frozenset getattr range set slice".split())
+_BUILTINS = frozenset({"bytearray", "complex", "frozenset", "getattr", "range", "set", "slice"})
 
 
 def read(stream: IO[bytes], start: int, length: int) -> tuple[Mapping[str, Any], int | None]:
@@ -77,15 +79,20 @@ class _Container(Record):
     def append(self, value: Any) -> None: ...
 
 
-class _Reader(pickle.Unpickler):
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(stream)
-        self._kinds: dict[str, type] = {"OrderedDict": dict}
+def stand_in(module: str, name: str) -> Any:
+    """A record in place of a class, or function, that a training saves.
 
+    Raises:
+        pickle.UnpicklingError: it does not.
+    """
+    if name in _BUILTINS if module == "builtins" else module.partition(".")[0] in _PACKAGES:
+        return dict if name == "OrderedDict" else record_kind(name, _Container)
+    raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "builtins" if name in _BUILTINS else module.partition(".")[0] in _PACKAGES:
-            return self._kinds.setdefault(name, record_kind(name, _Container))
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return stand_in(module, name)
 
     def persistent_load(self, _: Any) -> None:
         """Storages of tensors are not read."""

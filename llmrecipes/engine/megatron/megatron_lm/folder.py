@@ -24,6 +24,7 @@ from llmrecipes.engine.megatron.checkpoint.index import Index, build
 from llmrecipes.engine.megatron.checkpoint.pickled_index import read as read_pickled
 from llmrecipes.engine.megatron.checkpoint.table import Table
 from llmrecipes.engine.megatron.megatron_lm.arguments import read as read_arguments
+from llmrecipes.engine.megatron.megatron_lm.arguments import stand_in
 from llmrecipes.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -153,7 +154,7 @@ def _index(folder: Path) -> Index:
     try:
         sizes = {entry.name: entry.stat().st_size for entry in folder.iterdir() if entry.is_file()}
         with open_inside(folder, INDEX) as stream:
-            table: Table = read_pickled(stream)
+            table: Table = read_pickled(stream, stand_in)
     except UserError:
         raise
     except pickle.UnpicklingError as problem:
