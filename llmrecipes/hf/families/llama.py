@@ -13,6 +13,9 @@ from llmrecipes.hf.families.parts import (
     QK_NORM,
     QKV_BIAS,
     SIZES,
+    WINDOW,
+    WINDOW_KEYS,
+    FullAttention,
     Heads,
     Rope,
     in_layer,
@@ -31,7 +34,7 @@ LLAMA_FAMILY = Family(
     keys=(*_DENSE_KEYS, _EPSILON),
     fixed=(Fixed("attention_bias", False), Fixed("mlp_bias", False)),
     tensors={**AROUND, **NORMS, **ATTENTION, **GATED_MLP},
-    specials=(Heads(), Rope()),
+    specials=(Heads(), Rope(), FullAttention()),
 )
 
 MISTRAL = replace(
@@ -39,21 +42,18 @@ MISTRAL = replace(
     name="mistral",
     architecture="MistralForCausalLM",
     fixed=(Fixed("sliding_window", None, absent=4096),),
-    specials=(Heads(groups=8), Rope()),
+    specials=(Heads(groups=8), Rope(), FullAttention()),
 )
-
-_WINDOW = (Fixed("use_sliding_window", False),)
-_WINDOW_KEYS = frozenset({"sliding_window", "max_window_layers"})  # without use_sliding_window they say nothing
 
 QWEN2 = replace(
     LLAMA_FAMILY,
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     needs={**LLAMA, "add_qkv_bias": True},
-    fixed=_WINDOW,
+    fixed=WINDOW,
     tensors={**LLAMA_FAMILY.tensors, **QKV_BIAS},
-    specials=(Heads(free=False, groups=32), Rope()),
-    training_only=_WINDOW_KEYS,
+    specials=(Heads(free=False, groups=32), Rope(), FullAttention()),
+    training_only=WINDOW_KEYS,
 )
 
 QWEN3 = replace(
@@ -61,10 +61,10 @@ QWEN3 = replace(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     needs={**LLAMA, "qk_layernorm": True},
-    fixed=(*_WINDOW, Fixed("attention_bias", False)),
+    fixed=(*WINDOW, Fixed("attention_bias", False)),
     tensors={**LLAMA_FAMILY.tensors, **QK_NORM},
-    specials=(Heads(channels=128, groups=32), Rope()),
-    training_only=_WINDOW_KEYS,
+    specials=(Heads(channels=128, groups=32), Rope(), FullAttention()),
+    training_only=WINDOW_KEYS,
 )
 
 APERTUS = replace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmrecipes.hf.table import ACTIVATIONS, Config, Key, Obstacle, To
+from llmrecipes.hf.table import ACTIVATIONS, Config, Fixed, Key, Obstacle, To
 from llmrecipes.hf.transforms import GATE_UP, QKV, SAME, VOCABULARY, Transform
 from llmrecipes.recipe.schema import Model
 
@@ -40,6 +40,10 @@ SIZES = (
     Key("tie_word_embeddings", "share_embeddings_and_output_weights", False),
 )
 """Keys of every family after Llama."""
+
+WINDOW = (Fixed("use_sliding_window", False),)
+WINDOW_KEYS = frozenset({"sliding_window", "max_window_layers"})
+"""Of Qwen's files; without `use_sliding_window` they say nothing."""
 
 
 class Heads:
@@ -82,6 +86,22 @@ class Heads:
 
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of Llama 3.1's rotary embeddings: what megatron-core computes with, besides the factor."""
+
+
+class FullAttention:
+    """Every layer attends to all earlier tokens; transformers writes it for families that may also have a window."""
+
+    theirs = ("layer_types",)
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        """See `Special`."""
+        return {}, []
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        """See `Special`."""
+        kinds = config.get("layer_types") or ["full_attention"]
+        other = next((each for each in kinds if each != "full_attention"), None)
+        return {}, [] if other is None else [Obstacle("layer_types", other, "every layer has full_attention")]
 
 
 class Rope:
