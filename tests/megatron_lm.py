@@ -106,7 +106,7 @@ def save(engine: MegatronEngine, folder: Path, args: Namespace | None, *, optimi
         [
             {
                 "random_rng_state": random.getstate(),
-                "np_rng_state": np.random.get_state(),  # noqa: NPY002 - what Megatron-LM saves
+                "np_rng_state": np.random.get_state(),
                 "torch_rng_state": torch.get_rng_state(),
             }
         ],

@@ -151,7 +151,7 @@ def _import_megatron(
         raise UserError(
             "not set",
             where="--recipe",
-            rule="a checkpoint of Megatron-LM has no description of data and training, and of its model only the weights "
+            rule="a checkpoint of Megatron-LM has no description of data and training, and of its model only weights "
             "and arguments",
             fix="--recipe FILE.yaml, with a section model for what was trained",
         )
