@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmrecipes.checkpoint.manifest import FileRecord
 from llmrecipes.checkpoint.safety import open_inside
 from llmrecipes.engine.megatron.checkpoint.index import Index, build
 from llmrecipes.engine.megatron.checkpoint.pickled_index import read as read_pickled
-from llmrecipes.engine.megatron.checkpoint.table import Table
+from llmrecipes.engine.megatron.checkpoint.table import Numbers, Table
 from llmrecipes.engine.megatron.megatron_lm.arguments import read as read_arguments
 from llmrecipes.engine.megatron.megatron_lm.arguments import stand_in
 from llmrecipes.errors import UserError
@@ -155,19 +157,34 @@ def _index(folder: Path) -> Index:
         sizes = {entry.name: entry.stat().st_size for entry in folder.iterdir() if entry.is_file()}
         with open_inside(folder, INDEX) as stream:
             table: Table = read_pickled(stream, stand_in)
+        _require_files(folder, table, sizes)
+        return build(table, {name: FileRecord(size=size, sha256=_NO_DIGEST) for name, size in sizes.items()})
     except UserError:
         raise
-    except pickle.UnpicklingError as problem:
+    except (pickle.UnpicklingError, ValueError) as problem:
         raise damaged(path, str(problem)) from problem
     except Exception as problem:  # malformed bytes raise any kind of exception in pickle
         raise damaged(path, repr(problem)) from problem
+
+
+def _require_files(folder: Path, table: Table, sizes: Mapping[str, int]) -> None:
+    """Every file is there, as long as the index says: before hours are spent on those in front of it."""
     if missing := sorted(set(table.files) - set(sizes)):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise damaged(folder, f"{missing[0]!r}{more} is missing, of {len(table.files)} files")
-    try:
-        return build(table, {name: FileRecord(size=size, sha256=_NO_DIGEST) for name, size in sizes.items()})
-    except ValueError as problem:
-        raise damaged(path, str(problem)) from problem
+    for name, needed in zip(table.files, _ends(table).tolist(), strict=True):
+        if needed > sizes[name]:
+            raise damaged(folder / name, f"it has {sizes[name]:,} bytes, and its last part ends at byte {needed:,}")
+
+
+def _ends(table: Table) -> Numbers:
+    """[files] bytes that each file has at least."""
+    ends = np.zeros(len(table.files), np.int64)
+    file, start, length = table.columns[:3]
+    np.maximum.at(ends, file, start + length)
+    for record in table.objects:
+        ends[record.place[0]] = max(ends[record.place[0]], record.place[1] + record.place[2])
+    return ends
 
 
 def _common(folder: Path, index: Index) -> tuple[Mapping[str, Any], int | None]:
