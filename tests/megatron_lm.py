@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import queue
 import random
 import signal
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.enums import AttnBackend
 
 from llmrecipes.engine.megatron.engine import MegatronEngine
@@ -56,7 +62,8 @@ def arguments(recipe: Recipe, **changes: Any) -> Namespace:
         "moe_ffn_hidden_size": sizes.moe_ffn_hidden_size,
         "moe_layer_freq": model.moe_layer_freq,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
-        "mtp_num_layers": None,
+        "mtp_num_layers": model.mtp_num_layers,
+        "rope_type": "rope",
         "vocab_size": model.vocab_size,
         "padded_vocab_size": sizes.vocab_size,
         "window_size": None,
@@ -70,6 +77,24 @@ def arguments(recipe: Recipe, **changes: Any) -> Namespace:
         **changes,
     }
     return Namespace(**values)
+
+
+@contextmanager
+def helpers_allowed() -> Iterator[None]:
+    """A block in which megatron-core may start the processes that write files, also in a rank of the tests.
+
+    It collects their results in a process of its own, which would outlive such a rank.
+    """
+    process: Any = multiprocessing.current_process()
+    daemon = process._config.pop("daemon", None)
+    (name,) = {"_get_write_results_queue", "get_write_results_queue"} & vars(filesystem_async).keys()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filesystem_async, name, queue.SimpleQueue)
+        try:
+            yield
+        finally:
+            if daemon is not None:
+                process._config["daemon"] = daemon
 
 
 def save(engine: MegatronEngine, folder: Path, args: Namespace | None, *, optimizer: bool = True) -> Path:
@@ -118,12 +143,9 @@ def save(engine: MegatronEngine, folder: Path, args: Namespace | None, *, optimi
         replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
     state["num_floating_point_operations_so_far"] = 1.0
-    dist_checkpointing.save(
-        state,
-        str(path),
-        ("torch_dist", 1),
-        content_metadata={name: value for name, value in metadata.items() if name != "dp_cp_group"},
-    )
+    content = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    with helpers_allowed():
+        dist_checkpointing.save(state, str(path), ("torch_dist", 1), content_metadata=content)
     if dist.get_rank() == 0:
         (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION), "utf-8")
     dist.barrier()

@@ -43,8 +43,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {**LLAMA, "num_moe_experts": 4, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1]},
     "latent": {
         **LLAMA, "num_query_groups": None, "multi_latent_attention": True, "q_lora_rank": 24, "kv_lora_rank": 16,
-        "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16, "qk_layernorm": True, "mtp_num_layers": 1,
+        "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16, "qk_layernorm": True,
     },
+    "prediction": {**LLAMA, "mtp_num_layers": 1},
 }  # fmt: skip
 
 
@@ -63,8 +64,11 @@ class Training:
 
 def logits_of(module: torch.nn.Module) -> torch.Tensor:
     ids = torch.arange(64)[None] % 97
-    with torch.no_grad():
-        found: torch.Tensor = module.eval()(ids, ids, None)
+    mask = torch.ones_like(ids).float()
+    with torch.no_grad():  # with layers that predict further, only losses
+        found: torch.Tensor = module.eval()(
+            ids, ids, None, **({"labels": ids, "loss_mask": mask} if module.mtp_process else {})
+        )
     return found
 
 
@@ -107,7 +111,7 @@ def require_same(found: Training, run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("experts", "latent"))]
+    "name", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("experts", "latent", "prediction"))]
 )
 def test_every_weight_arrives(name: str, tmp_path: Path) -> None:
     found = training(name, tmp_path / "megatron")
