@@ -38,6 +38,7 @@ FREE = (
     "train.loss_scale_window",
     "train.hysteresis",
     "train.exit_grace_seconds",
+    "optimizer.ema_decay",
     "scheduler.lr_decay_iters",
     "data.num_workers",
     "data.prefetch_factor",

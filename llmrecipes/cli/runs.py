@@ -127,6 +127,9 @@ def generate(
     ] = SAMPLING.top_p,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = SAMPLING.seed,
     num_samples: Annotated[int, typer.Option("--num-samples", metavar="N", min=1, help="Number of continuations.")] = 1,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Use the moving average of the weights (`optimizer.ema_decay`).")
+    ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -137,7 +140,7 @@ def generate(
     from llmrecipes.workflow.runs import find_run
 
     setup_logging()
-    request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples)
+    request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples, ema)
     for sample in samples(find_run(run, runs_dir), data_dir, request):
         if as_json:
             print(json.dumps({"step": sample.step, "prompt": prompt, "text": sample.text, "tokens": sample.tokens}))

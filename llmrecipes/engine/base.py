@@ -267,14 +267,20 @@ class Backend(Protocol):
     def construct(self, plan: Plan, platform: Platform) -> Engine:
         """An engine whose weights have no defined values: for a checkpoint to be loaded next."""
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
-        """The weights of a checkpoint in one process."""
-
-    def tensors(self, entry: Entry) -> TensorSource:
-        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextModel:
+        """The weights of a checkpoint in one process; `averaged`: their moving average (`optimizer.ema_decay`).
 
         Raises:
-            UserError: the checkpoint is damaged.
+            UserError: the checkpoint does not fit the plan, or has no average.
+        """
+
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
+        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
+
+        With `averaged`, their moving average (`optimizer.ema_decay`).
+
+        Raises:
+            UserError: the checkpoint is damaged, or has no average.
         """
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:

@@ -262,6 +262,9 @@ class Optimizer(Section):
     """Added to the root of the second moment."""
     clip_grad: NonNegFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 disables clipping."""
+    ema_decay: Beta | None = None
+    """Keep a moving average of the weights in fp32, which has this weight after each update, and the new weights the
+    rest; saved in checkpoints, for `export --ema` and `generate --ema`. Unset: none."""
 
 
 class Scheduler(Section):

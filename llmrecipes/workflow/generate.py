@@ -25,6 +25,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     num_samples: int = 1
     """Each with the next seed."""
+    averaged: bool = False
+    """By the moving average of the weights."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     engines = backend(plan.recipe)
     platform = engines.platform()
     with engines.join(plan.recipe, platform):
-        model = engines.load_weights(plan, platform, entry)
+        model = engines.load_weights(plan, platform, entry, averaged=request.averaged)
         for number in range(request.num_samples):
             sampling = replace(request.sampling, seed=request.sampling.seed + number)
             ids = model.generate(

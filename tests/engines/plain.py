@@ -201,7 +201,7 @@ class PlainBackend:
     def construct(self, plan: Plan, platform: Platform) -> PlainEngine:
         return PlainEngine(plan, platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> PlainEngine:
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> PlainEngine:
         engine = PlainEngine(plan, platform)
         engine.load_state(entry)
         return engine

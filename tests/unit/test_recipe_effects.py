@@ -405,6 +405,7 @@ CASES: dict[str, Case] = {
     "optimizer.adam_beta2": Case(0.5, optimizer),
     "optimizer.adam_eps": Case(1e-4, optimizer),
     "optimizer.clip_grad": Case(0.5, optimizer),
+    "optimizer.ema_decay": Case(0.5, plan),
     "scheduler.lr_decay_style": Case("linear", schedule),
     "scheduler.lr_warmup_iters": Case(3, schedule),
     "scheduler.lr_decay_iters": Case(6, schedule),

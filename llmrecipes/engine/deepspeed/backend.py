@@ -65,13 +65,13 @@ class DeepSpeedBackend:
             built, placements = construct(plan, platform)
             return MetaDeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextModel:
         """See `Backend`."""
-        return self._megatron.load_weights(plan, platform, entry)
+        return self._megatron.load_weights(plan, platform, entry, averaged=averaged)
 
-    def tensors(self, entry: Entry) -> TensorSource:
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
         """See `Backend`."""
-        return self._megatron.tensors(entry)
+        return self._megatron.tensors(entry, averaged=averaged)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """See `Backend`."""

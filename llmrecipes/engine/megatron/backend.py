@@ -11,9 +11,9 @@ import torch.distributed as dist
 from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Platform, WeightSource, World
-from llmrecipes.engine.megatron import generate, schedule, world
+from llmrecipes.engine.megatron import ema, generate, schedule, world
 from llmrecipes.engine.megatron.checkpoint import initial
-from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
 from llmrecipes.engine.megatron.checkpoint.tensors import StoredWeights
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
@@ -59,13 +59,13 @@ class MegatronBackend:
         """See `MetaBackend`."""
         return self.construct(plan, platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextGPT:
         """See `Backend`."""
-        return TextGPT(_loaded(plan, platform, entry))
+        return TextGPT(_loaded(plan, platform, entry, averaged=averaged))
 
-    def tensors(self, entry: Entry) -> StoredWeights:
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> StoredWeights:
         """See `Backend`."""
-        return StoredWeights(entry)
+        return StoredWeights(entry, averaged=averaged)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         """See `Backend`."""
@@ -104,7 +104,11 @@ class TextGPT:
         )
 
 
-def _loaded(plan: Plan, platform: Platform, entry: Entry) -> BuiltModel:
+def _loaded(plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> BuiltModel:
+    index = read_index(entry)
+    if averaged:
+        ema.require(index, entry)
     built = construct(plan, platform)
-    load_model(built.modules, load(entry, model_state(built.modules)))
+    wanted = model_state(built.modules)
+    load_model(built.modules, load(entry, ema.in_place_of_weights(wanted) if averaged else wanted, index))
     return built

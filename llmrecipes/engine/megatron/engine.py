@@ -21,7 +21,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Shard, StepResult, StopQuestion
-from llmrecipes.engine.megatron import shards, state, update
+from llmrecipes.engine.megatron import ema, shards, state, update
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.generate import generate
@@ -70,6 +70,8 @@ class MegatronEngine:
             use_gloo_process_groups=False,
         )
         _allocate_optimizer_state(self.optimizer)
+        if recipe.optimizer.ema_decay is not None:
+            ema.start(self.optimizer)
         self.scheduler = scheduler(recipe, self.optimizer)
         self.local_loss = 0.0
         config = built.config
@@ -100,6 +102,8 @@ class MegatronEngine:
             return StepResult(loss, None, lr, None, False, stopping)
         update.clip(self.optimizer, self.recipe.optimizer.clip_grad or math.inf, norm)
         update.step(self.optimizer, self.chunks)
+        if self.recipe.optimizer.ema_decay is not None:
+            ema.update(self.optimizer, self.recipe.optimizer.ema_decay)
         self.scheduler.step(increment=1)
         return StepResult(loss, norm, lr, scale_then, False, stopping)
 
