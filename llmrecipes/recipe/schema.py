@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 from llmrecipes.recipe.zero import Zero
@@ -375,6 +376,7 @@ class Recipe(Section):
     model: Model
     parallelism: Parallelism = Parallelism()
     zero: Zero | None = None
+    lora: Lora | None = None
     train: Train
     optimizer: Optimizer
     scheduler: Scheduler = Scheduler()

@@ -49,11 +49,11 @@ class MegatronBackend:
 
     def construct(self, plan: Plan, platform: Platform) -> MegatronEngine:
         """See `Backend`."""
-        return MegatronEngine(plan, construct(plan, platform), platform)
+        return MegatronEngine(plan, _to_be_loaded(plan, platform), platform)
 
     def construct_meta(self, plan: Plan, platform: Platform) -> MegatronEngine:
         """See `MetaBackend`."""
-        return self.construct(plan, platform)
+        return MegatronEngine(plan, construct(plan, platform), platform)
 
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:
         """See `Backend`."""
@@ -93,6 +93,11 @@ class TextGPT:
 
 
 def _loaded(plan: Plan, platform: Platform, entry: Entry) -> BuiltModel:
-    built = construct(plan, platform)
+    built = _to_be_loaded(plan, platform)
     load_model(built.modules, load(entry, model_state(built.modules)))
     return built
+
+
+def _to_be_loaded(plan: Plan, platform: Platform) -> BuiltModel:
+    """A model for a checkpoint to be loaded into: without values, but for a frozen base, which no checkpoint has."""
+    return construct(plan, platform) if plan.recipe.lora is None else build(plan, platform)

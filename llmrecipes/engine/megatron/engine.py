@@ -138,7 +138,7 @@ class MegatronEngine:
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         return {
             "weights": [parameter.data for parameter in parameters],
-            "gradients": [parameter.main_grad for parameter in parameters],
+            "gradients": [parameter.main_grad for parameter in parameters if parameter.requires_grad],
             "optimizer": update.states(self.optimizer, parameters),
         }
 

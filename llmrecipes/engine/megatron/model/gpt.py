@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.megatron.model.config import transformer_config
 from llmrecipes.engine.megatron.model.init import initialise
+from llmrecipes.engine.megatron.model.lora import insert
 from llmrecipes.engine.megatron.model.mup import own_mup, scale_activations
 from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
@@ -79,6 +80,21 @@ class RecipeGPTModel(GPTModel):
             metadata={"dp_cp_group": group, "singleton_local_shards": False}
         )
         return state
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model itself is frozen."""
+        return any(not parameter.requires_grad for parameter in self.parameters())
+
+    def saved_state(self) -> dict[str, Any]:
+        """`sharded_state` of what checkpoints have: all weights, or the adapters alone."""
+        if not self.has_adapters:
+            return self.sharded_state()
+        return {
+            name: value
+            for name, value in self.sharded_state().items()
+            if isinstance(value.data, torch.nn.Parameter) and value.data.requires_grad
+        }
 
 
 class _AboveMean(torch.autograd.Function):
@@ -147,7 +163,7 @@ def build(plan: Plan, platform: Platform, *, only: str = "") -> BuiltModel:
 def construct(plan: Plan, platform: Platform) -> BuiltModel:
     """The model without defined values; arguments as `build`."""
     recipe = plan.recipe
-    implementation, reason = choose(recipe.model.transformer_impl)
+    implementation, reason = choose(recipe.model.transformer_impl, adapters=recipe.lora is not None)
     config = transformer_config(
         plan, on_gpu=platform.device.type != "cpu", transformer_engine=implementation == "transformer_engine"
     )
@@ -186,4 +202,6 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
     module.logits = torch.nn.Identity()
     if factors := own_mup(model):
         scale_activations(module, factors)
+    if plan.recipe.lora is not None:
+        insert(module, plan.recipe.lora)
     return module
