@@ -27,7 +27,6 @@ class Matrix:
     width: int
     height: int
     by_columns: bool
-    shared_expert: bool = False
 
     @property
     def of_experts(self) -> bool:
@@ -61,13 +60,13 @@ def matrices(model: Model, s: Shape, *, experts: bool) -> Iterator[Matrix]:
         yield from _mlp("", h, s.ffn_hidden_size, halves)
         return
     if s.moe_shared_ffn_hidden_size:
-        yield from _mlp("", h, s.moe_shared_ffn_hidden_size, halves, shared_expert=True)
+        yield from _mlp("", h, s.moe_shared_ffn_hidden_size, halves)
     yield from _mlp(EXPERTS, h, s.moe_ffn_hidden_size, halves)
 
 
-def _mlp(prefix: str, h: int, width: int, halves: int, *, shared_expert: bool = False) -> Iterator[Matrix]:
-    yield Matrix(f"{prefix}linear_fc1", h, halves * width, True, shared_expert)
-    yield Matrix(f"{prefix}linear_fc2", width, h, False, shared_expert)
+def _mlp(prefix: str, h: int, width: int, halves: int) -> Iterator[Matrix]:
+    yield Matrix(f"{prefix}linear_fc1", h, halves * width, True)
+    yield Matrix(f"{prefix}linear_fc2", width, h, False)
 
 
 def adapted(lora: Lora, model: Model, s: Shape, *, experts: bool) -> list[Matrix]:

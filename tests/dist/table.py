@@ -57,10 +57,10 @@ _DEEPSEEK: dict[str, Any] = {
 _MUP: dict[str, Any] = {
     "use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 4.0, "mup_embedding_mult": 2.0,
 }  # fmt: skip
-_LORA: Sections = {"lora": {"rank": 4, "alpha": 16.0}, "optimizer": {"lr": 5e-2}}
+_LORA: Sections = {"lora": {"rank": 4, "alpha": 16.0}}
 _EXPERTS_LORA: Sections = {
     "lora": {"rank": 4, "alpha": 16.0, "target_modules": ["linear_qkv", "experts.linear_fc1", "experts.linear_fc2"]},
-    "optimizer": {"lr": 5e-2},
+    "optimizer": {"lr": 2e-2},
 }
 
 VARIANTS: dict[str, Sections] = {

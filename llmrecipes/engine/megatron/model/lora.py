@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -116,6 +117,9 @@ class Whole(torch.nn.Module):
         if base.explicit_expert_comm:
             if base.tp_group.size() > 1:
                 self.weight.register_hook(partial(_summed, base.tp_group))
+            # In the gradient norm every expert counts once; 0.16 would leave out those on further tensor-parallel ranks.
+            set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+            self.weight.shared = base.tp_group.rank() > 0  # type: ignore[attr-defined]
         else:
             self.weight.sequence_parallel = base.sequence_parallel  # type: ignore[attr-defined]
 
