@@ -298,7 +298,7 @@ class MetaBackend(Backend, Protocol):
         Args:
             rank: of the world.
             world_size: its ranks.
-            kernels: device whose choice of kernels is followed, `cuda` or `cpu`.
+            kernels: device whose choice of kernels is followed, `cuda` or `cpu`; `cuda, local` without TransformerEngine.
             skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
         """
 

@@ -1,4 +1,4 @@
-"""Parameters of low-rank adapters: of a layer, of the model, on a rank."""
+"""Parameters of low-rank adapters, in total and on a rank, and what they keep for the backward pass."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.parameters import RankParameters
-from llmrecipes.recipe.adapters import Matrix, adapted
+from llmrecipes.recipe.adapters import Matrix, adapted, is_target
 from llmrecipes.recipe.lora import Lora
-from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.recipe.shape import Shape
 
 
@@ -47,6 +47,33 @@ def on_stage(lora: Lora, model: Model, s: Shape, layout: Layout, stage: int) -> 
         first = layout.first_layer(stage, chunk)
         for number in range(first, first + layers):
             yield from adapted(lora, model, s, experts=s.moe_layers(number, number + 1) > 0)
+
+
+def keeps_input(recipe: Recipe, name: str) -> int:
+    """1 if the input of the matrices of a name is kept, for their gradient or that of their adapter, else 0."""
+    return int(recipe.lora is None or is_target(recipe.lora, name))
+
+
+def kept_by_adapters(recipe: Recipe, s: Shape, layout: Layout, device: str, *, experts: bool) -> float:
+    """Bytes per token that the adapters of a layer keep besides their inputs: what is between A and B, and masks."""
+    lora, found = recipe.lora, 0.0
+    element = 4 if recipe.train.precision == "fp32" else 2
+    tensor = layout.tensor_model_parallel_size
+    tokens = tensor if layout.sequence_parallel else 1
+    for each in adapted(lora, recipe.model, s, experts=experts) if lora is not None else ():
+        assert lora is not None
+        visits = recipe.model.moe_router_topk if each.of_experts else 1
+        found += visits * element * lora.rank / tokens
+        if lora.dropout:
+            # The input is kept after dropout; attention keeps its output, the input of linear_proj, itself.
+            size = (element if device == "cpu" else 1) + (element if each.name == "linear_proj" else 0)
+            found += visits * size * each.width / (tokens if each.by_columns or each.of_experts else tensor)
+    return found
+
+
+def own_layers(recipe: Recipe, device: str) -> bool:
+    """Whether layers are megatron-core's own, with our attention: on a CPU, and with adapters everywhere."""
+    return device == "cpu" or recipe.lora is not None
 
 
 def _sides(matrix: Matrix, rank: int, ranks: int) -> tuple[int, int]:

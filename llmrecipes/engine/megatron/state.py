@@ -115,8 +115,7 @@ def load_model(modules: Sequence[RecipeGPTModel], loaded: Mapping[str, Any]) -> 
 
 def _states(modules: Sequence[RecipeGPTModel]) -> list[dict[str, Any]]:
     return [
-        {name: value for name, value in module.saved_state().items() if not is_extra_state(value)}
-        for module in modules
+        {name: value for name, value in module.saved_state().items() if not is_extra_state(value)} for module in modules
     ]
 
 
