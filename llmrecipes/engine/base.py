@@ -298,7 +298,8 @@ class MetaBackend(Backend, Protocol):
         Args:
             rank: of the world.
             world_size: its ranks.
-            kernels: device whose choice of kernels is followed, `cuda` or `cpu`; `cuda, local` without TransformerEngine.
+            kernels: device whose choice of kernels is followed: `cuda`, `cpu`, or `cuda, local`, a GPU without
+                TransformerEngine.
             skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
         """
 

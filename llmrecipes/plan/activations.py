@@ -227,8 +227,7 @@ class _PerToken:
 
     @property
     def norm(self) -> float:
-        """Saved by a norm: its input; for torch's unfused RMSNorm on a CPU also an fp32 copy and the result, which is for
-        the gradient of its weight."""
+        """Saved by a norm: its input; for torch's unfused RMSNorm on a CPU also an fp32 copy and the result."""
         return self._norm(self.shape.hidden_size) / self._sequence_ranks
 
     @property
@@ -283,8 +282,8 @@ class _PerToken:
         moved *= self.layout.expert_tensor_parallel_size  # whose ranks have each other's tokens too
         tensor = self.layout.tensor_model_parallel_size
         return (
-            self._attention + self.norm + self.edge + self.mask
-            + (router + moved + experts) / self._sequence_ranks + shared / tensor + kept_by_adapters(*self._of, experts=True)
+            self._attention + self.norm + self.edge + self.mask + kept_by_adapters(*self._of, experts=True)
+            + (router + moved + experts) / self._sequence_ranks + shared / tensor
         )  # fmt: skip
 
     @property

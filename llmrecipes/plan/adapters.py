@@ -14,14 +14,15 @@ from llmrecipes.recipe.shape import Shape
 
 def count(lora: Lora | None, model: Model, s: Shape) -> tuple[int, int]:
     """Parameters of all adapters, and those that one token uses; none without the section."""
-    found = [0, 0]
-    for number in range(s.num_layers if lora is not None else 0):
-        assert lora is not None
+    total = active = 0
+    if lora is None:
+        return total, active
+    for number in range(s.num_layers):
         for each in adapted(lora, model, s, experts=s.moe_layers(number, number + 1) > 0):
             size = lora.rank * (each.width + each.height)
-            found[0] += size * (s.num_moe_experts if each.of_experts else 1)
-            found[1] += size * (model.moe_router_topk if each.of_experts else 1)
-    return found[0], found[1]
+            total += size * (s.num_moe_experts if each.of_experts else 1)
+            active += size * (model.moe_router_topk if each.of_experts else 1)
+    return total, active
 
 
 def count_on_rank(lora: Lora, model: Model, s: Shape, layout: Layout, stage: int) -> RankParameters:
@@ -57,11 +58,12 @@ def keeps_input(recipe: Recipe, name: str) -> int:
 def kept_by_adapters(recipe: Recipe, s: Shape, layout: Layout, device: str, *, experts: bool) -> float:
     """Bytes per token that the adapters of a layer keep besides their inputs: what is between A and B, and masks."""
     lora, found = recipe.lora, 0.0
+    if lora is None:
+        return found
     element = 4 if recipe.train.precision == "fp32" else 2
     tensor = layout.tensor_model_parallel_size
     tokens = tensor if layout.sequence_parallel else 1
-    for each in adapted(lora, recipe.model, s, experts=experts) if lora is not None else ():
-        assert lora is not None
+    for each in adapted(lora, recipe.model, s, experts=experts):
         visits = recipe.model.moe_router_topk if each.of_experts else 1
         found += visits * element * lora.rank / tokens
         if lora.dropout:

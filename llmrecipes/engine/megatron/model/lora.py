@@ -117,7 +117,7 @@ class Whole(torch.nn.Module):
         if base.explicit_expert_comm:
             if base.tp_group.size() > 1:
                 self.weight.register_hook(partial(_summed, base.tp_group))
-            # In the gradient norm every expert counts once; 0.16 would leave out those on further tensor-parallel ranks.
+            # Every expert counts in the gradient norm: 0.16 would leave out those on further tensor-parallel ranks.
             set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
             self.weight.shared = base.tp_group.rank() > 0  # type: ignore[attr-defined]
         else:
@@ -150,7 +150,7 @@ def insert(module: GPTModel, lora: Lora) -> None:
         lora: the recipe's section.
     """
     module.requires_grad_(False)
-    for parent, name, base, expert in list(_layers(module, lora)):
+    for parent, name, base in list(_layers(module, lora)):
         gated = name == "linear_fc1" and parent.config.gated_linear_unit
         adapter = Adapter(base, parent.config, lora, gated=gated)
         parent.add_module(name + SUFFIX, adapter)
@@ -161,8 +161,8 @@ def insert(module: GPTModel, lora: Lora) -> None:
         module.embedding.register_forward_hook(_with_gradient)
 
 
-def _layers(module: GPTModel, lora: Lora) -> Iterator[tuple[Any, str, Any, bool]]:
-    """Layers that get adapters: the module that has each, its name there, itself, and whether it is an expert's."""
+def _layers(module: GPTModel, lora: Lora) -> Iterator[tuple[Any, str, Any]]:
+    """Layers that get adapters: the module that has each, its name there, and itself."""
     decoder = module.decoder
     experts = {
         id(each) for found in decoder.modules() if isinstance(found, SequentialMLP) for each in found.local_experts
@@ -170,9 +170,8 @@ def _layers(module: GPTModel, lora: Lora) -> Iterator[tuple[Any, str, Any, bool]
     for parent in list(decoder.modules()):
         for name, child in parent.named_children():
             if isinstance(child, ColumnParallelLinear | RowParallelLinear):
-                expert = id(parent) in experts
-                if is_target(lora, f"{EXPERTS}{name}" if expert else name):
-                    yield parent, name, child, expert
+                if is_target(lora, f"{EXPERTS}{name}" if id(parent) in experts else name):
+                    yield parent, name, child
 
 
 def _add(adapter: Adapter, _layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:

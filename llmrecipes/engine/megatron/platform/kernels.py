@@ -37,7 +37,7 @@ _ALIGNED = torch.empty(0)
 
 
 def install_kernels(device: str) -> None:
-    """Choose as on `cuda`, on `cpu`, or as megatron-core's own layers do on a GPU (`cuda, local`); a later call replaces
+    """Choose as on `cuda`, on `cpu`, or on a GPU with megatron-core's own layers (`cuda, local`); a later call replaces
     the choice."""
     on_gpu = {
         "scaled_dot_product_attention": _flash_attention,
