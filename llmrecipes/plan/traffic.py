@@ -180,9 +180,8 @@ def _adapters(plan: Plan, *, experts: bool, again: bool) -> Iterator[tuple[Group
         if each.of_experts:
             # Experts exchange tokens outside: gradients of what their ranks have all of are summed.
             number = plan.shape.num_moe_experts // layout.expert_model_parallel_size
-            summed = Call(
-                "all-reduce", layout.expert_tensor_parallel_size, _element(plan) * adapters.whole(lora, [each])
-            )
+            whole = _element(plan) * adapters.whole(lora, [each])
+            summed = Call("all-reduce", layout.expert_tensor_parallel_size, whole)
             yield from _in("expert_tensor", [summed] * number)
         elif each.by_columns:
             yield from _in("tensor", _columns(plan, lora.rank, again=again, trained=True))

@@ -15,8 +15,8 @@ Target = Literal[
 
 
 class Lora(Section):
-    """Low-rank adaptation (arXiv 2106.09685): each adapted matrix W becomes W + `alpha` / `rank` · B · A, of which A and
-    B alone are trained and saved."""
+    """Low-rank adaptation (arXiv 2106.09685): an adapted matrix W becomes W + `alpha` / `rank` · B · A, of which A and B
+    alone are trained and saved."""
 
     rank: PosInt
     """Rows of A and columns of B; at most the shorter side of every adapted matrix."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch.distributed as dist
 
+from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Platform, World
+from llmrecipes.engine.base import Platform, WeightSource, World
 from llmrecipes.engine.megatron import generate, schedule, world
+from llmrecipes.engine.megatron.checkpoint import initial
 from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.checkpoint.tensors import StoredWeights
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
 from llmrecipes.engine.megatron.model.upcycle import ROUTER, copy_into_experts
@@ -43,21 +47,25 @@ class MegatronBackend:
         platform.install()
         return platform
 
-    def build(self, plan: Plan, platform: Platform) -> MegatronEngine:
+    def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> MegatronEngine:
         """See `Backend`."""
-        return MegatronEngine(plan, build(plan, platform), platform)
+        return MegatronEngine(plan, build(plan, platform, weights), platform)
 
-    def construct(self, plan: Plan, platform: Platform) -> MegatronEngine:
+    def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> MegatronEngine:
         """See `Backend`."""
-        return MegatronEngine(plan, _to_be_loaded(plan, platform), platform)
+        return MegatronEngine(plan, _to_be_loaded(plan, platform, base), platform)
 
     def construct_meta(self, plan: Plan, platform: Platform) -> MegatronEngine:
         """See `MetaBackend`."""
         return MegatronEngine(plan, construct(plan, platform), platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:
+    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None) -> TextGPT:
         """See `Backend`."""
-        return TextGPT(_loaded(plan, platform, entry))
+        return TextGPT(_loaded(plan, platform, entry, base))
+
+    def tensors(self, entry: Entry) -> StoredWeights:
+        """See `Backend`."""
+        return StoredWeights(entry)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         """See `Backend`."""
@@ -67,6 +75,10 @@ class MegatronBackend:
         del given
         # The optimizer copies its master weights here, so the experts' weights must be set before.
         return MegatronEngine(moe, built, platform)
+
+    def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
+        """See `Backend`."""
+        return initial.write(plan, weights, directory)
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         """See `Backend`."""
@@ -92,12 +104,12 @@ class TextGPT:
         )
 
 
-def _loaded(plan: Plan, platform: Platform, entry: Entry) -> BuiltModel:
-    built = _to_be_loaded(plan, platform)
+def _loaded(plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None) -> BuiltModel:
+    built = _to_be_loaded(plan, platform, base)
     load_model(built.modules, load(entry, model_state(built.modules)))
     return built
 
 
-def _to_be_loaded(plan: Plan, platform: Platform) -> BuiltModel:
+def _to_be_loaded(plan: Plan, platform: Platform, base: WeightSource | None) -> BuiltModel:
     """A model for a checkpoint to be loaded into: without values, but for a frozen base, which no checkpoint has."""
-    return construct(plan, platform) if plan.recipe.lora is None else build(plan, platform)
+    return construct(plan, platform) if plan.recipe.lora is None else build(plan, platform, base)

@@ -32,6 +32,8 @@ from llmrecipes.recipe.lora import Lora
 
 SUFFIX = "_lora"
 """Follows the name of a layer in that of its adapter."""
+ADAPTER = f"{SUFFIX}."
+"""In the names of all its parameters, and in no other."""
 A, B = "_lora.a.weight", "_lora.b.weight"
 """Ends of the names of an adapter's two matrices."""
 
@@ -169,9 +171,9 @@ def _layers(module: GPTModel, lora: Lora) -> Iterator[tuple[Any, str, Any]]:
     }
     for parent in list(decoder.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, ColumnParallelLinear | RowParallelLinear):
-                if is_target(lora, f"{EXPERTS}{name}" if id(parent) in experts else name):
-                    yield parent, name, child
+            target = f"{EXPERTS}{name}" if id(parent) in experts else name
+            if isinstance(child, ColumnParallelLinear | RowParallelLinear) and is_target(lora, target):
+                yield parent, name, child
 
 
 def _add(adapter: Adapter, _layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
