@@ -15,7 +15,7 @@ Target = Literal[
 
 
 class Lora(Section):
-    """Low-rank adaptation (arXiv 2106.09685): an adapted matrix W becomes W + `alpha` / `rank` · B · A, of which A and B
+    """Low-rank adaptation (arXiv 2106.09685): a matrix W becomes W + `alpha` / `rank` · B · A, of which A and B
     alone are trained and saved."""
 
     rank: PosInt
