@@ -49,6 +49,7 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "coordinates": training.coordinates,
         "upcycle": training.upcycle,
         "convert": training.convert,
+        "import": models.import_model,
     },
     "Runs": {
         "runs": runs.runs,

@@ -1,4 +1,4 @@
-"""`export`: parsing and printing only."""
+"""`export` and `import`: parsing and printing only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, NewRunIdOption, OverridesArgument, RunsOption
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import early_signals
 
@@ -80,3 +80,43 @@ def _bytes(text: str) -> int:
     if size < 1:
         raise UserError(f"{text!r}", where="--max-shard-size", rule="a number with KB, MB, GB or TB", fix="5GB")
     return size
+
+
+@early_signals()
+def import_model(
+    source: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder with config.json and safetensors, or name on the Hub.")
+    ],
+    overrides: OverridesArgument = None,
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Name of the recipe; default: that of the model.")
+    ] = None,
+    run_id: NewRunIdOption = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Make a run from a Hugging Face model.
+
+    The run has a recipe, and a checkpoint of step 0 that any layout loads. Example of overrides: model.seq_length=4096.
+    """
+    from llmrecipes.commandline import resume_command
+    from llmrecipes.console import number, setup_logging
+    from llmrecipes.units import GIB
+    from llmrecipes.workflow.importing import import_model as make
+    from llmrecipes.workflow.run import checked_run_id, new_run_id
+
+    setup_logging()
+    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
+    made = make(source, overrides or [], runs_dir, run_id, revision=revision, name=name)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    commit = "" if made.commit is None else f" at {made.commit}"
+    print(f"imported {made.source}{commit}: {made.model_type}, {number(made.parameters)} parameters")
+    if made.new_rows:
+        print(f"         {made.new_rows} rows of the vocabulary are new: the mean of the others")
+    print(f"to       {made.run_dir}, in {made.seconds:.1f} s with {made.peak_memory_bytes / GIB:.2f} GiB of memory")
+    print(f"train:   {resume_command(Path(made.run_dir))}")

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.hf.families.deepseek import DEEPSEEK_V3
 from llmrecipes.hf.families.gpt2 import GPT2
 from llmrecipes.hf.families.llama import APERTUS, LLAMA_FAMILY, MISTRAL, QWEN2, QWEN3
+from llmrecipes.hf.families.mixture import MIXTRAL, QWEN3_MOE
 from llmrecipes.hf.table import Config, Family, Obstacle
 from llmrecipes.recipe.schema import Model
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA_FAMILY, MISTRAL, QWEN2, QWEN3, APERTUS)}
+_ORDER = (GPT2, LLAMA_FAMILY, MISTRAL, QWEN2, QWEN3, APERTUS, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ORDER}
 """By `model_type`; the first that has the form of a recipe is used."""
 
 
@@ -31,7 +34,11 @@ def family_of(model: Model, name: str | None = None) -> Family:
     for family in tried:
         if not problems[family.name]:
             return family
-    nearest = min(problems, key=lambda each: len(problems[each]))
+    # One that has experts, or has none, as the model; of these the one with the fewest differences.
+    dense = not model.num_moe_experts
+    nearest = min(
+        problems, key=lambda each: (("num_moe_experts" in FAMILIES[each].needs) is not dense, len(problems[each]))
+    )
     raise _refused(f"no form in transformers; the nearest is {nearest}", "", problems[nearest])
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from llmrecipes.errors import UserError
-from llmrecipes.hf.reading import FLOATS, SHOWN, Folder, wrong_types
+from llmrecipes.hf.match import require_same, section_of
 from llmrecipes.hf.megatron import weights
+from llmrecipes.hf.reading import CONFIG, FLOATS, SHOWN, Folder, open_folder, read_config, wrong_types
 from llmrecipes.hf.table import Family, Pair
 from llmrecipes.hf.transforms import VOCABULARY, Transform
 from llmrecipes.recipe.schema import Model
@@ -193,3 +195,18 @@ def _counted(names: list[str]) -> str:
     if hidden > 0:
         return f"{shown} and {hidden} more are"
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
+
+
+def open_weights(path: Path, model: Model) -> FolderWeights:
+    """Open the weights of a folder for a recipe's model.
+
+    Args:
+        path: the folder.
+        model: of the recipe.
+
+    Raises:
+        UserError: as `reading.open_folder`, `match.section_of`, `match.require_same` and `FolderWeights`.
+    """
+    family, section = section_of(read_config(path), path)
+    require_same(model, section, str(path / CONFIG))
+    return FolderWeights(open_folder(path), family, model, section["vocab_size"])

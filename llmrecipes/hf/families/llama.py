@@ -13,6 +13,8 @@ from llmrecipes.hf.families.parts import (
     QK_NORM,
     QKV_BIAS,
     SIZES,
+    WINDOW,
+    WINDOW_KEYS,
     Heads,
     Rope,
     in_layer,
@@ -42,18 +44,15 @@ MISTRAL = replace(
     specials=(Heads(groups=8), Rope()),
 )
 
-_WINDOW = (Fixed("use_sliding_window", False),)
-_WINDOW_KEYS = frozenset({"sliding_window", "max_window_layers"})  # without use_sliding_window they say nothing
-
 QWEN2 = replace(
     LLAMA_FAMILY,
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     needs={**LLAMA, "add_qkv_bias": True},
-    fixed=_WINDOW,
+    fixed=WINDOW,
     tensors={**LLAMA_FAMILY.tensors, **QKV_BIAS},
     specials=(Heads(free=False, groups=32), Rope()),
-    training_only=_WINDOW_KEYS,
+    training_only=WINDOW_KEYS,
 )
 
 QWEN3 = replace(
@@ -61,10 +60,10 @@ QWEN3 = replace(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     needs={**LLAMA, "qk_layernorm": True},
-    fixed=(*_WINDOW, Fixed("attention_bias", False)),
+    fixed=(*WINDOW, Fixed("attention_bias", False)),
     tensors={**LLAMA_FAMILY.tensors, **QK_NORM},
     specials=(Heads(channels=128, groups=32), Rope()),
-    training_only=_WINDOW_KEYS,
+    training_only=WINDOW_KEYS,
 )
 
 APERTUS = replace(

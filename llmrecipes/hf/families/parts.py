@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmrecipes.hf.table import ACTIVATIONS, Config, Key, Obstacle, To
+from llmrecipes.hf.table import ACTIVATIONS, Config, Fixed, Key, Obstacle, To
 from llmrecipes.hf.transforms import GATE_UP, QKV, SAME, VOCABULARY, Transform
 from llmrecipes.recipe.schema import Model
 
@@ -40,6 +40,10 @@ SIZES = (
     Key("tie_word_embeddings", "share_embeddings_and_output_weights", False),
 )
 """Keys of every family after Llama."""
+
+WINDOW = (Fixed("use_sliding_window", False),)
+WINDOW_KEYS = frozenset({"sliding_window", "max_window_layers"})
+"""Of Qwen's files; without `use_sliding_window` they say nothing."""
 
 
 class Heads:

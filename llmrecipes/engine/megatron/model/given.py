@@ -15,7 +15,12 @@ from llmrecipes.engine.megatron.model.init import Piece, global_name, slabs
 
 SLAB = 1 << 24
 """Elements that are read at a time: 64 MiB in fp32."""
-FUSED_NORMS = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
+FUSED_NORMS = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
+}
 """TransformerEngine fuses a norm into the linear layer after it, and checkpoints have its name there."""
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)\[(.*)\]")
 _EXPERTS = "mlp.experts.experts."
