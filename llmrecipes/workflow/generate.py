@@ -12,6 +12,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.workflow.pretrained import base_weights
 from llmrecipes.workflow.recorded import run_recipe
 from llmrecipes.workflow.run import on_one_rank, require_checkpoint
 
@@ -56,7 +57,8 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     engines = backend(plan.recipe)
     platform = engines.platform()
     with engines.join(plan.recipe, platform):
-        model = engines.load_weights(plan, platform, entry)
+        with base_weights(run_dir, recipe) as base:
+            model = engines.load_weights(plan, platform, entry, base)
         for number in range(request.num_samples):
             sampling = replace(request.sampling, seed=request.sampling.seed + number)
             ids = model.generate(

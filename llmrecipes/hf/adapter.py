@@ -1,0 +1,147 @@
+"""Adapters as PEFT has them, and a model with its adapters added to its weights.
+
+Megatron's fused matrices have one adapter, transformers' parts of them one each: the rows of a fused product B · A are
+those of the parts, so each part has the same A and its own rows of B.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from llmrecipes.errors import UserError
+from llmrecipes.hf.table import Family
+from llmrecipes.hf.tensors import TensorSource
+from llmrecipes.hf.transforms import FUSED_QKV, TRANSPOSED
+from llmrecipes.recipe.adapters import EXPERTS
+from llmrecipes.recipe.lora import Lora
+from llmrecipes.recipe.schema import Model
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+SUFFIX = "_lora"
+"""Follows the name of a matrix in that of its adapter, in checkpoints."""
+
+
+class Written(NamedTuple):
+    """What was written: numbers of adapters and of their parameters, and bytes of the file."""
+
+    adapters: int
+    parameters: int
+    bytes: int
+
+
+class Merged:
+    """Weights with adapters added: W + alpha / rank · B · A, in fp32; see `TensorSource`.
+
+    Args:
+        base: the weights that the adapters were trained on, by the names of megatron-core.
+        adapters: a checkpoint's, by the same names.
+        lora: the recipe's section.
+    """
+
+    def __init__(self, base: TensorSource, adapters: TensorSource, lora: Lora) -> None:
+        self._base, self._adapters, self._scale = base, adapters, lora.scale
+        self._adapted = set(matrices(adapters))
+
+    def names(self) -> Sequence[str]:
+        """See `TensorSource`."""
+        return self._base.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        return self._base.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `TensorSource`."""
+        return self._base.dtype(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `TensorSource`."""
+        whole = self._base.read(name)
+        matrix = name.removesuffix(".weight")
+        if matrix not in self._adapted:
+            return whole
+        a, b = (self._adapters.read(f"{matrix}{SUFFIX}.{side}.weight").float() for side in "ab")
+        return (whole.float() + self._scale * (b @ a)).to(whole.dtype)
+
+
+def matrices(adapters: TensorSource) -> Iterator[str]:
+    """Matrices that have adapters, by their names without `.weight`."""
+    end = f"{SUFFIX}.a.weight"
+    return (name.removesuffix(end) for name in adapters.names() if name.endswith(end))
+
+
+def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base: str, folder: Path) -> Written:
+    """Write adapter_config.json and adapter_model.safetensors, which `PeftModel.from_pretrained` loads.
+
+    All adapters are in memory, some thousandths of the model.
+
+    Args:
+        adapters: a checkpoint's, by the names of megatron-core.
+        family: of the base model.
+        model, lora: of the recipe.
+        base: folder or name of the base model.
+        folder: an empty folder.
+
+    Raises:
+        UserError: routed experts have adapters.
+        OSError: a disk error.
+    """
+    from safetensors.torch import save_file
+
+    refuse_experts(lora, "PEFT adapts modules, and transformers holds all experts of a layer in one tensor",
+                   "--to hf --merge-adapter writes a whole model with them")  # fmt: skip
+    tensors: dict[str, torch.Tensor] = {}
+    modules: set[str] = set()
+    transposed = False
+    for matrix in matrices(adapters):
+        pair = family.pair(f"{matrix}.weight")
+        a, b = (adapters.read(f"{matrix}{SUFFIX}.{side}.weight") for side in "ab")
+        parts = pair.transform.split(b, model)
+        if pair.transform in (TRANSPOSED, FUSED_QKV):
+            # GPT-2's matrices are transposed on disk, its adapters are not.
+            transposed, parts = True, [part.t() for part in parts]
+        for name, part in zip(pair.theirs, parts, strict=True):
+            module = name.removesuffix(".weight")
+            modules.add(_without_layer(module))
+            tensors[f"base_model.model.{module}.lora_A.weight"] = a.clone()
+            tensors[f"base_model.model.{module}.lora_B.weight"] = part.contiguous().clone()
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    alpha = lora.scale * lora.rank
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules),
+        "fan_in_fan_out": transposed,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    size = sum(each.nbytes for each in tensors.values())
+    return Written(len(tensors) // 2, sum(each.numel() for each in tensors.values()), size)
+
+
+def refuse_experts(lora: Lora, rule: str, fix: str) -> None:
+    """Refuse adapters of routed experts.
+
+    Raises:
+        UserError: there are some.
+    """
+    of_experts = [name for name in lora.target_modules or () if name.startswith(EXPERTS)]
+    if of_experts:
+        raise UserError(f"{', '.join(of_experts)}", where="lora.target_modules", rule=rule, fix=fix)
+
+
+def _without_layer(module: str) -> str:
+    """`self_attn.q_proj` of `model.layers.3.self_attn.q_proj`: PEFT compares the ends of names."""
+    parts = module.split(".")
+    number = next(index for index, part in enumerate(parts) if part.isdecimal())
+    return ".".join(parts[number + 1 :])
