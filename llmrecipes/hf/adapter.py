@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from llmrecipes.errors import UserError
+from llmrecipes.hf.megatron import weights
 from llmrecipes.hf.table import Family
 from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.hf.transforms import FUSED_QKV, TRANSPOSED
+from llmrecipes.hf.weights import FolderWeights
 from llmrecipes.recipe.adapters import EXPERTS
 from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.schema import Model
@@ -38,35 +40,37 @@ class Merged:
     """Weights with adapters added: W + alpha / rank · B · A, in fp32; see `TensorSource`.
 
     Args:
-        base: the weights that the adapters were trained on, by the names of megatron-core.
-        adapters: a checkpoint's, by the same names.
-        lora: the recipe's section.
+        base: the weights that the adapters were trained on.
+        adapters: a checkpoint's, by the names of megatron-core.
+        model, lora: of the recipe.
     """
 
-    def __init__(self, base: TensorSource, adapters: TensorSource, lora: Lora) -> None:
+    def __init__(self, base: FolderWeights, adapters: TensorSource, model: Model, lora: Lora) -> None:
         self._base, self._adapters, self._scale = base, adapters, lora.scale
+        self._sizes = weights(model)
         self._adapted = set(matrices(adapters))
 
     def names(self) -> Sequence[str]:
         """See `TensorSource`."""
-        return self._base.names()
+        return list(self._sizes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `TensorSource`."""
-        return self._base.shape(name)
+        return self._sizes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         """See `TensorSource`."""
-        return self._base.dtype(name)
+        return torch.float32
 
     def read(self, name: str) -> torch.Tensor:
         """See `TensorSource`."""
-        whole = self._base.read(name)
+        size = self._sizes[name]
+        whole = self._base.read(name, tuple(0 for _ in size), size).float()
         matrix = name.removesuffix(".weight")
         if matrix not in self._adapted:
             return whole
         a, b = (self._adapters.read(f"{matrix}{SUFFIX}.{side}.weight").float() for side in "ab")
-        return (whole.float() + self._scale * (b @ a)).to(whole.dtype)
+        return whole.addmm_(b, a, alpha=self._scale)
 
 
 def matrices(adapters: TensorSource) -> Iterator[str]:
