@@ -127,7 +127,12 @@ class Family:
             for key, value in self.needs.items()
             if values[key] != value
         ]
-        config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
+        # Special tokens are the tokenizer's; left out, they would be those that transformers assumes for the family.
+        config: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.name,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        }
         for each in self.keys:
             value = values[each.ours]
             if each.names is not None and value not in each.names:

@@ -79,7 +79,7 @@ def block_spec(
     if implementation == "local":
         spec.layer_norm = TorchNorm
         for layer in spec.layer_specs:
-            _use_ours(layer)
+            _use_ours(layer, config)
     return spec
 
 
@@ -101,7 +101,7 @@ def mtp_spec(
     return spec
 
 
-def _use_ours(layer: ModuleSpec) -> None:
+def _use_ours(layer: ModuleSpec, config: TransformerConfig) -> None:
     """Replace norms and core attention of megatron-core's local layer by ours."""
     parts = layer.submodules
     parts.input_layernorm = TorchNorm
@@ -117,6 +117,9 @@ def _use_ours(layer: ModuleSpec) -> None:
     if parts.self_attention.module is MLASelfAttention:
         parts.self_attention.module = LatentAttention
     attention = parts.self_attention.submodules
+    if parts.self_attention.module is LatentAttention and config.q_lora_rank is None:
+        # It is the norm of the compressed query. 0.16 ignores it, 0.19 refuses it.
+        attention.q_layernorm = IdentityOp
     attention.core_attention = SdpaCoreAttention
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) not in (None, IdentityOp):
