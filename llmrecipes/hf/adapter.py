@@ -7,7 +7,7 @@ those of the parts, so each part has the same A and its own rows of B.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from llmrecipes.hf.table import Family
 from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.hf.transforms import FUSED_QKV, TRANSPOSED
 from llmrecipes.hf.weights import FolderWeights
-from llmrecipes.recipe.adapters import EXPERTS
 from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.schema import Model
 
@@ -92,17 +91,17 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
         folder: an empty folder.
 
     Raises:
-        UserError: routed experts have adapters.
+        UserError: MLPs of a model with experts have adapters.
         OSError: a disk error.
     """
     from safetensors.torch import save_file
 
-    refuse_experts(lora, "PEFT adapts modules, and transformers holds all experts of a layer in one tensor",
-                   "--to hf --merge-adapter writes a whole model with them")  # fmt: skip
+    found = sorted(matrices(adapters), key=_order)
+    _refuse_experts(found, model)
     tensors: dict[str, torch.Tensor] = {}
     modules: set[str] = set()
     transposed = False
-    for matrix in matrices(adapters):
+    for matrix in found:
         pair = family.pair(f"{matrix}.weight")
         a, b = (adapters.read(f"{matrix}{SUFFIX}.{side}.weight") for side in "ab")
         parts = pair.transform.split(b, model)
@@ -133,15 +132,27 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
     return Written(len(tensors) // 2, sum(each.numel() for each in tensors.values()), size)
 
 
-def refuse_experts(lora: Lora, rule: str, fix: str) -> None:
-    """Refuse adapters of routed experts.
+def _refuse_experts(found: Iterable[str], model: Model) -> None:
+    """Refuse what PEFT takes for adapters of experts.
 
-    Raises:
-        UserError: there are some.
+    transformers 5 has all experts of a layer in one tensor. PEFT adapts modules, and in a model with experts turns every
+    `gate_proj`, `up_proj` and `down_proj` into that tensor, those of dense layers and shared experts too.
     """
-    of_experts = [name for name in lora.target_modules or () if name.startswith(EXPERTS)]
-    if of_experts:
-        raise UserError(f"{', '.join(of_experts)}", where="lora.target_modules", rule=rule, fix=fix)
+    if model.num_moe_experts is None:
+        return
+    names = sorted({name.rpartition(".")[2] for name in found if name.endswith(("linear_fc1", "linear_fc2"))})
+    if names:
+        raise UserError(
+            f"adapters of {', '.join(names)} in a model with experts",
+            where="lora.target_modules",
+            rule="PEFT has no form for them: it takes each for an adapter of all experts of a layer, which transformers "
+            "holds in one tensor",
+            fix="--to hf --merge-adapter, which writes the whole model; or train without them",
+        )
+
+
+def _order(matrix: str) -> tuple[object, ...]:
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in matrix.split("."))
 
 
 def _without_layer(module: str) -> str:

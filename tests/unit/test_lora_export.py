@@ -31,16 +31,24 @@ from llmrecipes.workflow.export import Options, export
 from llmrecipes.workflow.export_adapter import export_adapter
 from llmrecipes.workflow.pretrained import base_weights, with_pretrained
 from tests.hf_models import LENGTH, VOCABULARY, saved
-from tests.helpers import ROOMY, random_batches, steps
+from tests.helpers import ROOMY, steps
 from tests.refusals import refused, require_message
 
 TOKENS = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(4))
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": {"rank": 4, "alpha": 6.0},
     "llama": {"rank": 4, "dropout": 0.5},
+    "qwen3": {"rank": 4, "target_modules": ["linear_qkv", "linear_fc2"]},
     "mixtral": {"rank": 4, "target_modules": ["linear_qkv"]},
-    "deepseek_v3": {"rank": 3, "alpha": 9.0},
+    "deepseek_v3": {
+        "rank": 3,
+        "alpha": 9.0,
+        "target_modules": ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"],
+    },
 }
+OF_EXPERTS: dict[str, Any] = {
+    "rank": 3, "target_modules": ["linear_fc1", "linear_fc2", "experts.linear_fc1", "experts.linear_fc2"]
+}  # fmt: skip
 
 
 def lora_recipe(base: Path, lora: dict[str, Any]) -> Recipe:
@@ -126,3 +134,14 @@ def test_peft_computes_the_same(kind: str, tmp_path: Path) -> None:
     merged = adapted.merge_and_unload().state_dict()
     for name, value in ready.state_dict().items():
         assert torch.allclose(value, merged[name], rtol=0, atol=1e-6), name
+
+
+def test_adapters_of_experts_leave_in_a_whole_model_alone(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    saved("deepseek_v3", base)
+    here = trained(new_run(lora_recipe(base, OF_EXPERTS), tmp_path))
+    with refused("lora.target_modules", rule="--merge-adapter"):
+        export_adapter("a", None, tmp_path / "runs")
+    export("a", tmp_path / "merged", tmp_path / "runs", tmp_path, Options(tokenizer=False, merge_adapter=True))
+    ready = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (theirs(ready) - here).abs().max() < 1e-5
