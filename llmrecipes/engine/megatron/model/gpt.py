@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from llmrecipes.engine.megatron.model.config import transformer_config
 from llmrecipes.engine.megatron.model.init import initialise
 from llmrecipes.engine.megatron.model.mup import own_mup, scale_activations
+from llmrecipes.engine.megatron.model.packing import packs
 from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
 from llmrecipes.plan.derive import Plan
@@ -147,7 +148,7 @@ def build(plan: Plan, platform: Platform, *, only: str = "") -> BuiltModel:
 def construct(plan: Plan, platform: Platform) -> BuiltModel:
     """The model without defined values; arguments as `build`."""
     recipe = plan.recipe
-    implementation, reason = choose(recipe.model.transformer_impl)
+    implementation, reason = choose(recipe.model.transformer_impl, packed=packs(recipe))
     config = transformer_config(
         plan, on_gpu=platform.device.type != "cpu", transformer_engine=implementation == "transformer_engine"
     )
