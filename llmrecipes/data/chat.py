@@ -19,16 +19,19 @@ from llmrecipes.data.encode import Encoded
 from llmrecipes.errors import UserError
 
 CHATML = """{%- for message in messages -%}
-<|im_start|>{{ message['role'] }}
-{% if message['role'] == 'assistant' -%}
-{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}
-{% else -%}
-{{ message['content'] }}<|im_end|>
-{% endif -%}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}
+{{ message['content'] + '<|im_end|>' }}
+{%- endgeneration -%}
+{%- else -%}
+{{ message['content'] + '<|im_end|>' }}
+{%- endif -%}
+{{ '\\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% endif -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
 """
 """The template of tokenizers that are trained here."""
 SPECIAL = ("<|im_start|>", "<|im_end|>")

@@ -24,13 +24,15 @@ class ConversationFile:
     def __init__(self, prefix: Path, dtype: str) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        found = IndexedDataset(str(prefix), mmap=False).index
-        self.lengths: np.ndarray = found.sequence_lengths
-        self._places, self._dtype = found.sequence_pointers, np.dtype(dtype)
+        self._index = IndexedDataset(str(prefix), mmap=False).index  # when it is deleted, its arrays are unmapped
+        self._dtype = np.dtype(dtype)
         self._ids, self._answers = TokenFile(Path(f"{prefix}.bin")), TokenFile(Path(f"{prefix}.answers"))
 
-    def __len__(self) -> int:
-        return len(self.lengths)
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each conversation; valid as long as this object."""
+        found: np.ndarray = self._index.sequence_lengths
+        return found
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of a conversation, and for each of them 1 if it is an answer's.
@@ -38,7 +40,7 @@ class ConversationFile:
         Raises:
             OSError: they cannot be read.
         """
-        place, length = int(self._places[number]), int(self.lengths[number])
+        place, length = int(self._index.sequence_pointers[number]), int(self.lengths[number])
         ids = self._ids.read(self._dtype, length, place)
         return ids, self._answers.read(np.uint8, length, place // self._dtype.itemsize)
 
@@ -104,8 +106,8 @@ def write_order(recipe: Recipe, prepared: Prepared, split: Split, folder: Path, 
         return
     sequences, tokens, talks = [], 0, 0
     for number in usable:
-        positions = np.asarray(ConversationFile(prepared.path / stem(number, split), prepared.manifest.dtype).lengths)
-        positions = positions.astype(np.int64) - 1
+        file = ConversationFile(prepared.path / stem(number, split), prepared.manifest.dtype)
+        positions = file.lengths.astype(np.int64) - 1
         packed = best_fit(positions, length, seed) if chat.packing else alone(len(positions))
         np.save(folder / f"{stem(number, split)}-members.npy", packed.members)
         np.save(folder / f"{stem(number, split)}-bounds.npy", packed.bounds)
