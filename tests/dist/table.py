@@ -58,6 +58,8 @@ _MUP: dict[str, Any] = {
     "use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 4.0, "mup_embedding_mult": 2.0,
 }  # fmt: skip
 
+_PACKED: Sections = {"data": {"sources": [{"type": "docstrings"}], "chat": {}}}
+
 VARIANTS: dict[str, Sections] = {
     "gpt": {},
     "gpt of 5 layers": {"model": {"num_layers": 5}},
@@ -97,6 +99,9 @@ VARIANTS: dict[str, Sections] = {
     "mtp": {"model": {**_ROPE, "mtp_num_layers": 1}},
     "mtp without weight tying": {"model": {**_ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}},
     "deepseek": {"model": _DEEPSEEK},
+    "packed gpt": _PACKED,
+    "packed llama": {"model": _LLAMA, **_PACKED},
+    "packed mla": {"model": _MLA, **_PACKED},
 }
 
 _DEGREES = {
@@ -319,6 +324,13 @@ def _rows() -> Iterator[Row]:
         yield Row("gpt with muP", "dp2", _zero(stage), engine="deepspeed")
     yield Row("gpt with muP", "tp2 sp dp2", _zero(3), engine="deepspeed")
     yield Row("gpt with muP", "dp2", _zero(2, offload_optimizer="cpu"), engine="deepspeed")
+    # -- conversations that share a sequence --
+    for layout in ("dp2", "pp2 vpp2"):
+        yield Row("packed gpt", layout)
+    yield Row("packed llama", "tp2 sp pp2", {"train": _FULL})
+    yield Row("packed llama", "tp2 dp2")
+    yield Row("packed mla", "tp2 sp")
+    yield Row("packed gpt", "dp2", _zero(2), engine="deepspeed")
     # -- ZeRO by DeepSpeed --
     for stage in (0, 1, 2, 3):
         yield Row("gpt", "dp2", _zero(stage), engine="deepspeed")
@@ -377,6 +389,8 @@ CORE = frozenset(
         "mtp without weight tying: pp2",
         "deepseek: tp2 sp ep2 etp1",
         "gpt with muP: tp2 sp pp2",
+        "packed gpt: dp2",
+        "packed llama: tp2 sp pp2, recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
         "gpt: pp2 vpp2 to cp2 dp2",
         "gpt: tp2, whole optimizer to dp2",
         "moe: dp1 to tp2 sp ep2 etp1",
@@ -389,6 +403,7 @@ SIMILAR = {
     "gpt of 6 layers", "gpt of width 128", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm",
     "gpt in bf16", "gpt in fp16", "moe with muP", "moe with shared experts", "moe in every second layer",
     "moe in the last layer", "moe in bf16", "moe with room for all", "moe with padded capacity", "mixtral", "mtp",
+    "packed gpt", "packed mla",
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""
 
