@@ -31,9 +31,7 @@ from llmrecipes.recipe.schema import Recipe
 logger = logging.getLogger(__name__)
 
 
-def build(
-    recipe: Recipe, prepared: Prepared, split: Split
-) -> GPTDataset | BlendedDataset | ConversationDataset | None:
+def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | BlendedDataset | ConversationDataset | None:
     """Open a split for training: nothing is built, and no rank waits for another except while files are checked.
 
     Args:

@@ -14,7 +14,6 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llmrecipes.data import docstrings
 from llmrecipes.data.rows import Rows, rows

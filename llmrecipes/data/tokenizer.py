@@ -81,9 +81,7 @@ def vocabulary(backend: tokenizers.Tokenizer) -> int:
     return 1 + max(backend.get_vocab(with_added_tokens=True).values())
 
 
-def train(
-    texts: Iterable[str], vocab_size: int, more_special: Sequence[str] = ()
-) -> tuple[tokenizers.Tokenizer, int]:
+def train(texts: Iterable[str], vocab_size: int, more_special: Sequence[str] = ()) -> tuple[tokenizers.Tokenizer, int]:
     """Train a byte-level BPE (arXiv 1508.07909, GPT-2's bytes) with `tokenizers`; decoding is lossless for any text.
 
     Args:

@@ -79,3 +79,14 @@ def packing(recipe: Recipe) -> Iterator[Problem]:
     for key, (found, rule, fix) in obstacles.items():
         if found:
             yield Problem(key, "set with data.chat.packing", rule, f"{fix}, or data.chat.packing false")
+
+
+def objectives(recipe: Recipe) -> Iterator[Problem]:
+    """What trials are compared by."""
+    if recipe.data.chat and recipe.search and "valid_bits_per_byte" in recipe.search.objectives:
+        yield Problem(
+            "search.objectives",
+            "valid_bits_per_byte with data.chat",
+            "the loss counts the tokens of answers, and bits per byte those of the whole text",
+            "valid_loss",
+        )

@@ -269,6 +269,7 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _loss_scale, _overlap, _sources, _tokenizer, _retention, _wandb,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     mup.rules, chat_rules.sources, chat_rules.length, chat_rules.packing,
+    chat_rules.objectives,
     layout_rules.tensor, layout_rules.sequence, layout_rules.pipeline, layout_rules.expert,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
     zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_extra.extra, search_rules.check,
