@@ -39,9 +39,8 @@ def talks(count: int = 9, vocabulary: int = 512) -> Talks:
     """Conversations of 2 to 20 tokens, each with an answer."""
     random = np.random.default_rng(0)
     lengths = random.integers(2, 21, count)
-    return [
-        (random.integers(1, vocabulary, n), (np.arange(n) >= random.integers(1, n)).astype(np.uint8)) for n in lengths
-    ]
+    ids = [random.integers(1, vocabulary, n) for n in lengths]
+    return [(each, (np.arange(len(each)) >= random.integers(1, len(each))).astype(np.uint8)) for each in ids]
 
 
 def batch(given: Talks, *, packed: bool) -> Batch:
