@@ -5,6 +5,7 @@ An engine is a package next to this module with a `Backend`, and one line in `re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -140,6 +141,18 @@ class Shard(NamedTuple):
     """Of the global tensor."""
     tensor: torch.Tensor
     """Its values, fp32 on the CPU."""
+
+
+def mean_over_tokens(losses: Sequence[tuple[float, float]]) -> float:
+    """Mean loss per token of several batches.
+
+    Args:
+        losses: mean loss of each, and the tokens that it counts.
+    """
+    counts = {tokens for _, tokens in losses}
+    if len(counts) == 1:
+        return math.fsum(loss for loss, _ in losses) / len(losses)
+    return math.fsum(loss * tokens for loss, tokens in losses) / max(math.fsum(tokens for _, tokens in losses), 1.0)
 
 
 class Engine(Protocol):

@@ -26,6 +26,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     num_samples: int = 1
     """Each with the next seed."""
+    chat: bool = False
+    """The prompt is a message, which the run's chat template turns into text."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,11 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     """Continuations of a prompt by the newest valid checkpoint of a run.
 
     Raises:
-        UserError: no valid checkpoint, no tokenizer, or a prompt that cannot be continued.
+        UserError: no valid checkpoint, no tokenizer, a prompt that cannot be continued, or a message for a run
+            without a chat template.
     """
     from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.templates import question
     from llmrecipes.engine.registry import backend
 
     recipe = run_recipe(run_dir)
@@ -52,8 +56,12 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     plan = derive(on_one_rank(recipe), 1, detect())
     require_packages(plan.recipe)
     _require_memory(plan)
-    tokenizer = open_prepared(recipe, data_dir).tokenizer()
-    prompt = tokenizer.encode(request.prompt)
+    prepared = open_prepared(recipe, data_dir)
+    tokenizer = prepared.tokenizer()
+    prompt, end = tokenizer.encode(request.prompt), tokenizer.eod
+    if request.chat:
+        asked = question(prepared, request.prompt)
+        prompt, end = asked.ids, asked.end
     engines = backend(plan.recipe)
     platform = engines.platform()
     with engines.join(plan.recipe, platform):
@@ -66,7 +74,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
                 max_new_tokens=request.max_new_tokens,
                 sampling=sampling,
                 vocab_size=tokenizer.vocab_size,
-                eod=tokenizer.eod,
+                eod=end,
             )
             new = list(ids)
             yield Sample(entry.step, request.prompt, tokenizer.decode(new), len(new))

@@ -20,6 +20,7 @@ from llmrecipes.engine.megatron.model.given import buffers, fill
 from llmrecipes.engine.megatron.model.init import initialise, pieces
 from llmrecipes.engine.megatron.model.lora import ADAPTER, insert
 from llmrecipes.engine.megatron.model.mup import own_mup, scale_activations
+from llmrecipes.engine.megatron.model.packing import packs
 from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
 from llmrecipes.plan.derive import Plan
@@ -182,7 +183,9 @@ def construct_without_memory(plan: Plan) -> RecipeGPTModel:
 def construct(plan: Plan, platform: Platform) -> BuiltModel:
     """The model without defined values; arguments as `build`."""
     recipe = plan.recipe
-    implementation, reason = choose(recipe.model.transformer_impl, adapters=recipe.lora is not None)
+    implementation, reason = choose(
+        recipe.model.transformer_impl, packed=packs(recipe), adapters=recipe.lora is not None
+    )
     config = transformer_config(
         plan, on_gpu=platform.device.type != "cpu", transformer_engine=implementation == "transformer_engine"
     )
