@@ -191,6 +191,7 @@ class Run:
         top_k: int = SAMPLING.top_k,
         top_p: float = SAMPLING.top_p,
         seed: int = SAMPLING.seed,
+        chat: bool = False,
     ) -> str:
         """Continue a prompt with the newest valid checkpoint, loaded into this process; returns the continuation.
 
@@ -201,13 +202,14 @@ class Run:
             top_k: sample from the k likeliest tokens; 0: from all.
             top_p: sample from the likeliest tokens of this total probability.
             seed: the same seed gives the same text.
+            chat: the prompt is a message, which the model answers by the run's chat template.
 
         Raises:
-            UserError: no valid checkpoint, no tokenizer, or an empty prompt.
+            UserError: no valid checkpoint, no tokenizer, an empty prompt, or no chat template.
         """
         from llmrecipes.workflow.generate import Request, samples
 
-        request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed))
+        request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), chat=chat)
         with warnings.catch_warnings():
             ignore_library_warnings()
             (sample,) = samples(self.path, self.data_dir, request)

@@ -5,6 +5,7 @@ An engine is a package next to this module with a `Backend`, and one line in `re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -142,6 +143,18 @@ class Shard(NamedTuple):
     """Its values, fp32 on the CPU."""
 
 
+def mean_over_tokens(losses: Sequence[tuple[float, float]]) -> float:
+    """Mean loss per token of several batches.
+
+    Args:
+        losses: mean loss of each, and the tokens that it counts.
+    """
+    counts = {tokens for _, tokens in losses}
+    if len(counts) == 1:
+        return math.fsum(loss for loss, _ in losses) / len(losses)
+    return math.fsum(loss * tokens for loss, tokens in losses) / max(math.fsum(tokens for _, tokens in losses), 1.0)
+
+
 class Engine(Protocol):
     """Model, gradients, optimizer and schedule of one rank."""
 
@@ -264,11 +277,20 @@ class Backend(Protocol):
     def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> Engine:
         """An engine with initial weights, which depend only on the seed; or with given ones."""
 
-    def construct(self, plan: Plan, platform: Platform) -> Engine:
-        """An engine whose weights have no defined values: for a checkpoint to be loaded next."""
+    def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> Engine:
+        """An engine whose weights have no defined values: for a checkpoint to be loaded next.
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextModel:
-        """The weights of a checkpoint in one process; `averaged`: their moving average (`optimizer.ema_decay`).
+        Args:
+            plan, platform: as `build`.
+            base: weights of the model whose adapters the checkpoint has; None: initial ones. Without adapters unused.
+        """
+
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextModel:
+        """The weights of a checkpoint in one process; arguments as `construct`.
+
+        With `averaged`, their moving average (`optimizer.ema_decay`).
 
         Raises:
             UserError: the checkpoint does not fit the plan, or has no average.
@@ -343,7 +365,8 @@ class MetaBackend(Backend, Protocol):
         Args:
             rank: of the world.
             world_size: its ranks.
-            kernels: device whose choice of kernels is followed, `cuda` or `cpu`.
+            kernels: device whose choice of kernels is followed: `cuda`, `cpu`, or `cuda, local`, a GPU without
+                TransformerEngine.
             skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
         """
 

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.chat import Chat
+from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 from llmrecipes.recipe.zero import Zero
@@ -285,9 +287,10 @@ class Scheduler(Section):
 class Source(Section):
     """One source of documents. Several are blended by weight."""
 
-    type: Literal["stdlib", "text", "jsonl", "parquet", "hub"]
-    """`stdlib`: the source code of Python's standard library, one document per file, no network. `text`: one document
-    per file. `jsonl`, `parquet`: one document per row. `hub`: a Hugging Face dataset."""
+    type: Literal["stdlib", "docstrings", "text", "jsonl", "parquet", "hub"]
+    """`stdlib`: the source code of Python's standard library, one document per file, no network. `docstrings`: its
+    functions and what they do, as questions and answers (`data.chat`). `text`: one document per file. `jsonl`,
+    `parquet`: one document per row. `hub`: a Hugging Face dataset."""
     path: str | None = None
     """File, folder or glob (`text`, `jsonl`, `parquet`), relative to the working directory; dataset name (`hub`)."""
     name: str | None = None
@@ -322,6 +325,7 @@ class Data(Section):
     """Sources of documents."""
     tokenizer: Tokenizer = Tokenizer()
     """Tokenizer of all sources."""
+    chat: Chat | None = None
     split: Annotated[tuple[PosFloat, NonNegFloat, NonNegFloat], Field(strict=False)] = (98.0, 1.0, 1.0)
     """Relative sizes of the train, valid and test splits. A document's split depends only on the hash of its text."""
     num_workers: NonNegInt = 1
@@ -381,6 +385,7 @@ class Recipe(Section):
     model: Model
     parallelism: Parallelism = Parallelism()
     zero: Zero | None = None
+    lora: Lora | None = None
     train: Train
     optimizer: Optimizer
     scheduler: Scheduler = Scheduler()

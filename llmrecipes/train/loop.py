@@ -246,7 +246,7 @@ class Loop:
                 consumed_samples=progress.consumed_samples,
                 consumed_tokens=progress.consumed_tokens,
                 eval_seconds=time.perf_counter() - started,
-                valid_bits_per_byte=self.loaders.bits_per_byte(loss),
+                valid_bits_per_byte=self.loaders.bits_per_byte and self.loaders.bits_per_byte(loss),
             )
         )
         return True

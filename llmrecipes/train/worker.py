@@ -75,11 +75,8 @@ def run(spec: RunSpec) -> ExitCode:
         stack.callback(store.release)
         claim(store, group)
         start = choose(store, world, from_scratch=spec.from_scratch)
-        if start.entry is not None:
-            engine = engines.construct(plan, platform)
-        else:
-            with given_weights(spec) as weights:
-                engine = engines.build(plan, platform, weights)
+        with given_weights(spec, resumed=start.entry is not None) as weights:
+            engine = (engines.build if start.entry is None else engines.construct)(plan, platform, weights)
         stack.callback(engine.close)
         saver = stack.enter_context(
             AsyncSaver(

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.workflow.adapters import require_merge
+from llmrecipes.workflow.recorded import run_recipe
 from llmrecipes.workflow.tensors import find_checkpoint, open_run
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from llmrecipes.hf.card import Measured
     from llmrecipes.recipe.schema import Recipe
 
-FORMS = ("hf",)
+FORMS = ("hf", "peft")
 ELEMENT_TYPES = ("fp32", "bf16", "fp16")
 
 
@@ -30,6 +32,7 @@ class Options:
         family: `model_type`; None: the first that has the model's form.
         tokenizer: also write the tokenizer.
         averaged: write the moving average of the weights in their place.
+        merge_adapter: add the adapters of a run that has trained them alone to the weights of its base model.
     """
 
     dtype: str | None = None
@@ -37,6 +40,7 @@ class Options:
     family: str | None = None
     tokenizer: bool = True
     averaged: bool = False
+    merge_adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, opt
     run, entry = find_checkpoint(reference, runs_dir)
     out = run / "hf" / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
     require_absent(out)
+    require_merge(run_recipe(run), run, asked=options.merge_adapter)
     opened = open_run(run, entry, options.family, averaged=options.averaged)
     recipe = opened.recipe
     prepared = _prepared(recipe, data_dir) if options.tokenizer else None

@@ -198,10 +198,12 @@ class PlainBackend:
         assert weights is None, "a bigram model has no given weights"
         return PlainEngine(plan, platform)
 
-    def construct(self, plan: Plan, platform: Platform) -> PlainEngine:
+    def construct(self, plan: Plan, platform: Platform, base: object = None) -> PlainEngine:
         return PlainEngine(plan, platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> PlainEngine:
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: object = None, *, averaged: bool = False
+    ) -> PlainEngine:
         engine = PlainEngine(plan, platform)
         engine.load_state(entry)
         return engine

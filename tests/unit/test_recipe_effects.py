@@ -25,6 +25,7 @@ from llmrecipes.engine.base import Progress
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.megatron.model import config as engine_config
 from llmrecipes.engine.megatron.model.config import transformer_config
+from llmrecipes.engine.megatron.model.packing import masks
 from llmrecipes.engine.megatron.schedule import learning_rate
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, Gpu
@@ -104,6 +105,10 @@ def schedule(recipe: Recipe, *_: Any) -> list[float]:
 
 def tokens(recipe: Recipe, *_: Any) -> str:
     return fingerprint(recipe)
+
+
+def batch_mask(recipe: Recipe, *_: Any) -> bool:
+    return masks(recipe, torch.device("cpu"))(torch.zeros(1, 4)) is None
 
 
 def order(recipe: Recipe, folder: Path, _: pytest.MonkeyPatch) -> str:
@@ -260,6 +265,7 @@ FP16 = {"train.precision": "fp16"}
 WSD = {"scheduler.lr_decay_style": "WSD", "scheduler.lr_wsd_decay_iters": 4}
 HUB = {"data.sources.N.type": "hub", "data.sources.N.path": "allenai/c4"}
 FILES = {"data.sources.N.type": "jsonl", "data.sources.N.path": "a"}
+CHAT = {"data.sources.N.type": "docstrings", "data.chat": {}}
 TOKENIZER = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": "gpt2"}
 WANDB = {"tracking.wandb": True}
 
@@ -418,6 +424,13 @@ CASES: dict[str, Case] = {
     "data.sources.N.revision": Case("0" * 40, tokens, HUB),
     "data.sources.N.text_key": Case("body", tokens, FILES),
     "data.sources.N.weight": Case(3.0, order),
+    "data.chat.messages_key": Case("talk", tokens, CHAT),
+    "data.chat.prompt_key": Case("question", tokens, CHAT),
+    "data.chat.completion_key": Case("answer", tokens, CHAT),
+    "data.chat.chat_template": Case("a.jinja", tokens, CHAT),
+    "data.chat.max_length": Case(32, tokens, CHAT),
+    "data.chat.overlong": Case("drop", tokens, CHAT),
+    "data.chat.packing": Case(False, batch_mask, CHAT),
     "data.tokenizer.type": Case("huggingface", tokens, along={"data.tokenizer.path": "gpt2"}),
     "data.tokenizer.path": Case("gpt3", tokens, TOKENIZER),
     "data.tokenizer.revision": Case("0" * 40, tokens, TOKENIZER),

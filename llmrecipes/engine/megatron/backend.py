@@ -51,17 +51,19 @@ class MegatronBackend:
         """See `Backend`."""
         return MegatronEngine(plan, build(plan, platform, weights), platform)
 
-    def construct(self, plan: Plan, platform: Platform) -> MegatronEngine:
+    def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> MegatronEngine:
         """See `Backend`."""
-        return MegatronEngine(plan, construct(plan, platform), platform)
+        return MegatronEngine(plan, _to_be_loaded(plan, platform, base), platform)
 
     def construct_meta(self, plan: Plan, platform: Platform) -> MegatronEngine:
         """See `MetaBackend`."""
-        return self.construct(plan, platform)
+        return MegatronEngine(plan, construct(plan, platform), platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextGPT:
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextGPT:
         """See `Backend`."""
-        return TextGPT(_loaded(plan, platform, entry, averaged=averaged))
+        return TextGPT(_loaded(plan, platform, entry, base, averaged=averaged))
 
     def tensors(self, entry: Entry, *, averaged: bool = False) -> StoredWeights:
         """See `Backend`."""
@@ -104,11 +106,18 @@ class TextGPT:
         )
 
 
-def _loaded(plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> BuiltModel:
+def _loaded(
+    plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+) -> BuiltModel:
     index = read_index(entry)
     if averaged:
         ema.require(index, entry)
-    built = construct(plan, platform)
+    built = _to_be_loaded(plan, platform, base)
     wanted = model_state(built.modules)
     load_model(built.modules, load(entry, ema.in_place_of_weights(wanted) if averaged else wanted, index))
     return built
+
+
+def _to_be_loaded(plan: Plan, platform: Platform, base: WeightSource | None) -> BuiltModel:
+    """A model for a checkpoint to be loaded into: without values, but for a frozen base, which no checkpoint has."""
+    return construct(plan, platform) if plan.recipe.lora is None else build(plan, platform, base)
