@@ -31,7 +31,7 @@ from llmrecipes.recipe.schema import Recipe, Source
 from tests.helpers import tiny
 from tests.refusals import refused
 
-LENGTH = 64
+LENGTH = 160
 PREFIX = CHATML.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
 """ChatML that does not mark answers."""
 Messages = list[dict[str, str]]
@@ -363,7 +363,7 @@ def test_a_source_without_anything_to_learn_is_refused_with_the_reason(tmp_path:
     source = jsonl(tmp_path / "a.jsonl", *({"messages": talk(f"question {n}")} for n in range(20)))
     with refused("data.sources[0]", rule="20"):
         prepare(recipe(source), tmp_path / "data", workers=1)
-    assert not list((tmp_path / "data").glob("*"))
+    assert not list((tmp_path / "data").glob("[!.]*"))
 
 
 # -- tokenizers of others --------------------------------------------------------------------------------------------

@@ -228,7 +228,9 @@ class DeepSpeedEngine:
     def _read(
         self, loss: torch.Tensor, counts: torch.Tensor, norm: torch.Tensor | float | None = None
     ) -> tuple[float, float, bool, float]:
-        """Mean loss, its tokens, whether to stop, and the norm: the one time in a step that the host waits here for the device.
+        """Mean loss, its tokens, whether to stop, and the norm.
+
+        It is the one time in a step that the host waits here for the device.
 
         Args:
             loss: summed over the micro-batches of this rank.
