@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from llmrecipes import __version__
-from llmrecipes.cli import bench, completion, doctor, dryrun, recipes, runs, search, submit, training
+from llmrecipes.cli import bench, completion, doctor, dryrun, evaluate, recipes, runs, search, submit, training
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
@@ -55,6 +55,7 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "compare": runs.compare,
         "scaling": runs.scaling,
         "generate": runs.generate,
+        "eval": evaluate.evaluate,
         "ui": runs.ui,
         "tensorboard": runs.tensorboard,
     },

@@ -79,7 +79,9 @@ def draw_pieces(prepared: Prepared, split: Split, length: int, samples: int, see
         UserError: no document is long enough.
     """
     draw = random.Random(seed)
-    places = [(file, n) for file in token_files(prepared, split) for n in np.flatnonzero(file.sequence_lengths > length)]
+    places = [
+        (file, n) for file in token_files(prepared, split) for n in np.flatnonzero(file.sequence_lengths > length)
+    ]
     draw.shuffle(places)
     pieces = []
     for file, number in places[:samples]:
@@ -128,5 +130,3 @@ def hashes(tokens: np.ndarray, n: int) -> np.ndarray:
     for offset in range(n):
         total = total * BASE + wide[offset : offset + len(total)]
     return total
-
-

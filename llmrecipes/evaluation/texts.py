@@ -39,8 +39,8 @@ class Texts:
     """
 
     name: str
-    split: Split | None = None
-    source: Source | None = None
+    split: Split | None
+    source: Source | None
     limit: int | None = None
 
     @classmethod
@@ -51,7 +51,7 @@ class Texts:
             UserError: it is neither.
         """
         if name in SPLITS:
-            return cls(name, split=name, limit=limit)
+            return cls(name, name, None, limit)
         kind, _, path = name.partition(":")
         if kind not in TYPES or bool(path) == (kind == "stdlib"):
             raise UserError(
@@ -61,7 +61,8 @@ class Texts:
                 + ", ".join(each for each in TYPES if each != "stdlib"),
                 fix=f"{OPTION} text:{name}" if Path(name).exists() else f"{OPTION} valid",
             )
-        return cls(name, source=Source(type=kind, path=path or None, text_key=text_key), limit=limit)
+        source = Source.model_validate({"type": kind, "path": path or None, "text_key": text_key})
+        return cls(name, None, source, limit)
 
     def require(self, prepared: Prepared | None) -> None:
         """Refuse data that is missing or empty, before a model is loaded: reads one document.
@@ -80,7 +81,7 @@ class Texts:
             if not any(source.splits[self.split].documents for source in prepared.manifest.sources):
                 raise _empty(self.name)
             prepared.check([TOKENIZER, *prepared.tokens(self.split)], lambda _line: None)
-        elif next(self._read(), None) is None:
+        elif self.source is not None and next(_read(self.source), None) is None:
             raise _empty(self.name)
 
     def documents(self, tokenizer: TextTokenizer, prepared: Prepared | None) -> Iterator[Text]:
@@ -91,19 +92,26 @@ class Texts:
         Raises:
             UserError: data that cannot be read.
         """
-        if self.split is None:
-            found = (Text(tokenizer.encode(text), len(text.encode())) for text in self._read())
-        else:
-            assert prepared is not None
+        if self.source is not None:
+            found = (Text(tokenizer.encode(text), len(text.encode())) for text in _read(self.source))
+        elif self.split is not None and prepared is not None:
             from llmrecipes.data.documents import documents  # imports megatron-core
 
             ids = documents(prepared, self.split)
             found = (Text(tokens, len(tokenizer.decode(tokens).encode())) for tokens in ids)
+        else:
+            raise ValueError(f"{self.name}: a split of what?")
         return islice((text for text in found if text.tokens), self.limit)
 
-    def _read(self) -> Iterator[str]:
-        assert self.source is not None
-        return (text for text in sources.documents(self.source) if text and not text.isspace())
+    def bytes(self, prepared: Prepared | None) -> int | None:
+        """Bytes of a whole split, counted when it was prepared; None if they are not known before it is read."""
+        if self.split is None or prepared is None or self.limit is not None:
+            return None
+        return sum(source.splits[self.split].bytes for source in prepared.manifest.sources)
+
+
+def _read(source: Source) -> Iterator[str]:
+    return (text for text in sources.documents(source) if text and not text.isspace())
 
 
 def _empty(name: str) -> UserError:

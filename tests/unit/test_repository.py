@@ -34,6 +34,7 @@ LAYERS = (
     ("launch",),
     ("data", "checkpoint", "faults"),
     ("engine",),
+    ("evaluation",),
     ("train",),
     ("verify", "doctor", "bench", "dryrun", "scaling"),
     ("workflow",),
