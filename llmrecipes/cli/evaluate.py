@@ -19,7 +19,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="RUN[@STEP]",
-            help="Run directory, recipe/run-id, run id, or recipe name (its newest run); default: its newest checkpoint.",
+            help="Run directory, recipe/run-id, run id, or recipe name (its newest run); default: newest checkpoint.",
             autocompletion=completion.runs,
         ),
     ],

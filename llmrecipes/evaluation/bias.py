@@ -14,7 +14,8 @@ MALE = (
     "carpenter", "construction worker", "guard", "farmer", "driver", "manager", "lawyer", "cook", "janitor", "sheriff",
 )  # fmt: skip
 FEMALE = (
-    "nurse", "secretary", "receptionist", "librarian", "hairdresser", "cashier", "cleaner", "tailor", "baker", "teacher",
+    "nurse", "secretary", "receptionist", "librarian", "hairdresser", "cashier", "cleaner", "tailor", "baker",
+    "teacher",
 )  # fmt: skip
 """Occupations held mostly by men and mostly by women in the United States (from WinoBias, arXiv 1804.06876)."""
 

@@ -17,7 +17,6 @@ import lm_eval.utils
 import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
-from tqdm import tqdm
 
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
@@ -172,7 +171,7 @@ def run_tasks(lead: Lead, tasks: Tasks, *, limit: int | None, num_fewshot: int |
 
 
 def metrics_of(values: dict[str, Any]) -> dict[str, float]:
-    """The harness's numbers of a task: `acc,none` is acc, and `exact_match,strict-match` is exact_match.strict-match."""
+    """The harness's numbers: `acc,none` is acc, and `exact_match,strict-match` is exact_match.strict-match."""
     found = {}
     for key, value in values.items():
         name, _, how = key.partition(",")
@@ -199,7 +198,7 @@ def _undisturbed() -> Iterator[None]:
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     before = os.environ.get("DISABLE_MULTIPROC"), lm_eval.api.task.tqdm, lm_eval.evaluator.add_env_info
     os.environ["DISABLE_MULTIPROC"] = "1"  # no processes forked from one that holds a GPU
-    lm_eval.api.task.tqdm = partial(tqdm, disable=True)
+    lm_eval.api.task.tqdm = partial(before[1], disable=True)
     lm_eval.evaluator.add_env_info = lambda _results: None  # starts pip, and asks for the CPU's name
     quiet = io.StringIO()
     try:

@@ -18,7 +18,7 @@ from llmrecipes.evaluation.result import Result
 
 GREEDY = Sampling(temperature=0.0, top_k=0)
 NGRAM = 13
-"""Tokens of an n-gram that is looked up in the training data; GPT-3's overlap had 13 words (arXiv 2005.14165, appendix C)."""
+"""Tokens of an n-gram that is looked up in the training data; GPT-3's had 13 words (arXiv 2005.14165, appendix C)."""
 BASE = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that the hash of an n-gram is a bijection in each of its tokens."""
 
@@ -105,7 +105,7 @@ def same_beginning(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def found_in_training(prepared: Prepared, wanted: Iterable[tuple[int, ...]], n: int) -> set[tuple[int, ...]]:
-    """Those of some n-grams that occur in the training documents; one pass over the tokens, 8 hashed bytes a position."""
+    """Those of some n-grams that occur in the training documents; one pass over the tokens."""
     grams = {int(value): gram for gram in wanted for value in hashes(np.array(gram), n)}
     keys = np.array(sorted(grams), dtype=np.uint64)
     found: set[tuple[int, ...]] = set()

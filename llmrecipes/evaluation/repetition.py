@@ -16,13 +16,13 @@ NGRAM = 4
 
 
 def rep(tokens: Sequence[int], n: int = NGRAM) -> float:
-    """Share of a text's n-grams that repeat an earlier one: 1 - unique / all (seq-rep-n of arXiv 1908.04319, section 6)."""
+    """Share of a text's n-grams that repeat an earlier one: 1 - unique / all (seq-rep-n of arXiv 1908.04319)."""
     every = ngrams(tokens, n)
     return 1 - len(set(every)) / len(every) if every else 0.0
 
 
 def distinct(texts: Iterable[Sequence[int]], n: int) -> float:
-    """Different n-grams of all texts over all their n-grams (distinct-n of arXiv 1510.03055, section 4)."""
+    """Different n-grams of all texts over all their n-grams (distinct-n of arXiv 1510.03055)."""
     every = [gram for tokens in texts for gram in ngrams(tokens, n)]
     return len(set(every)) / len(every) if every else 0.0
 

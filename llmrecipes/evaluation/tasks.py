@@ -280,7 +280,7 @@ def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def sandboxed_templates() -> Iterator[None]:
-    """A block in which the harness renders its templates in Jinja's sandbox, where they reach nothing but a document."""
+    """A block in which the harness renders its templates in Jinja's sandbox, where they reach only a document."""
     import lm_eval.utils
     from jinja2.sandbox import SandboxedEnvironment
 

@@ -129,9 +129,11 @@ def checkpoint_at(run_dir: Path, step: int | None, data_dir: Path) -> Entry:
         )
     if not store.valid(step, full=True):
         raise UserError(
-            "a file of this checkpoint is damaged", where=str(found[step].path), rule="every file has its recorded SHA-256",
+            "a file of this checkpoint is damaged",
+            where=str(found[step].path),
+            rule="every file has its recorded SHA-256",
             fix="another step, or a copy of this checkpoint",
-        )  # fmt: skip
+        )
     return found[step]
 
 

@@ -41,7 +41,7 @@ def _words(value: Any) -> str:
 def earlier_lines(records: Sequence[dict[str, Any]]) -> list[str]:
     """All evaluations of a run: a row for each metric, a column for each step.
 
-    Results with other settings, such as fewer documents, have rows of their own; of several at one step, the last counts.
+    Results with other settings, such as fewer documents, have rows of their own. Of several at a step, the last counts.
     """
     if not records:
         return ["no evaluations yet: llmrecipes eval RUN"]
