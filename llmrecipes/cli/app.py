@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from llmrecipes import __version__
-from llmrecipes.cli import bench, completion, doctor, dryrun, evaluate, recipes, runs, search, submit, training
+from llmrecipes.cli import bench, completion, doctor, dryrun, evaluate, models, recipes, runs, search, submit, training
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
@@ -49,6 +49,7 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "coordinates": training.coordinates,
         "upcycle": training.upcycle,
         "convert": training.convert,
+        "import": models.import_model,
     },
     "Runs": {
         "runs": runs.runs,
@@ -56,6 +57,7 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "scaling": runs.scaling,
         "generate": runs.generate,
         "eval": evaluate.evaluate,
+        "export": models.export,
         "ui": runs.ui,
         "tensorboard": runs.tensorboard,
     },

@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from llmrecipes.checkpoint.format import CheckpointFormat, StateDict
+from llmrecipes.checkpoint.format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
+from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import LayerBalance
@@ -284,6 +286,21 @@ class TextModel(Protocol):
         """Token ids that continue a prompt."""
 
 
+class WeightSource(Protocol):
+    """Weights that a new run starts from."""
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """A box of a weight, on the CPU; nothing else of it is kept in memory.
+
+        Args:
+            name: of the weight in a model that one process holds, such as `decoder.layers.3.mlp.linear_fc1.weight`.
+            offset, shape: of the box, which may lie in rows that pad the vocabulary.
+
+        Raises:
+            UserError: the source has no such weight, of this shape.
+        """
+
+
 class Backend(Protocol):
     """Factory of one kind of engine."""
 
@@ -297,8 +314,8 @@ class Backend(Protocol):
     def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
         """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one."""
 
-    def build(self, plan: Plan, platform: Platform) -> Engine:
-        """An engine with initial weights, which depend only on the seed."""
+    def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> Engine:
+        """An engine with initial weights, which depend only on the seed; or with given ones."""
 
     def construct(self, plan: Plan, platform: Platform) -> Engine:
         """An engine whose weights have no defined values: for a checkpoint to be loaded next."""
@@ -306,8 +323,30 @@ class Backend(Protocol):
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """The weights of a checkpoint: in one process, or for a `Scorer` on the ranks of any layout."""
 
+    def tensors(self, entry: Entry) -> TensorSource:
+        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
+
+        Raises:
+            UserError: the checkpoint is damaged.
+        """
+
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """An MoE engine whose experts are copies of a dense checkpoint's MLP; in one process."""
+
+    def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
+        """Write given weights as the files of a checkpoint of step 0, in one process that does not hold the model.
+
+        Args:
+            plan: of the recipe, for one rank; this process has joined that world.
+            weights: the weights.
+            directory: of the checkpoint; it is created.
+
+        Returns:
+            What was written, and the versions for its manifest.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         """Learning rate of a step, counted from 1, if no step was skipped."""

@@ -208,6 +208,9 @@ class Train(Section):
     global_batch_size: PosInt
     """Sequences in one optimizer step; a multiple of `micro_batch_size` × data-parallel size. The quotient is the
     gradient-accumulation count."""
+    pretrained: Annotated[str, Field(min_length=1)] | None = None
+    """Start from the weights of a Hugging Face model: a folder, or `NAME` or `NAME@REVISION` on the Hub; unset: from
+    initial values. `model` has to describe it, but may have a larger vocabulary."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of weights and activations. bf16 and fp16 keep fp32 master weights; fp16 scales the loss dynamically."""
     seed: NonNegInt = 1234

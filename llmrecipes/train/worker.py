@@ -37,6 +37,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.tracking.events import Note
     from llmrecipes.train.debug import anomaly_mode, profiled
     from llmrecipes.train.folder import require_exists, stop_when_deleted
+    from llmrecipes.train.given import given_weights
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, Outcome
     from llmrecipes.train.nccl_output import nccl_output, told
@@ -76,7 +77,11 @@ def run(spec: RunSpec) -> ExitCode:
         stack.callback(store.release)
         claim(store, group)
         start = choose(store, world, from_scratch=spec.from_scratch)
-        engine = (engines.build if start.entry is None else engines.construct)(plan, platform)
+        if start.entry is not None:
+            engine = engines.construct(plan, platform)
+        else:
+            with given_weights(spec) as weights:
+                engine = engines.build(plan, platform, weights)
         stack.callback(engine.close)
         saver = stack.enter_context(
             AsyncSaver(

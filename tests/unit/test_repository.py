@@ -33,6 +33,7 @@ LAYERS = (
     ("plan", "tracking"),
     ("launch",),
     ("data", "checkpoint", "faults"),
+    ("hf",),
     ("engine",),
     ("evaluation",),
     ("train",),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch.distributed as dist
 
+from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Platform, World
+from llmrecipes.engine.base import Platform, WeightSource, World
 from llmrecipes.engine.megatron import generate, schedule, world
+from llmrecipes.engine.megatron.checkpoint import initial
 from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.checkpoint.tensors import StoredWeights
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
 from llmrecipes.engine.megatron.model.upcycle import ROUTER, copy_into_experts
@@ -44,9 +48,9 @@ class MegatronBackend:
         platform.install()
         return platform
 
-    def build(self, plan: Plan, platform: Platform) -> MegatronEngine:
+    def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> MegatronEngine:
         """See `Backend`."""
-        return MegatronEngine(plan, build(plan, platform), platform)
+        return MegatronEngine(plan, build(plan, platform, weights), platform)
 
     def construct(self, plan: Plan, platform: Platform) -> MegatronEngine:
         """See `Backend`."""
@@ -60,6 +64,10 @@ class MegatronBackend:
         """See `Backend`."""
         return TextGPT(_loaded(plan, platform, entry), plan, platform)
 
+    def tensors(self, entry: Entry) -> StoredWeights:
+        """See `Backend`."""
+        return StoredWeights(entry)
+
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         """See `Backend`."""
         given = _loaded(dense, platform, entry)
@@ -68,6 +76,10 @@ class MegatronBackend:
         del given
         # The optimizer copies its master weights here, so the experts' weights must be set before.
         return MegatronEngine(moe, built, platform)
+
+    def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
+        """See `Backend`."""
+        return initial.write(plan, weights, directory)
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         """See `Backend`."""

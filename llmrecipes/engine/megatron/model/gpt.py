@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from llmrecipes.engine.base import WeightSource
+from llmrecipes.engine.megatron.checkpoint.placement import other_state
 from llmrecipes.engine.megatron.model.config import transformer_config
-from llmrecipes.engine.megatron.model.init import initialise
+from llmrecipes.engine.megatron.model.given import buffers, fill
+from llmrecipes.engine.megatron.model.init import initialise, pieces
 from llmrecipes.engine.megatron.model.mup import own_mup, scale_activations
 from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
@@ -130,18 +134,30 @@ class BuiltModel:
         return module
 
 
-def build(plan: Plan, platform: Platform, *, only: str = "") -> BuiltModel:
+def build(plan: Plan, platform: Platform, weights: WeightSource | None = None, *, only: str = "") -> BuiltModel:
     """The initialised model of this rank, on the platform's device.
 
     Args:
         plan: of the recipe, on this world.
         platform: device of the parameters.
+        weights: its weights; None: initial ones.
         only: initialise the parameters with this in their global name; the others have no defined values.
     """
     built = construct(plan, platform)
     for module in built.modules:
-        initialise(module.sharded_state(), plan.recipe.model, plan.recipe.train.seed, only=only)
+        state = module.sharded_state()
+        if weights is None:
+            initialise(state, plan.recipe.model, plan.recipe.train.seed, only=only)
+        else:
+            fill(chain(pieces(state), buffers(other_state(state))), weights)
     return built
+
+
+def construct_without_memory(plan: Plan) -> RecipeGPTModel:
+    """The whole model of one process, of local layers, as names and shapes: its parameters are on the meta device."""
+    config = transformer_config(plan, on_gpu=False, transformer_engine=False)
+    with torch.device("meta"):
+        return _chunk(plan, config, "local", None)
 
 
 def construct(plan: Plan, platform: Platform) -> BuiltModel:

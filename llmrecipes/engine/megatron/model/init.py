@@ -85,17 +85,18 @@ def draw(wanted: Iterable[Piece], model: Model, seed: int) -> None:
         return values(piece.name, piece.shape, model, seed, piece.offset, piece.into.shape)
 
     threads = torch.get_num_threads()
-    slabs = chain.from_iterable(map(_slabs, wanted))
+    drawing = chain.from_iterable(map(slabs, wanted))
     with ThreadPoolExecutor(threads) as pool:
-        while held := list(islice(slabs, 4 * threads)):
+        while held := list(islice(drawing, 4 * threads)):
             # Copied here, because each thread that uses torch's operators has as many threads again.
             for slab, found in zip(held, pool.map(drawn, held), strict=True):
                 slab.into.copy_(found)
 
 
-def _slabs(piece: Piece) -> Iterator[Piece]:
+def slabs(piece: Piece, elements: int = SLAB) -> Iterator[Piece]:
+    """A box in parts of whole rows, each of at most so many elements where a row has fewer."""
     first, *rest = piece.offset
-    rows = max(1, SLAB // max(prod(piece.into.shape[1:]), 1))
+    rows = max(1, elements // max(prod(piece.into.shape[1:]), 1))
     for number, into in enumerate(piece.into.split(rows)):
         yield piece._replace(into=into, offset=(first + number * rows, *rest))
 

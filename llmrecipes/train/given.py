@@ -1,0 +1,34 @@
+"""The weights that a new run starts from, where its recipe names some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from llmrecipes.train.spec import RunSpec
+
+if TYPE_CHECKING:
+    from llmrecipes.hf.weights import FolderWeights
+
+
+@contextmanager
+def given_weights(spec: RunSpec) -> Iterator[FolderWeights | None]:
+    """Open the weights that `train.pretrained` names; None: the recipe names none.
+
+    Raises:
+        UserError: they are not those of the recipe's model.
+    """
+    if spec.recipe.train.pretrained is None:
+        yield None
+        return
+    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.weights import open_weights
+
+    # A rank that was started without the folder finds what the Hub's cache has.
+    path = spec.pretrained or resolve(spec.recipe.train.pretrained).path
+    weights = open_weights(path, spec.recipe.model)
+    try:
+        yield weights
+    finally:
+        weights.close()
