@@ -150,6 +150,38 @@ class Run:
         found = self.records(kind)
         return pandas.DataFrame(found, columns=None if found else ["step"]).set_index("step")
 
+    def export(
+        self,
+        out: str | Path | None = None,
+        *,
+        step: int | None = None,
+        dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        max_shard_bytes: int = 5 * 10**9,
+        family: str | None = None,
+        tokenizer: bool = True,
+    ) -> Path:
+        """Write a checkpoint for Hugging Face transformers, one tensor in memory at a time; returns the folder.
+
+        Args:
+            out: the folder, which must not exist; default: `hf/step-<step>` in the run's directory.
+            step: of the checkpoint; default: the newest.
+            dtype: of the weights; default: the run's precision.
+            max_shard_bytes: largest file of weights.
+            family: `model_type` of transformers; default: the first that has the model's form.
+            tokenizer: also write the tokenizer.
+
+        Raises:
+            UserError: no such checkpoint, or a damaged one; a model without a form in transformers; a folder that
+                exists; a full disk.
+        """
+        from llmrecipes.workflow.export import Options
+        from llmrecipes.workflow.export import export as write
+
+        reference = str(self.path) if step is None else f"{self.path}@{step}"
+        options = Options(dtype, max_shard_bytes, family, tokenizer)
+        folder = None if out is None else Path(out)
+        return Path(write(reference, folder, self.path.parent.parent, self.data_dir, options).path)
+
     def generate(
         self,
         prompt: str,

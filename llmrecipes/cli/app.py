@@ -16,7 +16,20 @@ import typer
 from typer.core import TyperGroup
 
 from llmrecipes import __version__
-from llmrecipes.cli import bench, completion, doctor, dryrun, evaluate, models, recipes, runs, search, submit, training
+from llmrecipes.cli import (
+    bench,
+    completion,
+    doctor,
+    dryrun,
+    evaluate,
+    merging,
+    models,
+    recipes,
+    runs,
+    search,
+    submit,
+    training,
+)
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
@@ -58,6 +71,7 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "generate": runs.generate,
         "eval": evaluate.evaluate,
         "export": models.export,
+        "merge": merging.merge,
         "ui": runs.ui,
         "tensorboard": runs.tensorboard,
     },

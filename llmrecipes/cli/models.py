@@ -64,7 +64,9 @@ def export(
     print(f"exported {made.run}, step {made.step}")
     print(f"to       {made.path}")
     size = f"{made.bytes / 2**20:,.1f} MiB in {files}"
-    print(f"         {made.family}, {number(made.parameters)} parameters, {made.dtype}, {size}")
+    print(f"         {made.family}, {number(made.parameters)} parameters, {made.dtype}, {size}, {made.seconds:.1f} s")
+    for note in made.notes:
+        print(f"note     {note}")
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

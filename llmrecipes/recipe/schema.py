@@ -51,8 +51,8 @@ class Model(Section):
     """Normalisation in front of attention, MLP and output layer."""
     layernorm_epsilon: PosFloat = 1e-5
     """Added to the variance before the root."""
-    activation_func: Literal["gelu", "silu", "squared_relu"] = "gelu"
-    """Activation of the MLP."""
+    activation_func: Literal["gelu", "gelu_tanh", "silu", "squared_relu"] = "gelu"
+    """Activation of the MLP; `gelu_tanh` is the approximation that GPT-2 was trained with."""
     gated_linear_unit: bool = False
     """Gate the MLP (arXiv 2002.05202); with `activation_func: silu` this is SwiGLU."""
     add_bias_linear: bool = True

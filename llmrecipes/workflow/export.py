@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.workflow.tensors import find_checkpoint, open_run
 
 if TYPE_CHECKING:
-    pass
+    from llmrecipes.checkpoint.store import Entry
+    from llmrecipes.data.prepared import Prepared
+    from llmrecipes.hf.card import Measured
+    from llmrecipes.recipe.schema import Recipe
 
 FORMS = ("hf",)
 ELEMENT_TYPES = ("fp32", "bf16", "fp16")
@@ -48,6 +51,7 @@ class Exported:
         bytes: of the weights.
         shards: files of the weights.
         largest_shard: bytes of the largest.
+        notes: what the reader of the model has to know.
         seconds: that it took.
     """
 
@@ -60,6 +64,7 @@ class Exported:
     bytes: int
     shards: int
     largest_shard: int
+    notes: tuple[str, ...]
     seconds: float
 
 
@@ -80,8 +85,10 @@ def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, opt
         UserError: no such run or checkpoint, a model without a form in transformers (with the key in the way), a
             damaged checkpoint, a folder that exists, or a full disk. Nothing is left behind.
     """
-    from llmrecipes.hf.export import write
+    from llmrecipes.hf.card import card
+    from llmrecipes.hf.export import write, write_json
     from llmrecipes.hf.folder import published, require_absent
+    from llmrecipes.hf.tokenizer import write_tokenizer
 
     started = time.monotonic()
     _require_options(options)
@@ -89,9 +96,18 @@ def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, opt
     out = run / "hf" / f"step-{entry.step:08d}" if out is None else out
     require_absent(out)
     opened = open_run(run, entry, options.family)
-    dtype = options.dtype or opened.recipe.train.precision
+    recipe = opened.recipe
+    prepared = _prepared(recipe, data_dir) if options.tokenizer else None
+    dtype = options.dtype or recipe.train.precision
+    notes = _notes(recipe)
     with published(out) as folder:
-        written = write(opened.source, opened.config, folder, dtype, options.shard_bytes)
+        special = write_tokenizer(folder, recipe, prepared) if prepared else {}
+        write_json(folder / "generation_config.json", {**special, "_from_model_config": True})
+        written = write(opened.source, {**opened.config, **special}, folder, dtype, options.shard_bytes)
+        measured = _measured(run, entry)
+        data = prepared.manifest if prepared else None
+        text = card(recipe, opened.family.name, written.parameters, measured, data, notes)
+        (folder / "README.md").write_text(text, "utf-8")
     return Exported(
         path=str(out),
         run=str(run),
@@ -102,8 +118,50 @@ def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, opt
         bytes=written.bytes,
         shards=len(written.shards),
         largest_shard=written.largest_shard,
+        notes=notes,
         seconds=round(time.monotonic() - started, 3),
     )
+
+
+def _notes(recipe: Recipe) -> tuple[str, ...]:
+    model = recipe.model
+    found = []
+    if model.mtp_num_layers:
+        found.append("the layers of multi-token prediction are left out, transformers does not use them")
+    if model.moe_expert_capacity_factor is not None:
+        found.append("experts had a capacity in training; transformers drops no token")
+    return tuple(found)
+
+
+def _prepared(recipe: Recipe, data_dir: Path) -> Prepared:
+    from llmrecipes.data.prepared import open_prepared
+
+    try:
+        return open_prepared(recipe, data_dir)
+    except UserError as error:
+        fix = f"{error.fix}; or --no-tokenizer" if error.fix else "--no-tokenizer"
+        raise UserError(error.what, where=error.where, rule=error.rule, fix=fix) from error
+
+
+def _measured(run: Path, entry: Entry) -> Measured:
+    """The losses of metrics.jsonl up to the checkpoint."""
+    from llmrecipes.hf.card import Measured
+    from llmrecipes.tracking.jsonl import METRICS, parse
+
+    manifest = entry.manifest
+    found: dict[str, Any] = {}
+    try:
+        with (run / METRICS).open("rb") as lines:
+            records = [record for line in lines if (record := parse(line)) is not None]
+    except OSError:
+        records = []
+    for record in records:
+        if record.get("step", 0) <= entry.step:
+            if "valid_loss" in record:
+                found |= {"valid_loss": record["valid_loss"], "bits_per_byte": record.get("valid_bits_per_byte")}
+            elif "loss" in record:
+                found["loss"] = record["loss"]
+    return Measured(entry.step, manifest.consumed_tokens, **found)
 
 
 def _require_options(options: Options) -> None:

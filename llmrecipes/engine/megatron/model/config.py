@@ -21,8 +21,13 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its approximation with tanh (arXiv 1606.08415, section 2)."""
+    return F.gelu(x, approximate="tanh")
+
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "squared_relu": squared_relu}
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "silu": F.silu, "squared_relu": squared_relu}
 
 
 # Every key of model, parallelism and train that is also a field of megatron-core's configuration is passed on
