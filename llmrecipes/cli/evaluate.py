@@ -18,8 +18,8 @@ def evaluate(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN[@STEP]",
-            help="Run directory, recipe/run-id, run id, or recipe name (its newest run); default: newest checkpoint.",
+            metavar="RUN[@STEP]|DIR",
+            help="Run directory, recipe/run-id, run id, or recipe name (its newest run); or a Hugging Face folder.",
             autocompletion=completion.runs,
         ),
     ],
@@ -52,6 +52,10 @@ def evaluate(
     text_key: Annotated[
         str, typer.Option("--text-key", metavar="NAME", help="Column of the text in a jsonl or parquet source.")
     ] = "text",
+    window: Annotated[
+        int | None,
+        typer.Option("--window", metavar="N", min=1, help="Tokens that perplexity reads at once; default: seq_length."),
+    ] = None,
     stride: Annotated[
         int | None,
         typer.Option("--stride", metavar="N", min=1, help="Tokens that a window scores; default: half a window."),
@@ -79,14 +83,15 @@ def evaluate(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Evaluate a run: perplexity, lm-evaluation-harness tasks, checks of its text."""
+    """Evaluate a run or a Hugging Face model: perplexity, tasks of lm-evaluation-harness, checks of its text."""
     from llmrecipes.cli.render.evaluation import earlier_lines, lines
     from llmrecipes.console import console, setup_logging
     from llmrecipes.evaluation import history
-    from llmrecipes.workflow.evaluate import Layout, evaluate_run, find_checkpoint
+    from llmrecipes.workflow.evaluate import Layout, evaluate_run
+    from llmrecipes.workflow.runs import find_run
 
     if compare:
-        found = history.read(find_checkpoint(run, runs_dir)[0])
+        found = history.read(find_run(run, runs_dir))
         if as_json:
             print(json.dumps(found, indent=2))
             return
@@ -103,6 +108,7 @@ def evaluate(
         limit=limit,
         num_fewshot=num_fewshot,
         batch_size=batch_size,
+        window=window,
         stride=stride,
         prefix=prefix,
         length=length,
@@ -112,7 +118,7 @@ def evaluate(
     )
     done = evaluate_run(run, request, runs_dir, data_dir, Layout(tensor, nproc))
     if as_json:
-        values = {"run": str(done.run_dir), "step": done.step, "results": done.records, "warnings": done.warnings}
+        values = {"model": str(done.model), "step": done.step, "results": done.records, "warnings": done.warnings}
         print(json.dumps(values, indent=2))
         return
     for line in lines(done):

@@ -323,6 +323,9 @@ class Backend(Protocol):
     def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
         """The weights of a checkpoint: in one process, or for a `Scorer` on the ranks of any layout."""
 
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
+        """Given weights, for a `Scorer` on the ranks of any layout; each reads its part."""
+
     def tensors(self, entry: Entry) -> TensorSource:
         """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
 

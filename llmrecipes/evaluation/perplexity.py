@@ -26,14 +26,12 @@ def perplexity(
         name: of the data.
         texts: documents; read once.
         length: tokens that are read at once.
-        stride: see `windows`.
+        stride: 1 to `length`; see `windows`.
         text_bytes: of all documents; None: counted.
 
     Raises:
-        UserError: the stride is not 1 to `length`, or there is no document.
+        UserError: there is no document.
     """
-    if not 0 < stride <= length:
-        raise UserError(f"{stride}", where="--stride", rule=f"1 to {length}, the tokens of a window", fix=f"{length}")
     eod = lead.tokenizer.eod
     documents = tokens = total_bytes = 0
 

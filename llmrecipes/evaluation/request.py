@@ -26,6 +26,7 @@ class Request(BaseModel):
         limit: documents of each task and source.
         num_fewshot: examples in a task's context; None: as the task says.
         batch_size: rows of one data-parallel rank in a forward pass.
+        window: tokens that perplexity reads at once; None: the recipe's sequence length.
         stride: of perplexity's windows; None: half a window.
         prefix: tokens of a prompt of a check.
         length: tokens of a continuation in a check.
@@ -44,6 +45,7 @@ class Request(BaseModel):
     limit: Positive | None = None
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     batch_size: Positive = 8
+    window: Positive | None = None
     stride: Positive | None = None
     prefix: Positive = 50
     length: Positive = 50

@@ -30,7 +30,7 @@ class Prepare:
         request: what is asked for.
         prepared: the run's data; None for a model without a run.
         tokenizer: of the model.
-        positions: tokens that the model can read at once.
+        window: tokens that perplexity reads at once.
         texts: data of perplexity.
         tasks: of the harness; None if there are none.
     """
@@ -38,22 +38,34 @@ class Prepare:
     request: Request
     prepared: Prepared | None
     tokenizer: TextTokenizer
-    positions: int
+    window: int
     texts: tuple[Texts, ...]
     tasks: Tasks | None
 
     @classmethod
-    def of(cls, request: Request, prepared: Prepared | None, tokenizer: TextTokenizer, positions: int) -> Prepare:
+    def of(
+        cls, request: Request, prepared: Prepared | None, tokenizer: TextTokenizer, window: int, positions: int
+    ) -> Prepare:
         """Read and check.
+
+        Args:
+            request: what is asked for.
+            prepared: the run's data; None for a model without a run.
+            tokenizer: of the model.
+            window: tokens that perplexity reads at once, if the request does not say.
+            positions: tokens that the model can read at once.
 
         Raises:
             UserError: a task or data that is missing, or a length that the model does not have.
         """
         texts = tuple(Texts.parse(name, text_key=request.text_key, limit=request.limit) for name in request.data)
-        stride = request.stride or 1
-        if texts and stride > positions:
-            raise UserError(f"{stride}", where="--stride", rule=f"1 to {positions}, the tokens of a window",
-                            fix=f"--stride {positions}")  # fmt: skip
+        window = request.window or window
+        if window > positions:
+            rule = f"1 to {positions}, the model's positions"
+            raise UserError(f"{window}", where="--window", rule=rule, fix=f"--window {positions}")
+        if (request.stride or 1) > window:
+            rule = f"1 to {window}, the tokens of a window"
+            raise UserError(f"{request.stride}", where="--stride", rule=rule, fix=f"--stride {window}")
         writes = {"repetition", "memorisation"} & set(request.checks)
         if writes and request.prefix + request.length > positions:
             half = positions // 2
@@ -69,7 +81,7 @@ class Prepare:
         for each in needed:
             each.require(prepared)
         tasks = load_tasks(request.tasks, request.include_path) if request.tasks else None
-        return cls(request, prepared, tokenizer, positions, texts, tasks)
+        return cls(request, prepared, tokenizer, window, texts, tasks)
 
     def run(self, lead: Lead) -> list[Result]:
         """All results, in the order of the request: data, tasks, checks; inside `Lead.run`.
@@ -81,9 +93,9 @@ class Prepare:
         for texts in self.texts:
             logger.info("perplexity on %s", texts.name)
             documents = texts.documents(self.tokenizer, self.prepared)
-            stride = request.stride or max(1, self.positions // 2)
+            stride = request.stride or max(1, self.window // 2)
             size = texts.bytes(self.prepared)
-            found.append(perplexity(lead, texts.name, documents, length=self.positions, stride=stride, text_bytes=size))
+            found.append(perplexity(lead, texts.name, documents, length=self.window, stride=stride, text_bytes=size))
         if self.tasks is not None:
             from llmrecipes.evaluation.harness import run_tasks
 

@@ -73,9 +73,9 @@ class Texts:
         if self.split is not None:
             if prepared is None:
                 raise UserError(
-                    f"{self.name!r} is a split of a run's data",
+                    f"{self.name!r} is a split of a run's data, and none is prepared",
                     where=OPTION,
-                    rule="a model without a run has no data of its own",
+                    rule="a model that was imported has no data of its own",
                     fix=f"{OPTION} stdlib, or {OPTION} text:PATH",
                 )
             if not any(source.splits[self.split].documents for source in prepared.manifest.sources):

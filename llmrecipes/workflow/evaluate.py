@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from llmrecipes.commandline import resume_command
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history
 from llmrecipes.evaluation.request import DATA, Request
@@ -21,16 +20,18 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.engines import without_zero
+from llmrecipes.recipe.load import RESOLVED_NAME, load_values
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.workflow.evaluate_rank import EvaluationSpec, evaluate
 from llmrecipes.workflow.recorded import run_recipe
-from llmrecipes.workflow.run import new_run_id, require_checkpoint
-from llmrecipes.workflow.runs import find_run
+from llmrecipes.workflow.run import new_run_id
+from llmrecipes.workflow.tensors import find_checkpoint
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
 
-logger = logging.getLogger(__name__)
+PRECISIONS = {"float32": "fp32", "float16": "fp16"}
+"""Of computing with a folder's weights, by their type; bf16 for the others."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,15 @@ class Evaluation:
     """What was found, and where it is kept.
 
     Attributes:
-        run_dir: of the run.
+        model: run or folder that was evaluated.
+        run_dir: of the run, where the results are kept; None for a folder.
         step: of the checkpoint.
         records: a task each, as they stand in evaluations.jsonl.
         warnings: what could not be done with the results.
     """
 
-    run_dir: Path
+    model: Path
+    run_dir: Path | None
     step: int
     records: list[dict[str, Any]]
     warnings: tuple[str, ...] = ()
@@ -66,7 +69,8 @@ def evaluate_run(name: str, request: Request, runs_dir: Path, data_dir: Path, la
     Results are written when all of them are there: an evaluation that is interrupted leaves nothing.
 
     Args:
-        name: the run, see `find_run`; `RUN@STEP` for a checkpoint other than the newest.
+        name: the run, see `find_run`; `RUN@STEP` for a checkpoint other than the newest; or a folder of a Hugging Face
+            model, which is read in place, and whose results are only returned.
         request: perplexity on the validation split if it asks for nothing.
         runs_dir: where runs are kept.
         data_dir: where prepared data is kept.
@@ -77,64 +81,73 @@ def evaluate_run(name: str, request: Request, runs_dir: Path, data_dir: Path, la
     """
     if not (request.tasks or request.data or request.checks):
         request = request.model_copy(update={"data": (DATA,)})
-    run_dir, step = find_checkpoint(name, runs_dir)
+    if _is_folder(Path(name)):
+        return _evaluate_folder(Path(name), request, data_dir, layout)
+    run_dir, entry = find_checkpoint(name, runs_dir)
     recipe = run_recipe(run_dir)
-    entry = checkpoint_at(run_dir, step, data_dir)
-    cluster = detect()
-    spread = on_ranks(recipe, layout)
-    ranks = layout.ranks or layout.tensor
-    plan = derive(spread, ranks, cluster)
-    _require_memory(plan, layout)
-    spec = EvaluationSpec(recipe=spread, data_dir=data_dir, checkpoint=entry.path, request=request)
-    results = evaluate(spec) if ranks == 1 else _start(spec, plan, cluster, run_dir)
+    _require_intact(run_dir, entry)
+    spec = EvaluationSpec(
+        recipe=on_ranks(recipe, layout), data_dir=data_dir, checkpoint=entry.path.absolute(), request=request
+    )
+    results = _results(spec, layout, run_dir / "logs")
     records = history.records(results, entry.step, str(entry.path))
     history.append(run_dir, records)
-    return Evaluation(run_dir, entry.step, records, _track(recipe, run_dir, runs_dir, records))
+    return Evaluation(run_dir, run_dir, entry.step, records, _track(recipe, run_dir, runs_dir, records))
 
 
-def find_checkpoint(name: str, runs_dir: Path) -> tuple[Path, int | None]:
-    """Directory of a run, and the step of `RUN@STEP`.
-
-    Raises:
-        UserError: no such run, or a step that is no number.
-    """
-    run, at, step = name.rpartition("@")
-    if not at or Path(name).exists():
-        return find_run(name, runs_dir), None
-    if not step.isdecimal():
-        raise UserError(f"step {step!r}", where=name, rule="RUN@STEP has the step of a checkpoint", fix=f"{run}@100")
-    return find_run(run, runs_dir), int(step)
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not (path / RESOLVED_NAME).is_file() and not path.joinpath("checkpoints").is_dir()
 
 
-def checkpoint_at(run_dir: Path, step: int | None, data_dir: Path) -> Entry:
-    """The checkpoint of a step, checked; the newest valid one if there is none given.
+def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layout) -> Evaluation:
+    """Evaluate a folder of a Hugging Face model, which is only read."""
+    from llmrecipes.hf.match import section_of, validated
+    from llmrecipes.hf.reading import CONFIG, open_folder, read_config
+    from llmrecipes.hf.source import resolve
+    from llmrecipes.workflow.importing import TOKENIZER_FILE, recipe_name, recipe_values
 
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
-    if step is None:
-        return require_checkpoint(run_dir, data_dir)
+    found = resolve(str(path))
+    config = read_config(found.path)
+    section = section_of(config, found.path)[1]
+    validated(section, 1, str(found.path / CONFIG))
+    open_folder(found.path)  # refuses pickles and missing files before anything is loaded
+    if not (found.path / TOKENIZER_FILE).is_file():
+        raise UserError(
+            "no tokenizer.json", where=str(found.path), rule="text is evaluated with the model's own tokenizer",
+            fix="copy the tokenizer's files there",
+        )  # fmt: skip
+    values = recipe_values(found, section, recipe_name(found.name))
+    precision = PRECISIONS.get(str(config.get("dtype") or config.get("torch_dtype")), "bf16")
+    recipe = load_values(values, found.path / CONFIG, [f"train.precision={precision}"]).recipe
+    spec = EvaluationSpec(
+        recipe=on_ranks(recipe, layout), data_dir=data_dir, folder=found.path.absolute(), request=request
+    )
+    with TemporaryDirectory() as logs:
+        results = _results(spec, layout, Path(logs))
+    return Evaluation(path, None, 0, history.records(results, 0, str(path)))
+
+
+def _results(spec: EvaluationSpec, layout: Layout, logs: Path) -> list[Result]:
+    cluster = detect()
+    plan = derive(spec.recipe, layout.ranks or layout.tensor, cluster)
+    _require_memory(plan, layout)
+    return evaluate(spec) if plan.layout.world_size == 1 else _start(spec, plan, cluster, logs)
+
+
+def _require_intact(run_dir: Path, entry: Entry) -> None:
+    """A damaged file would give numbers that look like others."""
     from llmrecipes.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(run_dir / "checkpoints")
-    found = {entry.step: entry for entry in store.entries()}
-    if step not in found:
-        raise UserError(
-            f"no checkpoint of step {step}",
-            where=str(store.directory),
-            rule=f"there are those of {', '.join(map(str, found))}" if found else "there is none",
-            fix=f"{run_dir}@{min(found, key=lambda each: abs(each - step))}"
-            if found
-            else f"train it first: {resume_command(run_dir, data_dir=data_dir)}",
-        )
-    if not store.valid(step, full=True):
-        raise UserError(
-            "a file of this checkpoint is damaged",
-            where=str(found[step].path),
-            rule="every file has its recorded SHA-256",
-            fix="another step, or a copy of this checkpoint",
-        )
-    return found[step]
+    if store.valid(entry.step, full=True):
+        return
+    others = [f"{run_dir}@{each.step}" for each in store.entries() if each.step != entry.step]
+    raise UserError(
+        "a file of this checkpoint is damaged",
+        where=str(entry.path),
+        rule="every file has its recorded SHA-256",
+        fix=f"one of {', '.join(others)}" if others else "restore it from a backup",
+    )
 
 
 def on_ranks(recipe: Recipe, layout: Layout) -> Recipe:
@@ -168,8 +181,8 @@ def _require_memory(plan: Plan, layout: Layout) -> None:
         )
 
 
-def _start(spec: EvaluationSpec, plan: Plan, cluster: Cluster, run_dir: Path) -> list[Result]:
-    folder = run_dir / "logs" / f"eval-{new_run_id()}"
+def _start(spec: EvaluationSpec, plan: Plan, cluster: Cluster, logs: Path) -> list[Result]:
+    folder = logs / f"eval-{new_run_id()}"
     folder.mkdir(parents=True)
     output = folder / "results.json"
     path = folder / "spec.json"

@@ -69,6 +69,10 @@ class DeepSpeedBackend:
         """See `Backend`."""
         return self._megatron.load_weights(plan, platform, entry)
 
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
+        """See `Backend`."""
+        return self._megatron.load_given(plan, platform, weights)
+
     def tensors(self, entry: Entry) -> TensorSource:
         """See `Backend`."""
         return self._megatron.tensors(entry)

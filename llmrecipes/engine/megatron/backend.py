@@ -64,6 +64,10 @@ class MegatronBackend:
         """See `Backend`."""
         return TextGPT(_loaded(plan, platform, entry), plan, platform)
 
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextGPT:
+        """See `Backend`."""
+        return TextGPT(build(plan, platform, weights), plan, platform)
+
     def tensors(self, entry: Entry) -> StoredWeights:
         """See `Backend`."""
         return StoredWeights(entry)
