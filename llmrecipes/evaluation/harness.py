@@ -33,7 +33,7 @@ ANSWER = 256
 """Most tokens of an answer where the task does not say: the harness's default for models of transformers."""
 
 
-class HarnessModel(TemplateLM):  # type: ignore[misc]
+class HarnessModel(TemplateLM):
     """The harness's interface of a model, on the first rank; see `Lead`.
 
     Contexts lose tokens on the left where they do not fit, as with the harness's own models. Texts are encoded without

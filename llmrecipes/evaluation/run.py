@@ -110,9 +110,10 @@ class Prepare:
         request = self.request
         if check == "bias":
             return bias(lead)
-        sizes = {"prefix": request.prefix, "length": request.length, "samples": request.samples}
+        prefix, length, samples = request.prefix, request.length, request.samples
         if check == "memorisation" and self.prepared is not None:
-            return memorisation(lead, self.prepared, **sizes, seed=request.seed)
+            return memorisation(lead, self.prepared, prefix=prefix, length=length, samples=samples, seed=request.seed)
         texts = self.texts[0] if self.texts and self.texts[0].source else Texts.parse(DATA)
         sampling = Sampling(request.temperature, 0, 1.0, request.seed)
-        return repetition(lead, texts.documents(self.tokenizer, self.prepared), **sizes, sampling=sampling)
+        documents = texts.documents(self.tokenizer, self.prepared)
+        return repetition(lead, documents, prefix=prefix, length=length, samples=samples, sampling=sampling)

@@ -254,7 +254,9 @@ def _batch(given: torch.Tensor) -> Batch:
     return {"tokens": tokens, "labels": labels, "position_ids": places}
 
 
-def _report(greedy: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """In the form that megatron-core's schedules ask of a loss function."""
+def _report(
+    greedy: torch.Tensor | None, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | None]]:
+    """In the form that megatron-core's schedules ask of a loss function; on the last stage there are likeliest tokens."""
     count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
     return losses.sum(), count, {"losses": losses, "greedy": greedy}
