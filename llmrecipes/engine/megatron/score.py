@@ -257,6 +257,6 @@ def _batch(given: torch.Tensor) -> Batch:
 def _report(
     greedy: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | None]]:
-    """In the form that megatron-core's schedules ask of a loss function; on the last stage there are likeliest tokens."""
+    """In the form that megatron-core's schedules ask of a loss function, which the last stage calls."""
     count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
     return losses.sum(), count, {"losses": losses, "greedy": greedy}
