@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.chat import Chat
+from llmrecipes.recipe.evaluation import EvalTasks
 from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
@@ -220,6 +221,8 @@ class Train(Section):
     """Steps between evaluations on the validation split; the last step is always evaluated."""
     eval_iters: PosInt = 10
     """Global batches of one evaluation."""
+    eval_tasks: EvalTasks | None = None
+    """Tasks of lm-evaluation-harness during training; unset: none. Needs the extra `eval`."""
     log_interval: PosInt = 1
     """Steps between lines on the terminal and points in MLflow and TensorBoard; metrics.jsonl has every step."""
     label_smoothing: Probability = 0.0

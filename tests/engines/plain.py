@@ -169,6 +169,9 @@ class PlainEngine:
                 return
             yield token
 
+    def scorer(self) -> NoReturn:
+        raise NotImplementedError
+
     def close(self) -> None: ...
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,6 +210,9 @@ class PlainBackend:
         engine = PlainEngine(plan, platform)
         engine.load_state(entry)
         return engine
+
+    def load_given(self, *_: Any) -> NoReturn:
+        raise NotImplementedError
 
     def tensors(self, *_: Any) -> NoReturn:
         raise NotImplementedError

@@ -35,6 +35,7 @@ LAYERS = (
     ("data", "checkpoint", "faults"),
     ("hf",),
     ("engine",),
+    ("evaluation",),
     ("train",),
     ("verify", "doctor", "bench", "dryrun", "scaling"),
     ("workflow",),

@@ -71,6 +71,10 @@ class DeepSpeedBackend:
         """See `Backend`."""
         return self._megatron.load_weights(plan, platform, entry, base, averaged=averaged)
 
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
+        """See `Backend`."""
+        return self._megatron.load_given(plan, platform, weights)
+
     def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
         """See `Backend`."""
         return self._megatron.tensors(entry, averaged=averaged)

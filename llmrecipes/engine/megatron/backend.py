@@ -19,6 +19,7 @@ from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
 from llmrecipes.engine.megatron.model.upcycle import ROUTER, copy_into_experts
 from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.megatron.state import load_model, model_state
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
@@ -63,7 +64,11 @@ class MegatronBackend:
         self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
     ) -> TextGPT:
         """See `Backend`."""
-        return TextGPT(_loaded(plan, platform, entry, base, averaged=averaged))
+        return TextGPT(_loaded(plan, platform, entry, base, averaged=averaged), plan, platform)
+
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextGPT:
+        """See `Backend`."""
+        return TextGPT(build(plan, platform, weights), plan, platform)
 
     def tensors(self, entry: Entry, *, averaged: bool = False) -> StoredWeights:
         """See `Backend`."""
@@ -94,15 +99,19 @@ class MegatronBackend:
 class TextGPT:
     """See `engine.base.TextModel`."""
 
-    def __init__(self, built: BuiltModel) -> None:
-        self._module = built.module
+    def __init__(self, built: BuiltModel, plan: Plan, platform: Platform) -> None:
+        self._built, self._plan, self._platform = built, plan, platform
+
+    def scorer(self) -> MegatronScorer:
+        """See `TextModel`."""
+        return MegatronScorer(self._built.modules, self._plan, self._platform)
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
         """See `TextModel`."""
         return generate.generate(
-            self._module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
+            self._built.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
 

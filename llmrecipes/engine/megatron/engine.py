@@ -40,6 +40,7 @@ from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.megatron.model.mup import optimizer_overrides
 from llmrecipes.engine.megatron.model.packing import masks
 from llmrecipes.engine.megatron.schedule import scheduler
+from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.megatron.versions import auxiliary_losses
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
@@ -207,6 +208,10 @@ class MegatronEngine:
         return generate(
             module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
+
+    def scorer(self) -> MegatronScorer:
+        """See `Engine`."""
+        return MegatronScorer(self.modules, self.plan, self.platform)
 
     def close(self) -> None:
         """Release the model, its memory and its process groups.
