@@ -5,6 +5,7 @@ An engine is a package next to this module with a `Backend`, and one line in `re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -142,6 +143,65 @@ class Shard(NamedTuple):
     """Its values, fp32 on the CPU."""
 
 
+def mean_over_tokens(losses: Sequence[tuple[float, float]]) -> float:
+    """Mean loss per token of several batches.
+
+    Args:
+        losses: mean loss of each, and the tokens that it counts.
+    """
+    counts = {tokens for _, tokens in losses}
+    if len(counts) == 1:
+        return math.fsum(loss for loss, _ in losses) / len(losses)
+    return math.fsum(loss * tokens for loss, tokens in losses) / max(math.fsum(tokens for _, tokens in losses), 1.0)
+
+
+class Scores(NamedTuple):
+    """What a model thinks of rows of tokens."""
+
+    logprobs: torch.Tensor
+    """Log-probability of each token after the first, in nats, [rows, length - 1], fp64 on the CPU."""
+    greedy: torch.Tensor
+    """The likeliest token in the place of each of them, [rows, length - 1], int64 on the CPU."""
+
+
+class Scorer(Protocol):
+    """A model for evaluation: in every layout, with nothing left of what was computed.
+
+    Both methods are collectives: all ranks call them with the same arguments, and get the same answer.
+    """
+
+    positions: int
+    """Tokens that the model can read at once."""
+
+    def score(self, tokens: torch.Tensor) -> Scores:
+        """Score rows of token ids, [rows, length].
+
+        Args:
+            tokens: 2 to `positions` + 1 a row. Padding on the right has no effect on what stands before it.
+        """
+
+    def extend(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        ended: Callable[[list[int]], bool],
+    ) -> list[list[int]]:
+        """Continue several prompts.
+
+        Args:
+            prompts: token ids, at least one and fewer than `positions`.
+            limits: most new tokens of each; `positions` limits them too.
+            seeds: of each prompt's draws, so that they do not depend on its neighbours; that of `sampling` is not used.
+            sampling: how to draw.
+            ended: whether a prompt's new tokens, the last of which has just been added, end its continuation.
+
+        Raises:
+            UserError: tokens are drawn with a temperature where ranks share texts or layers.
+        """
+
+
 class Engine(Protocol):
     """Model, gradients, optimizer and schedule of one rank."""
 
@@ -220,12 +280,18 @@ class Engine(Protocol):
     ) -> Iterator[int]:
         """Token ids that continue a prompt; on a rank that holds the full model."""
 
+    def scorer(self) -> Scorer:
+        """The model for evaluation, for as long as the parameters are synced; training is not affected."""
+
     def close(self) -> None:
         """Release the model and its memory."""
 
 
 class TextModel(Protocol):
     """Weights for sampling, without an optimizer."""
+
+    def scorer(self) -> Scorer:
+        """The model for evaluation."""
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
@@ -264,17 +330,37 @@ class Backend(Protocol):
     def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> Engine:
         """An engine with initial weights, which depend only on the seed; or with given ones."""
 
-    def construct(self, plan: Plan, platform: Platform) -> Engine:
-        """An engine whose weights have no defined values: for a checkpoint to be loaded next."""
+    def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> Engine:
+        """An engine whose weights have no defined values: for a checkpoint to be loaded next.
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
-        """The weights of a checkpoint in one process."""
+        Args:
+            plan, platform: as `build`.
+            base: weights of the model whose adapters the checkpoint has; None: initial ones. Without adapters unused.
+        """
 
-    def tensors(self, entry: Entry) -> TensorSource:
-        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextModel:
+        """The weights of a checkpoint: in one process, or for a `Scorer` on the ranks of any layout.
+
+        Arguments as `construct`.
+
+        With `averaged`, their moving average (`optimizer.ema_decay`).
 
         Raises:
-            UserError: the checkpoint is damaged.
+            UserError: the checkpoint does not fit the plan, or has no average.
+        """
+
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
+        """Given weights, for a `Scorer` on the ranks of any layout; each reads its part."""
+
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
+        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
+
+        With `averaged`, their moving average (`optimizer.ema_decay`).
+
+        Raises:
+            UserError: the checkpoint is damaged, or has no average.
         """
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
@@ -337,7 +423,8 @@ class MetaBackend(Backend, Protocol):
         Args:
             rank: of the world.
             world_size: its ranks.
-            kernels: device whose choice of kernels is followed, `cuda` or `cpu`.
+            kernels: device whose choice of kernels is followed: `cuda`, `cpu`, or `cuda, local`, a GPU without
+                TransformerEngine.
             skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
         """
 
