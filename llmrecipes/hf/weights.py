@@ -209,4 +209,12 @@ def open_weights(path: Path, model: Model) -> FolderWeights:
     """
     family, section = section_of(read_config(path), path)
     require_same(model, section, str(path / CONFIG))
-    return FolderWeights(open_folder(path), family, model, section["vocab_size"])
+    folder = open_folder(path)
+    try:
+        return FolderWeights(folder, family, model, section["vocab_size"])
+    except KeyError as error:
+        raise UserError(
+            f"a model of type {family.name} has no {error.args[0]}",
+            where=str(path / CONFIG),
+            rule="keys of config.json fit each other",
+        ) from error
