@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from llmrecipes.plan.attention import keeps_scores, recompute_granularity
+from llmrecipes.plan.attention import has_dense_mask, keeps_scores, recompute_granularity
 from llmrecipes.plan.layout import Layout
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
@@ -63,6 +63,8 @@ def _moments(
         chunks.append(_chunk(recipe, per, [per.layer(index) for index in range(first, first + layers)]))
     if stage == 0:
         chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
+    if has_dense_mask(recipe, device):  # all layers share it
+        chunks = [(kept + s.seq_length, again) for kept, again in chunks]
     last = stage == layout.pipeline_model_parallel_size - 1
     predictions, recomputed_prediction = _mtp(recipe, per)
     ends = per.norm + per.edge + predictions
@@ -332,14 +334,17 @@ class _PerToken:
         outside = self.norm + self.edge + self.mask
         gathered = self.layout.context_parallel_size > 1 and self.device == "cpu" and not self._in_parts
         rope = model.position_embedding_type == "rope"
-        inner = float(element * (s.context_size + self._projected(gathered=gathered)))
+        copied = has_dense_mask(self.recipe, self.device) and s.num_query_groups < s.num_attention_heads
+        inner = float(element * (s.context_size + self._projected(gathered=gathered or copied)))
+        if copied:  # a key and a value for each query, instead of those of groups
+            inner += element * (s.query_size + s.context_size)
         if model.multi_latent_attention:
             outside += self._latent / self._sequence_ranks
             tables = 4.0 * element * model.qk_pos_emb_head_dim
         else:
             # Rotation or norm allocate new queries and keys, while the values keep the full projection alive.
             if not self._in_parts and (rope or model.qk_layernorm):
-                inner += element * (s.query_size + (0 if gathered else s.key_size))
+                inner += element * (s.query_size + (0 if gathered or copied else s.key_size))
             inner += self._heads(rotated=rope)
             tables = 4.0 * element * s.kv_channels if rope else 0.0  # cosines and sines, for queries and for keys
         tables /= self.recipe.train.micro_batch_size  # all sequences have the same

@@ -20,6 +20,13 @@ def keeps_scores(recipe: Recipe, s: Shape, device: str) -> bool:
     return (recipe.model.attention_dropout > 0 and device == "cpu") or not has_fused_kernel(s, device)
 
 
+def has_dense_mask(recipe: Recipe, device: str) -> bool:
+    """Whether one mask keeps packed conversations apart: a byte for each pair of tokens of a sequence, and as many
+    keys and values as queries. On a CPU each conversation is attended to by itself."""
+    chat = recipe.data.chat
+    return chat is not None and chat.packing and (device == "cuda" or recipe.train.torch_compile)
+
+
 def recompute_granularity(recipe: Recipe, s: Shape, device: str) -> str | None:
     """What is recomputed: as in the recipe, but core attention only where that saves memory."""
     wanted = recipe.train.recompute_granularity
