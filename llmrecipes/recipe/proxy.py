@@ -35,10 +35,10 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
 
     Kept: norm, positions, activation and gate, biases, tying, grouping of queries, routing of experts, latent
     attention, dropout, initialisation, precision, recomputation, every kind of parallelism, optimizer, shape of the
-    schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by the
-    standard library, the tokenizer by a small BPE (no network), an explicit TransformerEngine by `auto`, NVMe by
-    main memory. Disabled: torch.compile (not available on every CPU), ZeRO++ except for quantized weights on GPUs, and
-    all tracking (a rehearsal is not an experiment).
+    schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by
+    the standard library, the tokenizer by a small BPE (no network), given weights by initial ones, an explicit
+    TransformerEngine by `auto`, NVMe by main memory. Disabled: torch.compile (not available on every CPU), ZeRO++
+    except for quantized weights on GPUs, and all tracking (a rehearsal is not an experiment).
 
     Args:
         recipe: the full recipe.
@@ -94,6 +94,7 @@ def _train(train: Train, model: Model, parallel: Parallelism) -> Train:
     layers = train.recompute_num_layers
     return train.model_copy(
         update={
+            "pretrained": None,
             "train_iters": ITERS,
             "micro_batch_size": micro,
             "global_batch_size": whole,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from llmrecipes.recipe import chat_rules, layout_rules, moe_rules, mup, search_rules, zero_extra, zero_rules
+from llmrecipes.recipe import adapters, chat_rules, layout_rules, moe_rules, mup, search_rules, zero_extra, zero_rules
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import unknown_engine
 from llmrecipes.recipe.fixes import divisors, multiples
@@ -268,7 +268,7 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
     _loss_scale, _overlap, _sources, _tokenizer, _retention, _wandb,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
-    mup.rules, chat_rules.sources, chat_rules.length, chat_rules.packing,
+    mup.rules, adapters.rules, chat_rules.sources, chat_rules.length, chat_rules.packing,
     chat_rules.objectives,
     layout_rules.tensor, layout_rules.sequence, layout_rules.pipeline, layout_rules.expert,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.chat import Chat
+from llmrecipes.recipe.evaluation import EvalTasks
+from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 from llmrecipes.recipe.zero import Zero
@@ -51,8 +53,8 @@ class Model(Section):
     """Normalisation in front of attention, MLP and output layer."""
     layernorm_epsilon: PosFloat = 1e-5
     """Added to the variance before the root."""
-    activation_func: Literal["gelu", "silu", "squared_relu"] = "gelu"
-    """Activation of the MLP."""
+    activation_func: Literal["gelu", "gelu_tanh", "silu", "squared_relu"] = "gelu"
+    """Activation of the MLP; `gelu_tanh` is the approximation that GPT-2 was trained with."""
     gated_linear_unit: bool = False
     """Gate the MLP (arXiv 2002.05202); with `activation_func: silu` this is SwiGLU."""
     add_bias_linear: bool = True
@@ -208,6 +210,9 @@ class Train(Section):
     global_batch_size: PosInt
     """Sequences in one optimizer step; a multiple of `micro_batch_size` × data-parallel size. The quotient is the
     gradient-accumulation count."""
+    pretrained: Annotated[str, Field(min_length=1)] | None = None
+    """Start from the weights of a Hugging Face model: a folder, or `NAME` or `NAME@REVISION` on the Hub; unset: from
+    initial values. `model` has to describe it, but may have a larger vocabulary."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of weights and activations. bf16 and fp16 keep fp32 master weights; fp16 scales the loss dynamically."""
     seed: NonNegInt = 1234
@@ -216,6 +221,8 @@ class Train(Section):
     """Steps between evaluations on the validation split; the last step is always evaluated."""
     eval_iters: PosInt = 10
     """Global batches of one evaluation."""
+    eval_tasks: EvalTasks | None = None
+    """Tasks of lm-evaluation-harness during training; unset: none. Needs the extra `eval`."""
     log_interval: PosInt = 1
     """Steps between lines on the terminal and points in MLflow and TensorBoard; metrics.jsonl has every step."""
     label_smoothing: Probability = 0.0
@@ -260,6 +267,9 @@ class Optimizer(Section):
     """Added to the root of the second moment."""
     clip_grad: NonNegFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 disables clipping."""
+    ema_decay: Beta | None = None
+    """Keep a moving average of the weights in fp32, which has this weight after each update, and the new weights the
+    rest; saved in checkpoints, for `export --ema` and `generate --ema`. Unset: none."""
 
 
 class Scheduler(Section):
@@ -378,6 +388,7 @@ class Recipe(Section):
     model: Model
     parallelism: Parallelism = Parallelism()
     zero: Zero | None = None
+    lora: Lora | None = None
     train: Train
     optimizer: Optimizer
     scheduler: Scheduler = Scheduler()

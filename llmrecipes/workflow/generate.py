@@ -12,6 +12,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.workflow.pretrained import base_weights
 from llmrecipes.workflow.recorded import run_recipe
 from llmrecipes.workflow.run import on_one_rank, require_checkpoint
 
@@ -25,6 +26,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     num_samples: int = 1
     """Each with the next seed."""
+    averaged: bool = False
+    """By the moving average of the weights."""
     chat: bool = False
     """The prompt is a message, which the run's chat template turns into text."""
 
@@ -64,7 +67,8 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     engines = backend(plan.recipe)
     platform = engines.platform()
     with engines.join(plan.recipe, platform):
-        model = engines.load_weights(plan, platform, entry)
+        with base_weights(run_dir, recipe) as base:
+            model = engines.load_weights(plan, platform, entry, base, averaged=request.averaged)
         for number in range(request.num_samples):
             sampling = replace(request.sampling, seed=request.sampling.seed + number)
             ids = model.generate(

@@ -57,6 +57,11 @@ _DEEPSEEK: dict[str, Any] = {
 _MUP: dict[str, Any] = {
     "use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 4.0, "mup_embedding_mult": 2.0,
 }  # fmt: skip
+_LORA: Sections = {"lora": {"rank": 4, "alpha": 16.0}}
+_EXPERTS_LORA: Sections = {
+    "lora": {"rank": 4, "alpha": 16.0, "target_modules": ["linear_qkv", "experts.linear_fc1", "experts.linear_fc2"]},
+    "optimizer": {"lr": 2e-2},
+}
 
 _PACKED: Sections = {"data": {"sources": [{"type": "docstrings"}], "chat": {}}}
 
@@ -99,6 +104,11 @@ VARIANTS: dict[str, Sections] = {
     "mtp": {"model": {**_ROPE, "mtp_num_layers": 1}},
     "mtp without weight tying": {"model": {**_ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}},
     "deepseek": {"model": _DEEPSEEK},
+    "lora": _LORA,
+    "llama with lora": {**_LORA, "model": _LLAMA},
+    "moe with lora": {**_EXPERTS_LORA, "model": {**_LLAMA, **_MOE}},
+    "mla with lora": {**_LORA, "model": _MLA},
+    "lora in bf16": {**_LORA, "train": {"precision": "bf16"}},
     "packed gpt": _PACKED,
     "packed llama": {"model": _LLAMA, **_PACKED},
     "packed mla": {"model": _MLA, **_PACKED},
@@ -324,6 +334,20 @@ def _rows() -> Iterator[Row]:
         yield Row("gpt with muP", "dp2", _zero(stage), engine="deepspeed")
     yield Row("gpt with muP", "tp2 sp dp2", _zero(3), engine="deepspeed")
     yield Row("gpt with muP", "dp2", _zero(2, offload_optimizer="cpu"), engine="deepspeed")
+    # -- adapters --
+    for layout in ("tp2", "tp2 sp", "pp2", "dp2"):
+        yield Row("lora", layout)
+    yield Row("lora", "dp2", {"parallelism": _WHOLE})
+    yield Row("lora", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("lora", "pp2", {"train": _FULL})
+    for layout in ("tp2 sp", "pp2 vpp2", "tp2 sp cp2", "tp2 sp pp2 dp2"):
+        yield Row("llama with lora", layout)
+    for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "tp2 sp pp2 dp2 ep2 etp1"):
+        yield Row("moe with lora", layout)
+    yield Row("moe with lora", "tp2 sp ep2 etp2", nccl=True, why="as for moe")
+    for layout in ("tp2", "tp2 sp"):
+        yield Row("mla with lora", layout)
+    yield Row("lora in bf16", "tp2 sp", bound=BF16_BOUND, why=_BF16)
     # -- conversations that share a sequence --
     for layout in ("dp2", "pp2 vpp2"):
         yield Row("packed gpt", layout)

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _SHOWN = 8
 _PICKLED_INDEX = ".metadata"
+INDEXES = (INDEX_NAME, JSON_NAME, _PICKLED_INDEX)
+"""Files that an index may be in."""
 _COMMON_FILE = "common.pt"
 """File in which megatron-core 0.16 stores everything that is not sharded."""
 _COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
@@ -134,13 +136,13 @@ def read_index(entry: Entry) -> Index:
     forms = {_PICKLED_INDEX: _unpickled} if entry.manifest.format == 1 else {INDEX_NAME: _mapped, JSON_NAME: _json}
     name = next((each for each in forms if each in entry.manifest.files), None)
     if name is None:
-        raise _unfit(entry.path / next(iter(forms)), "it has no index")
+        raise unfit(entry.path / next(iter(forms)), "it has no index")
     path = entry.path / name
     with open_inside(entry.path, name) as stream:
         try:
             return build(forms[name](stream, path), entry.manifest.files)
         except ValueError as problem:
-            raise _unfit(path, str(problem)) from problem
+            raise unfit(path, str(problem)) from problem
 
 
 def tensor_differences(index: Index, state: dict[str, Any]) -> list[str]:
@@ -189,14 +191,14 @@ def _read_common(entry: Entry, index: Index) -> dict[str, Any]:
     name = _COMMON_FILE if place is None else place[0]
     path = entry.path / name
     if place is None and _COMMON_FILE not in entry.manifest.files:
-        raise _unfit(entry.path, f"it has neither {_COMMON_FILE} nor {_COMMON_OBJECT}")
+        raise unfit(entry.path, f"it has neither {_COMMON_FILE} nor {_COMMON_OBJECT}")
     with open_inside(entry.path, name) as stream:
         view = stream if place is None else _create_file_view(stream, *place[1:])
         found = load_plain(view, path)
     if place is not None and isinstance(found, list) and len(found) == 1:
         found = found[0]
     if not isinstance(found, dict):
-        raise _unfit(path, f"what is not sharded is a {type(found).__name__}, not a dict")
+        raise unfit(path, f"what is not sharded is a {type(found).__name__}, not a dict")
     return found
 
 
@@ -227,7 +229,7 @@ def _read_sharded(entry: Entry, index: Index, sharded: dict[str, Any]) -> Any:
                 # Each stored part is read once, and never more than one is in memory.
                 value = load_plain(_create_file_view(stream, *place[1:]), path)
                 for use in uses:
-                    _require_tensor(value, index.tensors[use.name].dtype, use.shape, use.name, path)
+                    require_tensor(value, index.tensors[use.name].dtype, use.shape, use.name, path)
                     use.into.copy_(value[use.elements])
     seen: Counter[str] = Counter()
 
@@ -254,7 +256,7 @@ def _parts(entry: Entry, index: Index, shard: ShardedTensor) -> Iterator[_Part]:
     try:
         parts = stored.parts(shard.global_offset, shape)
     except ValueError as problem:
-        raise _unfit(entry.path, str(problem)) from problem
+        raise unfit(entry.path, str(problem)) from problem
     low, high = np.asarray(shard.global_offset, np.int64), np.asarray(shape, np.int64) + shard.global_offset
     starts, ends = np.maximum(parts.offsets, low), np.minimum(parts.offsets + parts.sizes, high)
     for number, place in enumerate(parts.places.tolist()):
@@ -273,18 +275,24 @@ def _object(entry: Entry, index: Index, name: str) -> list[Any]:
     with open_inside(entry.path, file) as stream:
         value = load_plain(_create_file_view(stream, start, length), entry.path / file)
     if not isinstance(value, list) or not value:
-        raise _unfit(entry.path / file, f"{name!r} is a {type(value).__name__}, not a list of values")
+        raise unfit(entry.path / file, f"{name!r} is a {type(value).__name__}, not a list of values")
     return value
 
 
-def _require_tensor(value: Any, dtype: torch.dtype, shape: tuple[int, ...], name: str, path: Path) -> None:
+def require_tensor(value: Any, dtype: torch.dtype, shape: tuple[int, ...], name: str, path: Path) -> None:
+    """Check that what was read of a tensor is what the index says.
+
+    Raises:
+        UserError: it is not.
+    """
     if not isinstance(value, torch.Tensor):
-        raise _unfit(path, f"{name!r} is a {type(value).__name__}, not a tensor")
+        raise unfit(path, f"{name!r} is a {type(value).__name__}, not a tensor")
     if value.dtype != dtype or tuple(value.shape) != shape:
-        raise _unfit(path, f"{name!r} is {value.dtype} {list(value.shape)}, the index says {dtype} {list(shape)}")
+        raise unfit(path, f"{name!r} is {value.dtype} {list(value.shape)}, the index says {dtype} {list(shape)}")
 
 
-def _unfit(path: Path, why: str) -> UserError:
+def unfit(path: Path, why: str) -> UserError:
+    """The error for a checkpoint whose index and files disagree."""
     return UserError(
         f"this checkpoint is inconsistent: {why}",
         where=str(path),

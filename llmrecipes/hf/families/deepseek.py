@@ -1,0 +1,151 @@
+"""DeepSeek-V3: latent attention, shared experts, a sigmoid router with a bias that balances the experts.
+
+transformers loads no multi-token prediction layers, which serve training (arXiv 2412.19437, section 2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmrecipes.hf.families.parts import AROUND, EXPERT, GATED_MLP, NORMS, ROTARY, SIZES, Rope, gated, in_layer
+from llmrecipes.hf.megatron import moe_layers
+from llmrecipes.hf.table import Config, Family, Fixed, Key, Obstacle, resolved
+from llmrecipes.hf.transforms import SAME
+from llmrecipes.recipe.schema import Model
+
+_EPSILON = 1e-6
+
+
+class _Heads:
+    """Every query head has its own key and value."""
+
+    theirs = ("num_key_value_heads", "head_dim", "qk_head_dim")
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        return {"num_key_value_heads": model.num_attention_heads}, []
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        return {}, []  # sizes of the latent attention are keys of their own
+
+
+class _Experts:
+    """The first layers are dense; shared experts are as wide as routed ones; groups of experts."""
+
+    theirs = (
+        "n_routed_experts", "num_local_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
+        "norm_topk_prob", "routed_scaling_factor", "num_nextn_predict_layers", "num_mtp_layers",
+    )  # fmt: skip
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        if not model.num_moe_experts:
+            return {}, [Obstacle("model.num_moe_experts", None, "a model of type deepseek_v3 has experts")]
+        found = []
+        pattern = moe_layers(model)
+        dense = pattern.index(True) if True in pattern else len(pattern)
+        if not all(pattern[dense:]):
+            rule = "after the first layer with experts, each layer of a model of type deepseek_v3 has them"
+            found.append(Obstacle("model.moe_layer_freq", model.moe_layer_freq, rule))
+        width = resolved(model)["moe_ffn_hidden_size"]
+        shared, rest = divmod(model.moe_shared_expert_intermediate_size or 0, width)
+        if rest or not shared:
+            rule = f"a multiple of moe_ffn_hidden_size, {width}"
+            key = "model.moe_shared_expert_intermediate_size"
+            found.append(Obstacle(key, model.moe_shared_expert_intermediate_size, rule))
+        return {
+            "n_routed_experts": model.num_moe_experts,
+            "n_shared_experts": shared,
+            "first_k_dense_replace": dense,
+            "n_group": model.moe_router_num_groups or 1,
+            "topk_group": model.moe_router_group_topk or 1,
+            # megatron-core does not normalise the score of a single expert.
+            "norm_topk_prob": model.moe_router_topk > 1,
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            "num_nextn_predict_layers": 0,
+        }, found
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        layers, dense = config.get("num_hidden_layers", 0), config.get("first_k_dense_replace", 3) or 0
+        groups = config.get("n_group", 8) or 1
+        width = config.get("moe_intermediate_size", 2048)
+        topk = config.get("num_experts_per_tok", 8)
+        scale = config.get("routed_scaling_factor", 2.5)
+        normalised = config.get("norm_topk_prob", True)
+        rule = "scores of several experts sum to one, and the score of a single one is left as it is"
+        found = [] if normalised == (topk > 1) else [Obstacle("norm_topk_prob", normalised, rule)]
+        pattern = [int(layer >= dense) for layer in range(layers)]
+        grouped = {"moe_router_num_groups": groups, "moe_router_group_topk": config.get("topk_group", 4) or 1}
+        return {
+            "num_moe_experts": config.get("n_routed_experts", config.get("num_local_experts", 256)),
+            "moe_shared_expert_intermediate_size": config.get("n_shared_experts", 1) * width,
+            **({} if scale == 1.0 else {"moe_router_topk_scaling_factor": scale}),
+            **({} if groups == 1 else grouped),
+            **({} if all(pattern) else {"moe_layer_freq": pattern}),
+        }, found
+
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    prefix="model.",
+    needs={
+        **ROTARY,
+        "use_mup": False,
+        "gated_linear_unit": True,
+        "add_qkv_bias": False,
+        "qk_layernorm": True,
+        "multi_latent_attention": True,
+        # transformers has this number in the code of the norms of the compressed vectors.
+        "layernorm_epsilon": _EPSILON,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+    keys=(
+        *SIZES,
+        Key("intermediate_size", "ffn_hidden_size", 18432),
+        Key("moe_intermediate_size", "moe_ffn_hidden_size", 2048),
+        Key("num_experts_per_tok", "moe_router_topk", 8),
+        Key("q_lora_rank", "q_lora_rank", 1536),
+        Key("kv_lora_rank", "kv_lora_rank", 512),
+        Key("qk_nope_head_dim", "qk_head_dim", 128),
+        Key("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+        Key("v_head_dim", "v_head_dim", 128),
+    ),
+    fixed=(
+        Fixed("rms_norm_eps", _EPSILON),
+        Fixed("attention_bias", False),
+        Fixed("rope_interleave", True),
+        Fixed("moe_layer_freq", 1),
+        Fixed("scoring_func", "sigmoid"),
+        Fixed("topk_method", "noaux_tc"),
+    ),
+    tensors={
+        **AROUND,
+        **NORMS,
+        **in_layer(
+            {
+                f"self_attention.{ours}.weight": ((f"self_attn.{theirs}.weight",), SAME)
+                for ours, theirs in {
+                    "linear_q_proj": "q_proj",
+                    "linear_q_down_proj": "q_a_proj",
+                    "q_layernorm": "q_a_layernorm",
+                    "linear_q_up_proj": "q_b_proj",
+                    "linear_kv_down_proj": "kv_a_proj_with_mqa",
+                    "kv_layernorm": "kv_a_layernorm",
+                    "linear_kv_up_proj": "kv_b_proj",
+                    "linear_proj": "o_proj",
+                }.items()
+            }
+        ),
+        **GATED_MLP,
+        **in_layer(
+            {
+                "mlp.router.weight": (("mlp.gate.weight",), SAME),
+                "mlp.router.expert_bias": (("mlp.gate.e_score_correction_bias",), SAME),
+            }
+        ),
+        **gated(EXPERT, "mlp.experts.*."),
+        **gated("mlp.shared_experts.", "mlp.shared_experts."),
+    },
+    specials=(_Heads(), Rope(scales=False), _Experts()),
+    training_only=frozenset({"aux_loss_alpha", "ep_size", "seq_aux"}),
+)

@@ -1,0 +1,105 @@
+"""GPT-2: learned positions, LayerNorm, biases, a tied output layer, and matrices that are transposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmrecipes.hf.families.parts import DENSE
+from llmrecipes.hf.table import ACTIVATIONS, Config, Family, Fixed, Key, Obstacle, To
+from llmrecipes.hf.transforms import FUSED_QKV, SAME, TRANSPOSED, VOCABULARY
+from llmrecipes.recipe.schema import Model
+
+
+class _Dropout:
+    """`hidden_dropout` is GPT-2's after the embedding and after each branch."""
+
+    theirs = ("embd_pdrop", "resid_pdrop")
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        return dict.fromkeys(self.theirs, model.hidden_dropout), []
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        embedding, branches = (config.get(key, 0.1) for key in self.theirs)
+        rule = "it is the same as resid_pdrop"
+        return {"hidden_dropout": branches}, [Obstacle("embd_pdrop", embedding, rule)] * (embedding != branches)
+
+
+class _Heads:
+    """Each query head has a key and a value head, and its share of the width."""
+
+    theirs = ("n_inner",)
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        heads, groups = model.num_attention_heads, model.num_query_groups
+        channels = model.kv_channels
+        found = []
+        if groups not in (None, heads):
+            found.append(
+                Obstacle("model.num_query_groups", groups, "a model of type gpt2 has one for every query head")
+            )
+        if channels is not None and channels * heads != model.hidden_size:
+            rule = "a model of type gpt2 has hidden_size / num_attention_heads channels in a head"
+            found.append(Obstacle("model.kv_channels", channels, rule))
+        return {"n_inner": model.ffn_hidden_size or 4 * model.hidden_size}, found
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        inner = config.get("n_inner")
+        return {} if inner is None else {"ffn_hidden_size": inner}, []
+
+
+def _both(ours: str, theirs: str, how: Any = SAME) -> dict[str, To]:
+    return {f"{ours}.{kind}": To((f"{theirs}.{kind}",), how) for kind in ("weight", "bias")}
+
+
+_LAYER, _BLOCK = "decoder.layers.*.", "transformer.h.*."
+
+GPT2 = Family(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    prefix="transformer.",
+    needs={
+        **DENSE,
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "gated_linear_unit": False,
+        "add_bias_linear": True,
+        "qk_layernorm": False,
+    },
+    keys=(
+        Key("vocab_size", "vocab_size"),
+        Key("n_positions", "max_position_embeddings"),
+        Key("n_embd", "hidden_size"),
+        Key("n_layer", "num_layers"),
+        Key("n_head", "num_attention_heads"),
+        Key("activation_function", "activation_func", "gelu_new", ACTIVATIONS),
+        Key("attn_pdrop", "attention_dropout", 0.1),
+        Key("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
+        Key("initializer_range", "init_method_std", 0.02),
+        Key("tie_word_embeddings", "share_embeddings_and_output_weights", True),
+    ),
+    fixed=(
+        Fixed("scale_attn_weights", True),
+        Fixed("scale_attn_by_inverse_layer_idx", False),
+        Fixed("reorder_and_upcast_attn", False),
+        Fixed("add_cross_attention", False),
+    ),
+    tensors={
+        "embedding.word_embeddings.weight": To(("transformer.wte.weight",), VOCABULARY),
+        "embedding.position_embeddings.weight": To(("transformer.wpe.weight",)),
+        **_both("decoder.final_layernorm", "transformer.ln_f"),
+        "output_layer.weight": To(("lm_head.weight",), VOCABULARY),
+        **_both(f"{_LAYER}input_layernorm", f"{_BLOCK}ln_1"),
+        **_both(f"{_LAYER}self_attention.linear_qkv", f"{_BLOCK}attn.c_attn", FUSED_QKV),
+        **_both(f"{_LAYER}self_attention.linear_proj", f"{_BLOCK}attn.c_proj", TRANSPOSED),
+        **_both(f"{_LAYER}pre_mlp_layernorm", f"{_BLOCK}ln_2"),
+        **_both(f"{_LAYER}mlp.linear_fc1", f"{_BLOCK}mlp.c_fc", TRANSPOSED),
+        **_both(f"{_LAYER}mlp.linear_fc2", f"{_BLOCK}mlp.c_proj", TRANSPOSED),
+    },
+    specials=(_Dropout(), _Heads()),
+    training_only=frozenset(
+        {
+            "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+            "summary_use_proj",
+        }
+    ),
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""Llama 2 and 3, and the dense families made after it: Mistral, Qwen2, Qwen3, Apertus."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmrecipes.hf.families.parts import (
+    AROUND,
+    ATTENTION,
+    GATED_MLP,
+    LLAMA,
+    NORMS,
+    QK_NORM,
+    QKV_BIAS,
+    SIZES,
+    WINDOW,
+    WINDOW_KEYS,
+    FullAttention,
+    Heads,
+    Rope,
+    in_layer,
+)
+from llmrecipes.hf.table import ACTIVATIONS, Family, Fixed, Key
+from llmrecipes.hf.transforms import SAME
+
+_DENSE_KEYS = (*SIZES, Key("intermediate_size", "ffn_hidden_size"))
+_EPSILON = Key("rms_norm_eps", "layernorm_epsilon", 1e-6)
+
+LLAMA_FAMILY = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    prefix="model.",
+    needs=LLAMA,
+    keys=(*_DENSE_KEYS, _EPSILON),
+    fixed=(Fixed("attention_bias", False), Fixed("mlp_bias", False)),
+    tensors={**AROUND, **NORMS, **ATTENTION, **GATED_MLP},
+    specials=(Heads(), Rope(), FullAttention()),
+)
+
+MISTRAL = replace(
+    LLAMA_FAMILY,
+    name="mistral",
+    architecture="MistralForCausalLM",
+    fixed=(Fixed("sliding_window", None, absent=4096),),
+    specials=(Heads(groups=8), Rope(), FullAttention()),
+)
+
+QWEN2 = replace(
+    LLAMA_FAMILY,
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    needs={**LLAMA, "add_qkv_bias": True},
+    fixed=WINDOW,
+    tensors={**LLAMA_FAMILY.tensors, **QKV_BIAS},
+    specials=(Heads(free=False, groups=32), Rope(), FullAttention()),
+    training_only=WINDOW_KEYS,
+)
+
+QWEN3 = replace(
+    LLAMA_FAMILY,
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    needs={**LLAMA, "qk_layernorm": True},
+    fixed=(*WINDOW, Fixed("attention_bias", False)),
+    tensors={**LLAMA_FAMILY.tensors, **QK_NORM},
+    specials=(Heads(channels=128, groups=32), Rope(), FullAttention()),
+    training_only=WINDOW_KEYS,
+)
+
+APERTUS = replace(
+    LLAMA_FAMILY,
+    name="apertus",
+    architecture="ApertusForCausalLM",
+    needs={**LLAMA, "gated_linear_unit": False, "qk_layernorm": True},
+    keys=(
+        *(key for key in _DENSE_KEYS if key.theirs != "hidden_act"),
+        Key("hidden_act", "activation_func", "xielu", ACTIVATIONS),
+        Key("rms_norm_eps", "layernorm_epsilon", 1e-5),
+    ),
+    fixed=(Fixed("attention_bias", False),),
+    tensors={
+        **AROUND,
+        **ATTENTION,
+        **QK_NORM,
+        **in_layer(
+            {
+                "input_layernorm.weight": (("attention_layernorm.weight",), SAME),
+                "pre_mlp_layernorm.weight": (("feedforward_layernorm.weight",), SAME),
+                "mlp.linear_fc1.weight": (("mlp.up_proj.weight",), SAME),
+                "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), SAME),
+            }
+        ),
+    },
+    specials=(Heads(free=False), Rope(12000000.0, said=True)),
+)

@@ -1,0 +1,128 @@
+"""Mixtures of experts whose router is a softmax: Mixtral and Qwen3-MoE.
+
+On disk each expert has its own matrices, the form of the Hub since these models came out: vLLM reads it, and
+transformers 5, which computes with all experts of a layer in one tensor, stacks them while it loads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmrecipes.hf.families.parts import (
+    AROUND,
+    ATTENTION,
+    EXPERT,
+    GATED_MLP,
+    LLAMA,
+    NORMS,
+    QK_NORM,
+    SIZES,
+    WINDOW,
+    WINDOW_KEYS,
+    Heads,
+    Rope,
+    gated,
+    in_layer,
+)
+from llmrecipes.hf.megatron import moe_layers
+from llmrecipes.hf.table import Config, Family, Fixed, Key, Obstacle, resolved
+from llmrecipes.hf.transforms import SAME
+from llmrecipes.recipe.schema import Model
+
+_SOFTMAX: dict[str, Any] = {
+    **{key: value for key, value in LLAMA.items() if key != "num_moe_experts"},
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_shared_expert_intermediate_size": None,
+}
+_TOPK = Key("num_experts_per_tok", "moe_router_topk", 2)
+
+
+class _MixtralExperts:
+    """Every layer has experts, and their width is the only one."""
+
+    theirs = ("intermediate_size", "num_local_experts", "num_experts")
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        rule = "every layer of a model of type mixtral has experts"
+        found = [] if model.num_moe_experts else [Obstacle("model.num_moe_experts", model.num_moe_experts, rule)]
+        if model.num_moe_experts and not all(moe_layers(model)):
+            found.append(Obstacle("model.moe_layer_freq", model.moe_layer_freq, rule))
+        width = resolved(model).get("moe_ffn_hidden_size")
+        return {"intermediate_size": width, "num_local_experts": model.num_moe_experts}, found
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        experts = config.get("num_local_experts", config.get("num_experts", 8))
+        return {"ffn_hidden_size": config.get("intermediate_size", 14336), "num_moe_experts": experts}, []
+
+
+class _QwenExperts:
+    """Some layers may be dense, with a width of their own; scores of the selected experts may sum to one."""
+
+    theirs = ("num_experts", "num_local_experts", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob")
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        if not model.num_moe_experts:
+            return {}, [Obstacle("model.num_moe_experts", None, "a model of type qwen3_moe has experts")]
+        return {
+            "num_experts": model.num_moe_experts,
+            "mlp_only_layers": [number for number, has in enumerate(moe_layers(model)) if not has],
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": not model.moe_router_pre_softmax,
+        }, []
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        layers, dense = config.get("num_hidden_layers", 0), config.get("mlp_only_layers") or ()
+        step = config.get("decoder_sparse_step", 1) or 1
+        pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
+        return {
+            "num_moe_experts": config.get("num_experts", config.get("num_local_experts", 128)),
+            "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+            **({} if all(pattern) else {"moe_layer_freq": pattern}),
+        }, []
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    prefix="model.",
+    needs={**_SOFTMAX, "moe_router_pre_softmax": False},
+    keys=(*SIZES, Key("rms_norm_eps", "layernorm_epsilon", 1e-5), _TOPK),
+    fixed=(Fixed("sliding_window", None),),
+    tensors={
+        **AROUND,
+        **NORMS,
+        **ATTENTION,
+        **in_layer({"mlp.router.weight": (("block_sparse_moe.gate.weight",), SAME)}),
+        **gated(EXPERT, "block_sparse_moe.experts.*.", ("w1", "w3", "w2")),
+    },
+    specials=(Heads(groups=8), Rope(1e6), _MixtralExperts()),
+)
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    prefix="model.",
+    needs={**_SOFTMAX, "qk_layernorm": True},
+    keys=(
+        *SIZES,
+        Key("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        Key("intermediate_size", "ffn_hidden_size", 6144),
+        Key("moe_intermediate_size", "moe_ffn_hidden_size", 768),
+        Key("num_experts_per_tok", "moe_router_topk", 8),
+    ),
+    fixed=(*WINDOW, Fixed("attention_bias", False)),
+    tensors={
+        **AROUND,
+        **NORMS,
+        **ATTENTION,
+        **QK_NORM,
+        **GATED_MLP,
+        **in_layer({"mlp.router.weight": (("mlp.gate.weight",), SAME)}),
+        **gated(EXPERT, "mlp.experts.*."),
+    },
+    specials=(Heads(groups=4), Rope(), _QwenExperts()),
+    training_only=WINDOW_KEYS,
+)

@@ -1,0 +1,202 @@
+"""What the tables of several families have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmrecipes.hf.table import ACTIVATIONS, Config, Fixed, Key, Obstacle, To
+from llmrecipes.hf.transforms import GATE_UP, QKV, SAME, VOCABULARY, Transform
+from llmrecipes.recipe.schema import Model
+
+LAYER, LAYERS = "decoder.layers.*.", "model.layers.*."
+EXPERT = "mlp.experts.local_experts.*."
+
+EVERY: dict[str, Any] = {"use_mup": False, "mtp_num_layers": None}
+"""No family has these."""
+DENSE: dict[str, Any] = {**EVERY, "num_moe_experts": None, "multi_latent_attention": False}
+ROTARY: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+}
+LLAMA: dict[str, Any] = {
+    **DENSE,
+    **ROTARY,
+    "gated_linear_unit": True,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+}
+
+SIZES = (
+    Key("vocab_size", "vocab_size"),
+    Key("hidden_size", "hidden_size"),
+    Key("num_hidden_layers", "num_layers"),
+    Key("num_attention_heads", "num_attention_heads"),
+    Key("hidden_act", "activation_func", "silu", ACTIVATIONS),
+    Key("max_position_embeddings", "max_position_embeddings"),
+    Key("initializer_range", "init_method_std", 0.02),
+    Key("attention_dropout", "attention_dropout", 0.0),
+    Key("tie_word_embeddings", "share_embeddings_and_output_weights", False),
+)
+"""Keys of every family after Llama."""
+
+WINDOW = (Fixed("use_sliding_window", False),)
+WINDOW_KEYS = frozenset({"sliding_window", "max_window_layers"})
+"""Of Qwen's files; without `use_sliding_window` they say nothing."""
+
+
+class Heads:
+    """Key and value heads, and channels of a head: unset in many files.
+
+    Args:
+        free: whether a head may have other channels than its share of the width.
+        channels: of a head where config.json does not say; None: its share of the width.
+        groups: key and value heads where config.json does not say; None: as many as query heads.
+    """
+
+    theirs = ("num_key_value_heads", "head_dim")
+
+    def __init__(self, *, free: bool = True, channels: int | None = None, groups: int | None = None) -> None:
+        self._free, self._channels, self._groups = free, channels, groups
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        """See `Special`."""
+        share = model.hidden_size / model.num_attention_heads
+        channels = model.kv_channels or int(share)
+        found = {"num_key_value_heads": model.num_query_groups or model.num_attention_heads}
+        if self._free:
+            found["head_dim"] = channels
+        rule = "a head has hidden_size / num_attention_heads channels"
+        return found, [] if self._free or channels == share else [Obstacle("model.kv_channels", channels, rule)]
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        """See `Special`."""
+        heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+        if not isinstance(heads, int) or not isinstance(hidden, int):
+            return {}, []  # reported already
+        groups = config.get("num_key_value_heads", self._groups) or heads
+        channels = config.get("head_dim", self._channels) or hidden // heads
+        # Unset where a recipe would leave it out.
+        return {
+            **({} if groups == heads else {"num_query_groups": groups}),
+            **({} if channels * heads == hidden else {"kv_channels": channels}),
+        }, []
+
+
+SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Of Llama 3.1's rotary embeddings: what megatron-core computes with, besides the factor."""
+
+
+class FullAttention:
+    """Every layer attends to all earlier tokens; transformers writes it for families that may also have a window."""
+
+    theirs = ("layer_types",)
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        """See `Special`."""
+        return {}, []
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        """See `Special`."""
+        kinds = config.get("layer_types") or ["full_attention"]
+        other = next((each for each in kinds if each != "full_attention"), None)
+        return {}, [] if other is None else [Obstacle("layer_types", other, "every layer has full_attention")]
+
+
+class Rope:
+    """Rotary embeddings, unscaled or scaled as in Llama 3.1.
+
+    Written as `rope_theta` and `rope_scaling`, which transformers 5 reads as well as its own `rope_parameters`, and
+    older programs read alone.
+
+    Args:
+        theta: base where config.json does not say.
+        scales: whether `model.rope_scaling` has an effect: not with latent attention.
+        said: also say that it is unscaled: without, transformers would scale it.
+    """
+
+    theirs = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+
+    def __init__(self, theta: float = 10000.0, *, scales: bool = True, said: bool = False) -> None:
+        self._theta, self._scales, self._said = theta, scales, said
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        """See `Special`."""
+        scaling: dict[str, Any] | None = {"rope_type": "default"} if self._said else None
+        if model.rope_scaling and not self._scales:
+            return {}, [Obstacle("model.rope_scaling", True, "this family has no scaling of that kind")]
+        if model.rope_scaling:
+            scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **SCALING}
+        return {"rope_theta": model.rotary_base, "rope_scaling": scaling}, []
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        """See `Special`."""
+        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(given, dict):
+            return {}, [Obstacle("rope_scaling", given, "it is a mapping")]
+        if self._said and not given:
+            return {}, [Obstacle("rope_scaling", None, "this family's files say it")]
+        kind = given.get("rope_type", given.get("type", "default"))
+        theta = given.get("rope_theta", config.get("rope_theta", self._theta))
+        found: dict[str, Any] = {"rotary_base": theta}
+        share = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        problems = [] if share in (None, 1, 1.0) else [Obstacle("partial_rotary_factor", share, "all channels rotate")]
+        if kind == "default":
+            return found, problems
+        if kind != "llama3" or not self._scales:
+            rule = "rope_type is default or llama3" if self._scales else "rope_type is default"
+            return found, [*problems, Obstacle("rope_scaling.rope_type", kind, rule)]
+        for name, value in SCALING.items():
+            if given.get(name) != value:
+                problems.append(Obstacle(f"rope_scaling.{name}", given.get(name), f"megatron-core has {value:g}"))
+        return {**found, "rope_scaling": True, "rope_scaling_factor": given.get("factor", 8.0)}, problems
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def to(*names: str, transform: Transform = SAME) -> To:
+    """A row of a table."""
+    return To(names, transform)
+
+
+def in_layer(rows: dict[str, tuple[tuple[str, ...], Transform]]) -> dict[str, To]:
+    """Rows of one layer, by names without those of the layer."""
+    return {LAYER + name: To(tuple(LAYERS + each for each in names), how) for name, (names, how) in rows.items()}
+
+
+AROUND = {
+    "embedding.word_embeddings.weight": to("model.embed_tokens.weight", transform=VOCABULARY),
+    "decoder.final_layernorm.weight": to("model.norm.weight"),
+    "output_layer.weight": to("lm_head.weight", transform=VOCABULARY),
+}
+NORMS = in_layer(
+    {
+        "input_layernorm.weight": (("input_layernorm.weight",), SAME),
+        "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), SAME),
+    }
+)
+_HEADS = tuple(f"self_attn.{each}_proj" for each in "qkv")
+ATTENTION = in_layer(
+    {
+        "self_attention.linear_qkv.weight": (tuple(f"{each}.weight" for each in _HEADS), QKV),
+        "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), SAME),
+    }
+)
+QKV_BIAS = in_layer({"self_attention.linear_qkv.bias": (tuple(f"{each}.bias" for each in _HEADS), QKV)})
+QK_NORM = in_layer(
+    {
+        "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), SAME),
+        "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), SAME),
+    }
+)
+
+
+def gated(ours: str, theirs: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, To]:
+    """A gated MLP, by the names of its folder in both, and of the three matrices."""
+    gate, up, down = (f"{theirs}{name}.weight" for name in names)
+    return in_layer({f"{ours}linear_fc1.weight": ((gate, up), GATE_UP), f"{ours}linear_fc2.weight": ((down,), SAME)})
+
+
+GATED_MLP = gated("mlp.", "mlp.")

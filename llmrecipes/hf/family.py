@@ -1,0 +1,93 @@
+"""Which family of transformers a recipe's model belongs to, and the other way round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.hf.families.deepseek import DEEPSEEK_V3
+from llmrecipes.hf.families.gpt2 import GPT2
+from llmrecipes.hf.families.llama import APERTUS, LLAMA_FAMILY, MISTRAL, QWEN2, QWEN3
+from llmrecipes.hf.families.mixture import MIXTRAL, QWEN3_MOE
+from llmrecipes.hf.table import Config, Family, Obstacle
+from llmrecipes.recipe.schema import Model
+
+_ORDER = (GPT2, LLAMA_FAMILY, MISTRAL, QWEN2, QWEN3, APERTUS, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ORDER}
+"""By `model_type`; the first that has the form of a recipe is used."""
+
+
+def family_of(model: Model, name: str | None = None) -> Family:
+    """The family with the form of a model.
+
+    Args:
+        model: of a recipe.
+        name: `model_type` of the one to use; None: the first that fits.
+
+    Raises:
+        UserError: none fits; with the keys that stand in the way of the nearest.
+    """
+    if name is not None and name not in FAMILIES:
+        raise UserError(f"no family {name}", where="--family", rule=f"one of {', '.join(FAMILIES)}")
+    tried = [FAMILIES[name]] if name is not None else list(FAMILIES.values())
+    problems = {family.name: family.config_of(model)[1] for family in tried}
+    for family in tried:
+        if not problems[family.name]:
+            return family
+    # One that has experts, or has none, as the model; of these the one with the fewest differences.
+    dense = not model.num_moe_experts
+    nearest = min(
+        problems, key=lambda each: (("num_moe_experts" in FAMILIES[each].needs) is not dense, len(problems[each]))
+    )
+    raise _refused(f"no form in transformers; the nearest is {nearest}", "", problems[nearest])
+
+
+def family_named(model_type: object, where: str) -> Family:
+    """The family of a config.json.
+
+    Args:
+        model_type: its key of that name.
+        where: the file.
+
+    Raises:
+        UserError: it is not one of ours.
+    """
+    found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if found is None:
+        raise UserError(
+            f"model_type {model_type!r} is not known here", where=where, rule=f"one of {', '.join(FAMILIES)}"
+        )
+    return found
+
+
+def config_of(family: Family, model: Model) -> dict[str, Any]:
+    """config.json of a model.
+
+    Raises:
+        UserError: with the keys of the recipe that have no counterpart.
+    """
+    config, problems = family.config_of(model)
+    if problems:
+        raise _refused(f"no form as {family.name}", "", problems)
+    return config
+
+
+def model_of(family: Family, config: Config, where: str) -> dict[str, Any]:
+    """The section `model` of a config.json, but for `seq_length`.
+
+    Raises:
+        UserError: with the keys of config.json that have no counterpart.
+    """
+    model, problems = family.model_of(config)
+    if problems:
+        raise _refused("this model has no form as a recipe", where, problems)
+    return model
+
+
+def _refused(what: str, where: str, problems: list[Obstacle]) -> UserError:
+    parts = [UserError(f"{each.value}", where=each.key, rule=each.rule) for each in problems]
+    if len(parts) == 1:
+        (each,) = problems
+        return UserError(f"{each.value}: {what}", where=": ".join(filter(None, (where, each.key))), rule=each.rule)
+    lines = "\n    ".join(f"{each.key}: {each.value}; {each.rule}" for each in problems)
+    return UserError(f"{what}:\n    {lines}", where=where or "model", parts=parts)

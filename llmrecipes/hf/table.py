@@ -1,0 +1,230 @@
+"""The table of a family of models: what of a recipe is called how in transformers, in both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from llmrecipes.hf.megatron import weights
+from llmrecipes.hf.transforms import SAME, Transform
+from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.shape import shape
+
+REQUIRED: Any = object()
+"""A key that config.json has to have."""
+
+ACTIVATIONS = {
+    "gelu": ("gelu",),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+    "silu": ("silu", "swish"),
+    "squared_relu": ("relu2",),
+}
+"""Activations by their names in recipes; in transformers the first is written, and all are read."""
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+Config = Mapping[str, Any]
+
+
+class Obstacle(NamedTuple):
+    """A key whose value has no counterpart on the other side."""
+
+    key: str
+    """Of the recipe, as `model.<key>`, or of config.json."""
+    value: object
+    rule: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json that is a key of `model` in a recipe.
+
+    Args:
+        theirs: in config.json.
+        ours: in the section `model`.
+        absent: transformers' value where config.json has none.
+        names: their values of each of ours, of which the first is written; None: the same as ours.
+    """
+
+    theirs: str
+    ours: str
+    absent: Any = REQUIRED
+    names: Mapping[str, Sequence[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A key of config.json of which the recipe has one value only.
+
+    Args:
+        theirs: in config.json.
+        value: what is written.
+        absent: transformers' value where config.json has none; default: `value`.
+        same: other values that mean the same.
+    """
+
+    theirs: str
+    value: Any
+    absent: Any = REQUIRED
+    same: tuple[Any, ...] = ()
+
+
+class Special(Protocol):
+    """Keys that are not one to one."""
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        """Keys of config.json."""
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        """Values of `model`."""
+
+    @property
+    def theirs(self) -> Sequence[str]:
+        """Keys of config.json that `model_of` reads."""
+
+
+@dataclass(frozen=True)
+class To:
+    """Tensors of transformers that one of megatron-core becomes; `*` is the number of a layer, then of an expert."""
+
+    names: tuple[str, ...]
+    transform: Transform = SAME
+
+
+class Pair(NamedTuple):
+    """A tensor of megatron-core and those of transformers that it becomes."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    transform: Transform
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model of transformers."""
+
+    name: str
+    """`model_type` in config.json."""
+    architecture: str
+    prefix: str
+    """Of the names of all weights but the output layer's; files without a head leave it out."""
+    needs: Mapping[str, Any]
+    """The only value of some keys of `model`."""
+    keys: tuple[Key, ...]
+    fixed: tuple[Fixed, ...]
+    tensors: Mapping[str, To]
+    specials: tuple[Special, ...] = ()
+    training_only: frozenset[str] = field(default=frozenset())
+    """Keys of config.json without an effect on what a model computes."""
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        """config.json of a model, without what the tokenizer and the element type say; and what stands in the way."""
+        values = resolved(model)
+        found = [
+            Obstacle(f"model.{key}", values[key], f"a model of type {self.name} has {key}={value}")
+            for key, value in self.needs.items()
+            if values[key] != value
+        ]
+        # Special tokens are the tokenizer's; left out, they would be those that transformers assumes for the family.
+        config: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.name,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        }
+        for each in self.keys:
+            value = values[each.ours]
+            if each.names is not None and value not in each.names:
+                rule = f"a model of type {self.name} has one of {', '.join(map(str, each.names))}"
+                found.append(Obstacle(f"model.{each.ours}", value, rule))
+                continue
+            config[each.theirs] = value if each.names is None else each.names[value][0]
+        config |= {each.theirs: each.value for each in self.fixed}
+        for special in self.specials:
+            more, problems = special.config_of(model)
+            config |= more
+            found += problems
+        return config, found
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        """The section `model` of a config.json, but for `seq_length`; and what of it has no counterpart."""
+        model: dict[str, Any] = dict(self.needs)
+        found: list[Obstacle] = []
+        for each in self.keys:
+            value = config.get(each.theirs, each.absent)
+            if value is REQUIRED:
+                found.append(Obstacle(each.theirs, None, "config.json has this key"))
+                continue
+            if each.names is not None:
+                ours = [mine for mine, theirs in each.names.items() if value in theirs]
+                if not ours:
+                    rule = f"one of {', '.join(name for names in each.names.values() for name in names)}"
+                    found.append(Obstacle(each.theirs, value, rule))
+                    continue
+                value = ours[0]
+            model[each.ours] = value
+        for fixed in self.fixed:
+            value = config.get(fixed.theirs, fixed.value if fixed.absent is REQUIRED else fixed.absent)
+            if value != fixed.value and value not in fixed.same:
+                found.append(Obstacle(fixed.theirs, value, f"a recipe can only say {fixed.value}"))
+        for special in self.specials:
+            more, problems = special.model_of(config)
+            model |= more
+            found += problems
+        return model, found + [Obstacle(key, config[key], "this program knows the key") for key in self.unknown(config)]
+
+    def unknown(self, config: Config) -> list[str]:
+        """Keys of config.json that the table does not have, and that say something."""
+        known = {each.theirs for each in (*self.keys, *self.fixed)} | self.training_only | NEUTRAL
+        known |= {key for special in self.specials for key in special.theirs}
+        return [key for key, value in config.items() if key not in known and value is not None and value is not False]
+
+    def pairs(self, model: Model) -> list[Pair]:
+        """Every tensor of a model without obstacles, in the order of the model."""
+        return [self.pair(name) for name in weights(model)]
+
+    def pair(self, name: str) -> Pair:
+        """What one of megatron-core's tensors becomes.
+
+        Args:
+            name: as in `hf.megatron.weights`.
+
+        Raises:
+            KeyError: the family has no such tensor.
+        """
+        numbers = _NUMBER.findall(name)
+        to = self.tensors[_NUMBER.sub("*", name)]
+        return Pair(name, tuple(_fill(each, numbers) for each in to.names), to.transform)
+
+
+NEUTRAL = frozenset(
+    {
+        "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "diversity_penalty", "do_sample",
+        "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "id2label", "initializer_range",
+        "is_decoder", "label2id", "length_penalty", "max_length", "min_length", "model_type", "no_repeat_ngram_size",
+        "num_beam_groups", "num_beams", "num_return_sequences", "output_router_logits", "pad_token_id",
+        "pretraining_tp", "problem_type", "repetition_penalty", "return_dict", "router_aux_loss_coef",
+        "router_jitter_noise", "task_specific_params", "temperature", "top_k", "top_p", "torch_dtype",
+        "transformers_version", "typical_p", "use_cache",
+    }
+)  # fmt: skip
+"""Keys of any config.json that do not change what a model computes, or say what other files say too."""
+
+
+def resolved(model: Model) -> dict[str, Any]:
+    """Values of the section `model`, with those that are derived where they are unset."""
+    sizes = shape(model)
+    derived = {
+        "ffn_hidden_size": sizes.ffn_hidden_size,
+        "num_query_groups": sizes.num_query_groups,
+        "kv_channels": model.kv_channels or model.hidden_size // model.num_attention_heads,
+        "max_position_embeddings": sizes.max_position_embeddings,
+    }
+    experts = {"moe_ffn_hidden_size": sizes.moe_ffn_hidden_size} if model.num_moe_experts else {}
+    return {**model.model_dump(mode="json"), **derived, **experts}
+
+
+def _fill(template: str, numbers: Sequence[str]) -> str:
+    parts = template.split("*")
+    return parts[0] + "".join(number + part for number, part in zip(numbers, parts[1:], strict=True))

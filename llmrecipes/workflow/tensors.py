@@ -1,0 +1,141 @@
+"""A model by its reference on the command line: a run, a checkpoint of it, or a folder as transformers has it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.workflow.recorded import run_recipe
+from llmrecipes.workflow.runs import find_run
+
+if TYPE_CHECKING:
+    from llmrecipes.checkpoint.store import Entry
+    from llmrecipes.hf.table import Family
+    from llmrecipes.hf.tensors import TensorSource
+    from llmrecipes.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model whose weights are read one at a time.
+
+    Attributes:
+        source: its weights, by the names of transformers.
+        config: its config.json; of a run, without what the tokenizer says.
+        folder: the folder, or the directory of the run.
+    """
+
+    source: TensorSource
+    config: dict[str, Any]
+    folder: Path
+
+
+@dataclass(frozen=True)
+class OpenedRun(Opened):
+    """A checkpoint of a run.
+
+    Attributes:
+        family: whose names and form the weights have.
+        recipe: of the run.
+        entry: the checkpoint.
+    """
+
+    family: Family
+    recipe: Recipe
+    entry: Entry
+
+
+def open_tensors(reference: str, runs_dir: Path, family: str | None = None) -> Opened:
+    """Open a model.
+
+    Args:
+        reference: `RUN`, `RUN@STEP`, or a folder with config.json and safetensors.
+        runs_dir: where runs are kept.
+        family: `model_type` for a run; None: the first that has its form.
+
+    Raises:
+        UserError: there is no such run, checkpoint or folder; it is damaged; or a run's model has no form in
+            transformers.
+    """
+    folder = Path(reference)
+    if (folder / "config.json").is_file():
+        from llmrecipes.hf.safetensors import SafetensorsFolder
+
+        return Opened(SafetensorsFolder(folder), read_config(folder), folder)
+    run, entry = find_checkpoint(reference, runs_dir)
+    return open_run(run, entry, family)
+
+
+def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bool = False) -> OpenedRun:
+    """Open a checkpoint of a run; arguments and errors as `open_tensors`.
+
+    Args:
+        averaged: the moving average of the weights in their place.
+    """
+    from llmrecipes.engine.registry import backend
+    from llmrecipes.hf.family import config_of, family_of
+    from llmrecipes.hf.views import AsHuggingFace
+
+    recipe = run_recipe(run)
+    found = family_of(recipe.model, family)
+    if recipe.lora is not None:
+        from llmrecipes.workflow.adapters import merged
+
+        weights: TensorSource = merged(run, entry, recipe, averaged=averaged)
+    else:
+        weights = backend(recipe).tensors(entry, averaged=averaged)
+    source = AsHuggingFace(weights, found, recipe.model)
+    return OpenedRun(source, config_of(found, recipe.model), run, found, recipe, entry)
+
+
+def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
+    """The run and the checkpoint of `RUN` (its newest) or `RUN@STEP`.
+
+    Names, sizes and the manifest are checked; hashing all files would read the optimizer's state too, most of a
+    checkpoint.
+
+    Raises:
+        UserError: there is none, or it is incomplete.
+    """
+    from llmrecipes.checkpoint.inspection import InvalidCheckpoint, inspect
+    from llmrecipes.checkpoint.store import CheckpointStore
+
+    name, _, step = reference.rpartition("@") if "@" in reference else (reference, "", "")
+    run = find_run(name, runs_dir)
+    store = CheckpointStore(run / "checkpoints")
+    entries = store.entries()
+    if not step:
+        if entries:
+            return run, entries[-1]
+        damaged = "; ".join(map(str, store.incomplete()))
+        raise UserError(f"no valid checkpoint{': ' + damaged if damaged else ''}", where=str(store.directory))
+    if not step.isdecimal():
+        raise UserError(f"step {step!r}", where=reference, rule="RUN@STEP, with the step of a checkpoint")
+    try:
+        return run, inspect(store.path(int(step)), full=False)
+    except InvalidCheckpoint as problem:
+        steps = ", ".join(str(entry.step) for entry in entries)
+        raise UserError(
+            f"no valid checkpoint of step {step}: {problem}",
+            where=str(store.directory),
+            fix=f"one of the steps {steps}" if steps else "",
+        ) from problem
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder.
+
+    Raises:
+        UserError: it is missing, or not a JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as problem:
+        raise UserError(f"cannot be read: {problem}", where=str(path)) from problem
+    if not isinstance(found, dict):
+        raise UserError(f"it is a {type(found).__name__}", where=str(path), rule="config.json is an object")
+    return found
