@@ -134,6 +134,9 @@ SMALL_WORLDS = {
     "tensor, pipeline": spec("gpt-tiny-3d", world=8, ranks=(0, 4)),
     "context": spec("gpt-tiny", "parallelism.context_parallel_size=2", world=2),
     "experts": spec("moe-tiny", world=2),
+    "packed conversations, grouped queries": spec(
+        "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false", world=2
+    ),
 }  # fmt: skip
 
 
