@@ -33,6 +33,7 @@ from tests.unit.test_checkpoint_saver import full_tmpfs
 NOWHERE = Path("no-runs"), Path("no-data")
 NORM = "model.norm.weight"
 VOCABULARY = 300
+END = "<end>"
 Weights = dict[str, torch.Tensor]
 Change = Callable[[Path], None]
 
@@ -44,8 +45,8 @@ def make(folder: Path, seed: int, dtype: torch.dtype = torch.float32, **changes:
     config = LlamaConfig(vocab_size=VOCABULARY, **{**shape, "num_key_value_heads": 2, **changes})
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab={**letters, "<end>": len(letters)}, merges=[]))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE(vocab={**letters, END: len(letters)}, merges=[]))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
     return folder
 
 
@@ -96,7 +97,7 @@ def test_transformers_loads_the_result(folders: list[Path], tmp_path: Path) -> N
     loaded, second = (AutoModelForCausalLM.from_pretrained(each) for each in (tmp_path / "out", folders[1]))
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, second(ids).logits)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<end>"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == END
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "linear" in card and str(tmp_path) not in card and str(folders[0].parent) not in card
 
@@ -155,19 +156,19 @@ def test_only_tensors_of_one_name_are_in_memory(
 @pytest.mark.parametrize(
     ("method", "count", "base", "options", "where", "rule"),
     [
-        ("mean", 2, False, {}, "--method", "slerp"),
+        ("mean", 2, False, {}, "--method", "dare-ties"),
         ("linear", 1, False, {}, "--method linear", "2"),
         ("slerp", 3, False, {}, "--method slerp", "2"),
         ("ties", 2, False, {}, "--method ties", "--base"),
-        ("linear", 2, True, {}, "--base", "ties"),
+        ("linear", 2, True, {}, "--base", "task-arithmetic"),
         ("linear", 2, False, {"weights": [1.0]}, "--weights", "2"),
-        ("linear", 2, False, {"weights": [1.0, float("nan")]}, "--weights", "nan"),
+        ("linear", 2, False, {"weights": [1.0, float("-inf")]}, "--weights", "-inf"),
         ("linear", 2, False, {"weights": [1.0, -1.0]}, "--weights", "--no-normalize"),
-        ("linear", 2, False, {"density": [0.5]}, "--density", "dare"),
-        ("slerp", 2, False, {"weights": [1.0, 1.0]}, "--weights", "linear"),
+        ("linear", 2, False, {"density": [0.5]}, "--density", "dare-ties"),
+        ("slerp", 2, False, {"weights": [1.0, 1.0]}, "--weights", "task-arithmetic"),
         ("slerp", 2, False, {"t": 1.5}, "--t", "1.5"),
-        ("linear", 2, False, {"t": 0.5}, "--t", "slerp"),
-        ("linear", 2, False, {"scale": 0.5}, "--lambda", "dare"),
+        ("linear", 2, False, {"t": 0.5}, "--t", "--method"),
+        ("linear", 2, False, {"scale": 0.5}, "--lambda", "dare-ties"),
         ("ties", 2, True, {"seed": 1}, "--seed", "dare-ties"),
         ("dare", 2, True, {"seed": -1}, "--seed", "-1"),
         ("dare", 2, True, {"density": [0.0]}, "--density", "0"),
@@ -206,7 +207,7 @@ def a_tensor_is_missing(folder: Path) -> None:
 
 
 def a_tensor_more(folder: Path) -> None:
-    change_weights(folder, lambda found: found.update(extra=torch.zeros(2)))
+    change_weights(folder, lambda found: found.update({"one.more": torch.zeros(2)}))
 
 
 def another_shape(folder: Path) -> None:
@@ -252,7 +253,7 @@ def pickled(folder: Path) -> None:
     [
         (config_of_another_width, "num_key_value_heads", ("4", "2")),
         (a_tensor_is_missing, "changed", NORM),
-        (a_tensor_more, "a", "extra"),
+        (a_tensor_more, "a", "one.more"),
         (another_shape, "changed", (NORM, "31", "32")),
         (integers, "changed", (NORM, "torch.int64")),
         (not_finite, "changed", NORM),
@@ -288,20 +289,20 @@ def test_integers_that_are_equal_stay(folders: list[Path], tmp_path: Path) -> No
     copies = [tmp_path / "one", tmp_path / "two"]
     for folder, copy in zip(folders, copies, strict=False):
         shutil.copytree(folder, copy)
-        change_weights(copy, lambda found: found.update(table=torch.arange(5)))
+        change_weights(copy, lambda found: found.update({"a.table": torch.arange(5)}))
     merged(copies, tmp_path / "out")
-    assert weights(tmp_path / "out")["table"].tolist() == [0, 1, 2, 3, 4]
-    change_weights(copies[1], lambda found: found.update(table=torch.arange(1, 6)))
-    with refused("two", rule="table"):
+    assert weights(tmp_path / "out")["a.table"].tolist() == [0, 1, 2, 3, 4]
+    change_weights(copies[1], lambda found: found.update({"a.table": torch.arange(1, 6)}))
+    with refused("two", rule="a.table"):
         merged(copies, tmp_path / "again")
 
 
 def test_the_same_model_twice_is_refused(folders: list[Path], tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(folders[0])
-    for models in ([folders[0], folders[0]], [folders[0], link]):
-        with refused(models[1].name, rule="--weights"):
-            merged(models, tmp_path / "out")
+    for given in ([folders[0], folders[0]], [folders[0], link]):
+        with refused(given[1].name, rule="--weights"):
+            merged(given, tmp_path / "out")
     with refused(folders[0].name):
         merged(folders[:2], tmp_path / "out", "ties", folders[0])
 
@@ -314,8 +315,8 @@ def test_nothing_is_overwritten(folders: list[Path], tmp_path: Path, capsys: pyt
     require_message(capsys.readouterr().err, str(out), rule="--out")
     assert run([*command[:-1], str(tmp_path / "new"), "--weights", "1;2"]) == 2
     require_message(capsys.readouterr().err, "--weights", rule="1;2")
-    assert run(["merge", "nothing", "none", "--method", "linear", "--out", str(tmp_path / "new")]) == 2
-    require_message(capsys.readouterr().err, "runs", rule="nothing")
+    assert run(["merge", "no-such-run", "other", "--method", "linear", "--out", str(tmp_path / "new")]) == 2
+    require_message(capsys.readouterr().err, "runs", rule="no-such-run")
     assert not any(out.iterdir())
 
 
@@ -368,8 +369,8 @@ def test_a_killed_merge_leaves_no_model_and_the_next_one_succeeds(
 
 def test_a_full_disk_leaves_nothing(folders: list[Path], tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    disk.mkdir()
     with full_tmpfs(disk):
+        (disk / "other").write_bytes(bytes(950_000))
         with refused(disk):
             merged(folders, disk / "out")
         assert not (disk / "out").exists() and not list(disk.glob(".out*"))
