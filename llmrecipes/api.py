@@ -191,6 +191,7 @@ class Run:
         top_k: int = SAMPLING.top_k,
         top_p: float = SAMPLING.top_p,
         seed: int = SAMPLING.seed,
+        chat: bool = False,
     ) -> str:
         """Continue a prompt with the newest valid checkpoint, loaded into this process; returns the continuation.
 
@@ -201,17 +202,69 @@ class Run:
             top_k: sample from the k likeliest tokens; 0: from all.
             top_p: sample from the likeliest tokens of this total probability.
             seed: the same seed gives the same text.
+            chat: the prompt is a message, which the model answers by the run's chat template.
 
         Raises:
-            UserError: no valid checkpoint, no tokenizer, or an empty prompt.
+            UserError: no valid checkpoint, no tokenizer, an empty prompt, or no chat template.
         """
         from llmrecipes.workflow.generate import Request, samples
 
-        request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed))
+        request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), chat=chat)
         with warnings.catch_warnings():
             ignore_library_warnings()
             (sample,) = samples(self.path, self.data_dir, request)
         return sample.text
+
+    def evaluate(
+        self,
+        *,
+        data: Sequence[str] = (),
+        tasks: Sequence[str] = (),
+        checks: Sequence[str] = (),
+        step: int | None = None,
+        tp: int = 1,
+        nproc: int | None = None,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """Evaluate a checkpoint, as `llmrecipes eval`; results are also kept in evaluations.jsonl and MLflow.
+
+        Args:
+            data: for perplexity: `valid`, `test`, `train`, `stdlib` or `TYPE:PATH`; `valid` if nothing is asked for.
+            tasks: of lm-evaluation-harness, or paths of task files.
+            checks: `repetition`, `memorisation`, `bias`.
+            step: of the checkpoint; default: the newest.
+            tp: ranks that share the model; with more than one rank they are processes of their own.
+            nproc: all ranks; default: `tp`.
+            options: others of the command, such as `limit=100` or `num_fewshot=5`; see `evaluation.request.Request`.
+
+        Returns:
+            A record for each task, with `task`, `metrics`, `settings`, `step`, `time` and `examples`.
+
+        Raises:
+            UserError: no valid checkpoint, tasks or data that are missing, or an unknown option.
+        """
+        from pydantic import ValidationError
+
+        from llmrecipes.evaluation.request import Request
+        from llmrecipes.workflow.evaluate import Layout, evaluate_run
+
+        try:
+            request = Request.model_validate({"data": data, "tasks": tasks, "checks": checks, **options})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UserError(f"{first['input']!r}: {first['msg']}", where=where, rule="see Run.evaluate") from error
+        name = str(self.path) if step is None else f"{self.path}@{step}"
+        with warnings.catch_warnings():
+            ignore_library_warnings()
+            return evaluate_run(name, request, self.path.parents[1], self.data_dir, Layout(tp, nproc)).records
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """All records of `evaluate` and `llmrecipes eval`, oldest first."""
+        from llmrecipes.evaluation.history import read
+
+        return read(self.path)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`export`: parsing and printing only."""
+"""`export` and `import`: parsing and printing only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, NewRunIdOption, OverridesArgument, RunsOption
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import early_signals
 
@@ -25,7 +25,9 @@ def export(
             autocompletion=completion.runs,
         ),
     ],
-    to: Annotated[str, typer.Option("--to", metavar="FORM", help="hf: Hugging Face transformers.")] = "hf",
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORM", help="hf: Hugging Face transformers; peft: adapters.")
+    ] = "hf",
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16; default: the run's precision.")
     ] = None,
@@ -41,6 +43,12 @@ def export(
         typer.Option("--family", metavar="NAME", help="model_type of transformers; default: the first that fits."),
     ] = None,
     tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer too.")] = True,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Write the moving average of the weights (`optimizer.ema_decay`).")
+    ] = False,
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge-adapter", help="Add the adapters of a LoRA run to its base model.")
+    ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -56,7 +64,11 @@ def export(
     setup_logging()
     if to not in FORMS:
         raise UserError(f"{to!r}", where="--to", rule=f"one of {', '.join(FORMS)}")
-    made = make(run, out, runs_dir, data_dir, Options(dtype, _bytes(max_shard_size), family, tokenizer))
+    if to == "peft":
+        _export_adapter(run, out, runs_dir, as_json=as_json)
+        return
+    options = Options(dtype, _bytes(max_shard_size), family, tokenizer, ema, merge_adapter)
+    made = make(run, out, runs_dir, data_dir, options)
     if as_json:
         print(json.dumps(asdict(made)))
         return
@@ -67,6 +79,21 @@ def export(
     print(f"         {made.family}, {number(made.parameters)} parameters, {made.dtype}, {size}, {made.seconds:.1f} s")
     for note in made.notes:
         print(f"note     {note}")
+
+
+def _export_adapter(run: str, out: Path | None, runs_dir: Path, *, as_json: bool) -> None:
+    from llmrecipes.console import number
+    from llmrecipes.workflow.export_adapter import export_adapter
+
+    made = export_adapter(run, out, runs_dir)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    size = f"{made.bytes / 2**20:,.1f} MiB, {made.seconds:.1f} s"
+    print(f"exported {made.run}, step {made.step}")
+    print(f"to       {made.path}")
+    print(f"         PEFT, {made.adapters} adapters of {made.family}, {number(made.parameters)} parameters, {size}")
+    print(f"base     {made.base}")
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -82,3 +109,85 @@ def _bytes(text: str) -> int:
     if size < 1:
         raise UserError(f"{text!r}", where="--max-shard-size", rule="a number with KB, MB, GB or TB", fix="5GB")
     return size
+
+
+@early_signals()
+def import_model(
+    source: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder with config.json and safetensors, or name on the Hub.")
+    ],
+    overrides: OverridesArgument = None,
+    of: Annotated[
+        str, typer.Option("--from", metavar="FORM", help="hf, or megatron: a torch_dist checkpoint of Megatron-LM.")
+    ] = "hf",
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", metavar="RECIPE", help="Recipe that describes the model; for --from megatron."),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Name of the recipe; default: that of the model.")
+    ] = None,
+    run_id: NewRunIdOption = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Make a run from a Hugging Face model, or from a checkpoint of Megatron-LM.
+
+    The run has a recipe, and a checkpoint of step 0 that any layout loads. Example of overrides: model.seq_length=4096.
+    """
+    from llmrecipes.commandline import resume_command
+    from llmrecipes.console import number, setup_logging
+    from llmrecipes.units import GIB
+    from llmrecipes.workflow.importing import import_model as make
+    from llmrecipes.workflow.run import checked_run_id, new_run_id
+
+    setup_logging()
+    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
+    if of != "hf":
+        _import_megatron(source, of, recipe, overrides or [], runs_dir, run_id, as_json=as_json)
+        return
+    if recipe is not None:
+        raise UserError(recipe, where="--recipe", rule="config.json describes the model", fix="--from megatron")
+    made = make(source, overrides or [], runs_dir, run_id, revision=revision, name=name)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    commit = "" if made.commit is None else f" at {made.commit}"
+    print(f"imported {made.source}{commit}: {made.model_type}, {number(made.parameters)} parameters")
+    if made.new_rows:
+        print(f"         {made.new_rows} rows of the vocabulary are new: the mean of the others")
+    print(f"to       {made.run_dir}, in {made.seconds:.1f} s with {made.peak_memory_bytes / GIB:.2f} GiB of memory")
+    print(f"train:   {resume_command(Path(made.run_dir))}")
+
+
+def _import_megatron(
+    source: str, of: str, recipe: str | None, overrides: list[str], runs_dir: Path, run_id: str, *, as_json: bool
+) -> None:
+    from llmrecipes.commandline import resume_command
+    from llmrecipes.console import number
+    from llmrecipes.units import GIB
+    from llmrecipes.workflow.import_megatron import import_megatron as make
+
+    if of != "megatron":
+        raise UserError(f"{of!r}", where="--from", rule="one of hf, megatron")
+    if recipe is None:
+        raise UserError(
+            "not set",
+            where="--recipe",
+            rule="a checkpoint of Megatron-LM has no description of data and training, and of its model only weights "
+            "and arguments",
+            fix="--recipe FILE.yaml, with a section model for what was trained",
+        )
+    made = make(Path(source), recipe, overrides, runs_dir, run_id)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    iteration = "" if made.iteration is None else f", iteration {made.iteration}"
+    print(f"imported {made.source}{iteration}: {number(made.parameters)} parameters")
+    for note in made.notes:
+        print(f"note     {note}")
+    print(f"to       {made.run_dir}, in {made.seconds:.1f} s with {made.peak_memory_bytes / GIB:.2f} GiB of memory")
+    print(f"train:   {resume_command(Path(made.run_dir))}")

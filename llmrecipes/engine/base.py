@@ -5,16 +5,18 @@ An engine is a package next to this module with a `Backend`, and one line in `re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from llmrecipes.checkpoint.format import CheckpointFormat, StateDict
+from llmrecipes.checkpoint.format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
@@ -141,6 +143,65 @@ class Shard(NamedTuple):
     """Its values, fp32 on the CPU."""
 
 
+def mean_over_tokens(losses: Sequence[tuple[float, float]]) -> float:
+    """Mean loss per token of several batches.
+
+    Args:
+        losses: mean loss of each, and the tokens that it counts.
+    """
+    counts = {tokens for _, tokens in losses}
+    if len(counts) == 1:
+        return math.fsum(loss for loss, _ in losses) / len(losses)
+    return math.fsum(loss * tokens for loss, tokens in losses) / max(math.fsum(tokens for _, tokens in losses), 1.0)
+
+
+class Scores(NamedTuple):
+    """What a model thinks of rows of tokens."""
+
+    logprobs: torch.Tensor
+    """Log-probability of each token after the first, in nats, [rows, length - 1], fp64 on the CPU."""
+    greedy: torch.Tensor
+    """The likeliest token in the place of each of them, [rows, length - 1], int64 on the CPU."""
+
+
+class Scorer(Protocol):
+    """A model for evaluation: in every layout, with nothing left of what was computed.
+
+    Both methods are collectives: all ranks call them with the same arguments, and get the same answer.
+    """
+
+    positions: int
+    """Tokens that the model can read at once."""
+
+    def score(self, tokens: torch.Tensor) -> Scores:
+        """Score rows of token ids, [rows, length].
+
+        Args:
+            tokens: 2 to `positions` + 1 a row. Padding on the right has no effect on what stands before it.
+        """
+
+    def extend(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        ended: Callable[[list[int]], bool],
+    ) -> list[list[int]]:
+        """Continue several prompts.
+
+        Args:
+            prompts: token ids, at least one and fewer than `positions`.
+            limits: most new tokens of each; `positions` limits them too.
+            seeds: of each prompt's draws, so that they do not depend on its neighbours; that of `sampling` is not used.
+            sampling: how to draw.
+            ended: whether a prompt's new tokens, the last of which has just been added, end its continuation.
+
+        Raises:
+            UserError: tokens are drawn with a temperature where ranks share texts or layers.
+        """
+
+
 class Engine(Protocol):
     """Model, gradients, optimizer and schedule of one rank."""
 
@@ -219,6 +280,9 @@ class Engine(Protocol):
     ) -> Iterator[int]:
         """Token ids that continue a prompt; on a rank that holds the full model."""
 
+    def scorer(self) -> Scorer:
+        """The model for evaluation, for as long as the parameters are synced; training is not affected."""
+
     def close(self) -> None:
         """Release the model and its memory."""
 
@@ -226,10 +290,28 @@ class Engine(Protocol):
 class TextModel(Protocol):
     """Weights for sampling, without an optimizer."""
 
+    def scorer(self) -> Scorer:
+        """The model for evaluation."""
+
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
         """Token ids that continue a prompt."""
+
+
+class WeightSource(Protocol):
+    """Weights that a new run starts from."""
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """A box of a weight, on the CPU; nothing else of it is kept in memory.
+
+        Args:
+            name: of the weight in a model that one process holds, such as `decoder.layers.3.mlp.linear_fc1.weight`.
+            offset, shape: of the box, which may lie in rows that pad the vocabulary.
+
+        Raises:
+            UserError: the source has no such weight, of this shape.
+        """
 
 
 class Backend(Protocol):
@@ -245,24 +327,59 @@ class Backend(Protocol):
     def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
         """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one."""
 
-    def build(self, plan: Plan, platform: Platform) -> Engine:
-        """An engine with initial weights, which depend only on the seed."""
+    def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> Engine:
+        """An engine with initial weights, which depend only on the seed; or with given ones."""
 
-    def construct(self, plan: Plan, platform: Platform) -> Engine:
-        """An engine whose weights have no defined values: for a checkpoint to be loaded next."""
+    def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> Engine:
+        """An engine whose weights have no defined values: for a checkpoint to be loaded next.
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
-        """The weights of a checkpoint in one process."""
+        Args:
+            plan, platform: as `build`.
+            base: weights of the model whose adapters the checkpoint has; None: initial ones. Without adapters unused.
+        """
 
-    def tensors(self, entry: Entry) -> TensorSource:
-        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextModel:
+        """The weights of a checkpoint: in one process, or for a `Scorer` on the ranks of any layout.
+
+        Arguments as `construct`.
+
+        With `averaged`, their moving average (`optimizer.ema_decay`).
 
         Raises:
-            UserError: the checkpoint is damaged.
+            UserError: the checkpoint does not fit the plan, or has no average.
+        """
+
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
+        """Given weights, for a `Scorer` on the ranks of any layout; each reads its part."""
+
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
+        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
+
+        With `averaged`, their moving average (`optimizer.ema_decay`).
+
+        Raises:
+            UserError: the checkpoint is damaged, or has no average.
         """
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """An MoE engine whose experts are copies of a dense checkpoint's MLP; in one process."""
+
+    def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
+        """Write given weights as the files of a checkpoint of step 0, in one process that does not hold the model.
+
+        Args:
+            plan: of the recipe, for one rank; this process has joined that world.
+            weights: the weights.
+            directory: of the checkpoint; it is created.
+
+        Returns:
+            What was written, and the versions for its manifest.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         """Learning rate of a step, counted from 1, if no step was skipped."""
@@ -306,7 +423,8 @@ class MetaBackend(Backend, Protocol):
         Args:
             rank: of the world.
             world_size: its ranks.
-            kernels: device whose choice of kernels is followed, `cuda` or `cpu`.
+            kernels: device whose choice of kernels is followed: `cuda`, `cpu`, or `cuda, local`, a GPU without
+                TransformerEngine.
             skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
         """
 

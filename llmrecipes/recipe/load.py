@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -66,7 +66,22 @@ def load(name_or_path: str, overrides: Sequence[str] = (), directory: Path | Non
         UserError: no such recipe, unreadable file, or any problem in it; all problems are in one message.
     """
     path = files.shown(files.find(name_or_path, directory or recipes_dir(), RECIPES))
-    parsed = document.parse(files.read(path, RECIPES))
+    return _loaded(document.parse(files.read(path, RECIPES)), path, overrides)
+
+
+def load_values(values: Mapping[str, object], path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """`load`, of values that were made from another file.
+
+    Args:
+        values: of a recipe, plain data.
+        path: the file, for messages.
+        overrides: as `load`.
+    """
+    parsed = document.parse(document.dump(values))
+    return _loaded(replace(parsed, lines={}), path, [f"name={values['name']}", *overrides])
+
+
+def _loaded(parsed: document.Document, path: Path, overrides: Sequence[str]) -> Loaded:
     found = list(parsed.problems)
     data = parsed.data
     found += files.require_mapping(parsed, RECIPES)

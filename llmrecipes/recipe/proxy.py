@@ -35,10 +35,10 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
 
     Kept: norm, positions, activation and gate, biases, tying, grouping of queries, routing of experts, latent
     attention, dropout, initialisation, precision, recomputation, every kind of parallelism, optimizer, shape of the
-    schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by the
-    standard library, the tokenizer by a small BPE (no network), an explicit TransformerEngine by `auto`, NVMe by
-    main memory. Disabled: torch.compile (not available on every CPU), ZeRO++ except for quantized weights on GPUs, and
-    all tracking (a rehearsal is not an experiment).
+    schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by
+    the standard library, the tokenizer by a small BPE (no network), given weights by initial ones, an explicit
+    TransformerEngine by `auto`, NVMe by main memory. Disabled: torch.compile (not available on every CPU), ZeRO++
+    except for quantized weights on GPUs, and all tracking (a rehearsal is not an experiment).
 
     Args:
         recipe: the full recipe.
@@ -55,7 +55,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "zero": recipe.zero and _zero(recipe, recipe.zero, device),
             "train": _train(recipe.train, model, parallel),
             "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
-            "data": _data(recipe.data),
+            "data": _data(recipe.data, model),
             "checkpoint": _checkpoint(recipe.checkpoint),
             "tracking": _tracking(recipe.tracking),
         }
@@ -94,6 +94,7 @@ def _train(train: Train, model: Model, parallel: Parallelism) -> Train:
     layers = train.recompute_num_layers
     return train.model_copy(
         update={
+            "pretrained": None,
             "train_iters": ITERS,
             "micro_batch_size": micro,
             "global_batch_size": whole,
@@ -123,12 +124,16 @@ def _scheduler(scheduler: Scheduler, iters: int) -> Scheduler:
     )
 
 
-def _data(data: Data) -> Data:
+def _data(data: Data, model: Model) -> Data:
     local = tuple(source for source in data.sources if source.type != "hub")
+    longest = data.chat and data.chat.max_length
+    # The template of a large tokenizer has special tokens that a small one lacks.
+    small = {"max_length": longest and min(longest, model.seq_length + 1), "chat_template": None}
     tokenizer = data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None})
     return data.model_copy(
         update={
-            "sources": local or (Source(type="stdlib"),),
+            "sources": local or (Source(type="docstrings" if data.chat else "stdlib"),),
+            "chat": data.chat and data.chat.model_copy(update={**small, "overlong": "truncate"}),
             "tokenizer": tokenizer,
             "num_workers": min(data.num_workers, 1),
         }

@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.chat import Chat
+from llmrecipes.recipe.evaluation import EvalTasks
+from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 from llmrecipes.recipe.zero import Zero
@@ -207,6 +210,9 @@ class Train(Section):
     global_batch_size: PosInt
     """Sequences in one optimizer step; a multiple of `micro_batch_size` × data-parallel size. The quotient is the
     gradient-accumulation count."""
+    pretrained: Annotated[str, Field(min_length=1)] | None = None
+    """Start from the weights of a Hugging Face model: a folder, or `NAME` or `NAME@REVISION` on the Hub; unset: from
+    initial values. `model` has to describe it, but may have a larger vocabulary."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of weights and activations. bf16 and fp16 keep fp32 master weights; fp16 scales the loss dynamically."""
     seed: NonNegInt = 1234
@@ -215,6 +221,8 @@ class Train(Section):
     """Steps between evaluations on the validation split; the last step is always evaluated."""
     eval_iters: PosInt = 10
     """Global batches of one evaluation."""
+    eval_tasks: EvalTasks | None = None
+    """Tasks of lm-evaluation-harness during training; unset: none. Needs the extra `eval`."""
     log_interval: PosInt = 1
     """Steps between lines on the terminal and points in MLflow and TensorBoard; metrics.jsonl has every step."""
     label_smoothing: Probability = 0.0
@@ -259,6 +267,9 @@ class Optimizer(Section):
     """Added to the root of the second moment."""
     clip_grad: NonNegFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 disables clipping."""
+    ema_decay: Beta | None = None
+    """Keep a moving average of the weights in fp32, which has this weight after each update, and the new weights the
+    rest; saved in checkpoints, for `export --ema` and `generate --ema`. Unset: none."""
 
 
 class Scheduler(Section):
@@ -279,9 +290,10 @@ class Scheduler(Section):
 class Source(Section):
     """One source of documents. Several are blended by weight."""
 
-    type: Literal["stdlib", "text", "jsonl", "parquet", "hub"]
-    """`stdlib`: the source code of Python's standard library, one document per file, no network. `text`: one document
-    per file. `jsonl`, `parquet`: one document per row. `hub`: a Hugging Face dataset."""
+    type: Literal["stdlib", "docstrings", "text", "jsonl", "parquet", "hub"]
+    """`stdlib`: the source code of Python's standard library, one document per file, no network. `docstrings`: its
+    functions and what they do, as questions and answers (`data.chat`). `text`: one document per file. `jsonl`,
+    `parquet`: one document per row. `hub`: a Hugging Face dataset."""
     path: str | None = None
     """File, folder or glob (`text`, `jsonl`, `parquet`), relative to the working directory; dataset name (`hub`)."""
     name: str | None = None
@@ -316,6 +328,7 @@ class Data(Section):
     """Sources of documents."""
     tokenizer: Tokenizer = Tokenizer()
     """Tokenizer of all sources."""
+    chat: Chat | None = None
     split: Annotated[tuple[PosFloat, NonNegFloat, NonNegFloat], Field(strict=False)] = (98.0, 1.0, 1.0)
     """Relative sizes of the train, valid and test splits. A document's split depends only on the hash of its text."""
     num_workers: NonNegInt = 1
@@ -375,6 +388,7 @@ class Recipe(Section):
     model: Model
     parallelism: Parallelism = Parallelism()
     zero: Zero | None = None
+    lora: Lora | None = None
     train: Train
     optimizer: Optimizer
     scheduler: Scheduler = Scheduler()

@@ -37,6 +37,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.tracking.events import Note
     from llmrecipes.train.debug import anomaly_mode, profiled
     from llmrecipes.train.folder import require_exists, stop_when_deleted
+    from llmrecipes.train.given import given_weights
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, Outcome
     from llmrecipes.train.nccl_output import nccl_output, told
@@ -45,8 +46,10 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import choose, resume
     from llmrecipes.train.summary import print_summary
+    from llmrecipes.train.testing import TaskEvaluations, load_tasks
 
     recipe = spec.recipe
+    tasks = load_tasks(recipe)
     engines = backend(recipe)
     platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
     if spec.on_gpus:
@@ -74,7 +77,8 @@ def run(spec: RunSpec) -> ExitCode:
         stack.callback(store.release)
         claim(store, group)
         start = choose(store, world, from_scratch=spec.from_scratch)
-        engine = (engines.build if start.entry is None else engines.construct)(plan, platform)
+        with given_weights(spec, resumed=start.entry is not None) as weights:
+            engine = (engines.build if start.entry is None else engines.construct)(plan, platform, weights)
         stack.callback(engine.close)
         saver = stack.enter_context(
             AsyncSaver(
@@ -116,6 +120,16 @@ def run(spec: RunSpec) -> ExitCode:
             recipe_hash=recipe_hash(recipe),
             peak_flops=None if peak is None else peak * 1e12,
             after_step=after_step,
+            tasks=TaskEvaluations(
+                recipe,
+                engine,
+                world,
+                prepared.tokenizer(),
+                tasks,
+                tracker,
+                stop,
+                spec.run_dir / "metrics.jsonl",
+            ),
             stop_after=spec.stop_after,
             evaluation_due=evaluation_due(progress.step, recipe, spec.run_dir / "metrics.jsonl", world),
         )

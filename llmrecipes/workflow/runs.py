@@ -50,7 +50,7 @@ def find_run(name: str, runs_dir: Path) -> Path:
     for path in (Path(name), runs_dir / name):
         if (path / "recipe.yaml").is_file():
             return path
-    runs = sorted(runs_dir.glob("*/*/recipe.yaml"))
+    runs = sorted(runs_dir.glob("*/[!.]*/recipe.yaml"))  # a hidden folder is one that is being written
     named = [path.parent for path in runs if path.parent.name == name]
     newest = [path.parent for path in runs if path.parent.parent.name == name]
     if len(named) == 1:

@@ -33,6 +33,7 @@ from llmrecipes.launch.ranks import Rank, from_slurm
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunOptions, RunSpec
+from llmrecipes.workflow.pretrained import with_pretrained
 from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
 from llmrecipes.workflow.run import Paths, TrainOptions, finished, is_prepared, new_spec, plan_run, prepare_data
 
@@ -89,7 +90,8 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     require_progress(logs / STARTS, job_id, restart, newest_step(spec.run_dir), arguments.max_restarts)
     if plan.device == "cuda" and not arguments.prepare:
         require_prepared(recipe, paths.data_dir)
-    prepare_data(recipe, paths.data_dir, lambda line: print(line, file=sys.stderr))
+    spec = with_pretrained(spec, _to_stderr)
+    prepare_data(recipe, paths.data_dir, _to_stderr)
     tags = {
         "slurm.job_id": job_id,
         "slurm.restart_count": str(restart),
@@ -107,6 +109,10 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     path = (logs / JOB).resolve()
     path.write_text(job.model_dump_json(indent=2) + "\n", "utf-8")
     return path
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def require_prepared(recipe: Recipe, data_dir: Path) -> None:

@@ -19,6 +19,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.wandb.sink import require_library
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.overfit import one_batch_recipe
+from llmrecipes.workflow.pretrained import with_pretrained
 from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
 from llmrecipes.workflow.run import Log, Paths, TrainOptions, finished, new_spec, plan_run, prepare_data
 
@@ -54,6 +55,7 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
     if options.node is not None and not options.run.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
         log(f"{spec.run_dir} has done all its steps")  # the other nodes, which it would wait for, are gone
         return int(ExitCode.DONE)
+    spec = with_pretrained(spec, log)
     prepare_data(recipe, paths.data_dir, log, spec)
     if options.max_restarts:
         return start_with_restarts(spec, plan, cluster, options.max_restarts, log)

@@ -19,7 +19,17 @@ from llmrecipes.checkpoint.format import StateDict, Written
 from llmrecipes.checkpoint.manifest import digest
 from llmrecipes.checkpoint.safety import load_plain, open_inside
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Shard, StepResult, StopQuestion, World
+from llmrecipes.engine.base import (
+    Batch,
+    Implementation,
+    Platform,
+    Progress,
+    Shard,
+    StepResult,
+    StopQuestion,
+    WeightSource,
+    World,
+)
 from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.hardware.profile import Group
@@ -159,6 +169,9 @@ class PlainEngine:
                 return
             yield token
 
+    def scorer(self) -> NoReturn:
+        raise NotImplementedError
+
     def close(self) -> None: ...
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,21 +197,30 @@ class PlainBackend:
         finally:
             dist.destroy_process_group()
 
-    def build(self, plan: Plan, platform: Platform) -> PlainEngine:
+    def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> PlainEngine:
+        assert weights is None, "a bigram model has no given weights"
         return PlainEngine(plan, platform)
 
-    def construct(self, plan: Plan, platform: Platform) -> PlainEngine:
+    def construct(self, plan: Plan, platform: Platform, base: object = None) -> PlainEngine:
         return PlainEngine(plan, platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> PlainEngine:
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: object = None, *, averaged: bool = False
+    ) -> PlainEngine:
         engine = PlainEngine(plan, platform)
         engine.load_state(entry)
         return engine
+
+    def load_given(self, *_: Any) -> NoReturn:
+        raise NotImplementedError
 
     def tensors(self, *_: Any) -> NoReturn:
         raise NotImplementedError
 
     def upcycle(self, *_: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def write_weights(self, *_: Any) -> NoReturn:
         raise NotImplementedError
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
+from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Engine, MetaEngine, Platform, TextModel, World
+from llmrecipes.engine.base import Engine, MetaEngine, Platform, TextModel, WeightSource, World
 from llmrecipes.engine.deepspeed.build import build, construct, zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.runtime import communication
@@ -40,11 +43,11 @@ class DeepSpeedBackend:
             partitioned = zero(recipe).stage == 3 and world.data_parallel_size > 1
             yield replace(world, holds_whole_model=world.holds_whole_model and not partitioned)
 
-    def build(self, plan: Plan, platform: Platform) -> DeepSpeedEngine:
+    def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> DeepSpeedEngine:
         """See `Backend`."""
-        return _engine(plan, platform, build)
+        return _engine(plan, platform, partial(build, weights=weights))
 
-    def construct(self, plan: Plan, platform: Platform) -> DeepSpeedEngine:
+    def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> DeepSpeedEngine:
         """See `Backend`."""
         return _engine(plan, platform, construct)
 
@@ -62,17 +65,27 @@ class DeepSpeedBackend:
             built, placements = construct(plan, platform)
             return MetaDeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextModel:
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextModel:
         """See `Backend`."""
-        return self._megatron.load_weights(plan, platform, entry)
+        return self._megatron.load_weights(plan, platform, entry, base, averaged=averaged)
 
-    def tensors(self, entry: Entry) -> TensorSource:
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
         """See `Backend`."""
-        return self._megatron.tensors(entry)
+        return self._megatron.load_given(plan, platform, weights)
+
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
+        """See `Backend`."""
+        return self._megatron.tensors(entry, averaged=averaged)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """See `Backend`."""
         return self._megatron.upcycle(dense, moe, platform, entry)
+
+    def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
+        """See `Backend`."""
+        return self._megatron.write_weights(plan, weights, directory)
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         """See `Backend`."""

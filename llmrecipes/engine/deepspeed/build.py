@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from llmrecipes.engine.base import Platform
+from llmrecipes.engine.base import Platform, WeightSource
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import EXPERTS, is_expert
 from llmrecipes.engine.deepspeed.operators import load_operators
 from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
-from llmrecipes.engine.deepspeed.placement import full_shape, placements
+from llmrecipes.engine.deepspeed.placement import full_shape, other_state, placements
 from llmrecipes.engine.deepspeed.runtime import mpu
 from llmrecipes.engine.megatron.checkpoint.boxes import boxes
 from llmrecipes.engine.megatron.checkpoint.placement import Placement
 from llmrecipes.engine.megatron.model import gpt
-from llmrecipes.engine.megatron.model.init import Piece, draw, global_name, initialise
+from llmrecipes.engine.megatron.model.given import buffers, fill
+from llmrecipes.engine.megatron.model.init import Piece, draw, global_name, initialise, pieces
 from llmrecipes.engine.megatron.model.mup import hidden_group, is_hidden
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
@@ -29,13 +31,23 @@ from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.schema import Recipe, Zero
 
 
-def build(plan: Plan, platform: Platform) -> tuple[gpt.BuiltModel, list[Placement]]:
-    """`construct`, with initial values."""
+def build(
+    plan: Plan, platform: Platform, weights: WeightSource | None = None
+) -> tuple[gpt.BuiltModel, list[Placement]]:
+    """`construct`, with initial values, or given ones."""
     built, found = construct(plan, platform)
-    if zero(plan.recipe).stage < 3:
+    whole = zero(plan.recipe).stage < 3
+    if weights is not None:
+        # Each rank reads what it keeps: of stage 3, its part of each parameter.
+        wanted = pieces(built.module.sharded_state()) if whole else _all_own_pieces(found)
+        fill(chain(wanted, buffers(other_state(built.module))), weights)
+    elif whole:
         initialise(built.module.sharded_state(), plan.recipe.model, plan.recipe.train.seed)
     else:
-        _initialise_partitions(found, plan.recipe)
+        draw(_all_own_pieces(found), plan.recipe.model, plan.recipe.train.seed)
+    if not whole:
+        for placement in found:
+            drop_second_copy(placement.parameter)
     return built, found
 
 
@@ -136,11 +148,9 @@ def _partitioned(plan: Plan) -> Iterator[None]:
         yield
 
 
-def _initialise_partitions(found: list[Placement], recipe: Recipe) -> None:
-    """Fill this rank's part of each parameter with the values that every layout starts from."""
-    draw((piece for placement in found for piece in _own_pieces(placement)), recipe.model, recipe.train.seed)
-    for placement in found:
-        drop_second_copy(placement.parameter)
+def _all_own_pieces(found: list[Placement]) -> Iterator[Piece]:
+    """This rank's part of each parameter."""
+    return (piece for placement in found for piece in _own_pieces(placement))
 
 
 def _own_pieces(placement: Placement) -> Iterator[Piece]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch.distributed as dist
 
+from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Platform, World
-from llmrecipes.engine.megatron import generate, schedule, world
-from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.base import Platform, WeightSource, World
+from llmrecipes.engine.megatron import ema, generate, schedule, world
+from llmrecipes.engine.megatron.checkpoint import initial
+from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
 from llmrecipes.engine.megatron.checkpoint.tensors import StoredWeights
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
 from llmrecipes.engine.megatron.model.upcycle import ROUTER, copy_into_experts
 from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.megatron.state import load_model, model_state
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
@@ -44,25 +48,31 @@ class MegatronBackend:
         platform.install()
         return platform
 
-    def build(self, plan: Plan, platform: Platform) -> MegatronEngine:
+    def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> MegatronEngine:
         """See `Backend`."""
-        return MegatronEngine(plan, build(plan, platform), platform)
+        return MegatronEngine(plan, build(plan, platform, weights), platform)
 
-    def construct(self, plan: Plan, platform: Platform) -> MegatronEngine:
+    def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> MegatronEngine:
         """See `Backend`."""
-        return MegatronEngine(plan, construct(plan, platform), platform)
+        return MegatronEngine(plan, _to_be_loaded(plan, platform, base), platform)
 
     def construct_meta(self, plan: Plan, platform: Platform) -> MegatronEngine:
         """See `MetaBackend`."""
-        return self.construct(plan, platform)
+        return MegatronEngine(plan, construct(plan, platform), platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry) -> TextGPT:
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextGPT:
         """See `Backend`."""
-        return TextGPT(_loaded(plan, platform, entry))
+        return TextGPT(_loaded(plan, platform, entry, base, averaged=averaged), plan, platform)
 
-    def tensors(self, entry: Entry) -> StoredWeights:
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextGPT:
         """See `Backend`."""
-        return StoredWeights(entry)
+        return TextGPT(build(plan, platform, weights), plan, platform)
+
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> StoredWeights:
+        """See `Backend`."""
+        return StoredWeights(entry, averaged=averaged)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         """See `Backend`."""
@@ -72,6 +82,10 @@ class MegatronBackend:
         del given
         # The optimizer copies its master weights here, so the experts' weights must be set before.
         return MegatronEngine(moe, built, platform)
+
+    def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
+        """See `Backend`."""
+        return initial.write(plan, weights, directory)
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         """See `Backend`."""
@@ -85,19 +99,34 @@ class MegatronBackend:
 class TextGPT:
     """See `engine.base.TextModel`."""
 
-    def __init__(self, built: BuiltModel) -> None:
-        self._module = built.module
+    def __init__(self, built: BuiltModel, plan: Plan, platform: Platform) -> None:
+        self._built, self._plan, self._platform = built, plan, platform
+
+    def scorer(self) -> MegatronScorer:
+        """See `TextModel`."""
+        return MegatronScorer(self._built.modules, self._plan, self._platform)
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
         """See `TextModel`."""
         return generate.generate(
-            self._module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
+            self._built.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
 
-def _loaded(plan: Plan, platform: Platform, entry: Entry) -> BuiltModel:
-    built = construct(plan, platform)
-    load_model(built.modules, load(entry, model_state(built.modules)))
+def _loaded(
+    plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+) -> BuiltModel:
+    index = read_index(entry)
+    if averaged:
+        ema.require(index, entry)
+    built = _to_be_loaded(plan, platform, base)
+    wanted = model_state(built.modules)
+    load_model(built.modules, load(entry, ema.in_place_of_weights(wanted) if averaged else wanted, index))
     return built
+
+
+def _to_be_loaded(plan: Plan, platform: Platform, base: WeightSource | None) -> BuiltModel:
+    """A model for a checkpoint to be loaded into: without values, but for a frozen base, which no checkpoint has."""
+    return construct(plan, platform) if plan.recipe.lora is None else build(plan, platform, base)

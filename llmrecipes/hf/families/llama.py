@@ -15,6 +15,7 @@ from llmrecipes.hf.families.parts import (
     SIZES,
     WINDOW,
     WINDOW_KEYS,
+    FullAttention,
     Heads,
     Rope,
     in_layer,
@@ -33,7 +34,7 @@ LLAMA_FAMILY = Family(
     keys=(*_DENSE_KEYS, _EPSILON),
     fixed=(Fixed("attention_bias", False), Fixed("mlp_bias", False)),
     tensors={**AROUND, **NORMS, **ATTENTION, **GATED_MLP},
-    specials=(Heads(), Rope()),
+    specials=(Heads(), Rope(), FullAttention()),
 )
 
 MISTRAL = replace(
@@ -41,7 +42,7 @@ MISTRAL = replace(
     name="mistral",
     architecture="MistralForCausalLM",
     fixed=(Fixed("sliding_window", None, absent=4096),),
-    specials=(Heads(groups=8), Rope()),
+    specials=(Heads(groups=8), Rope(), FullAttention()),
 )
 
 QWEN2 = replace(
@@ -51,7 +52,7 @@ QWEN2 = replace(
     needs={**LLAMA, "add_qkv_bias": True},
     fixed=WINDOW,
     tensors={**LLAMA_FAMILY.tensors, **QKV_BIAS},
-    specials=(Heads(free=False, groups=32), Rope()),
+    specials=(Heads(free=False, groups=32), Rope(), FullAttention()),
     training_only=WINDOW_KEYS,
 )
 
@@ -62,7 +63,7 @@ QWEN3 = replace(
     needs={**LLAMA, "qk_layernorm": True},
     fixed=(*WINDOW, Fixed("attention_bias", False)),
     tensors={**LLAMA_FAMILY.tensors, **QK_NORM},
-    specials=(Heads(channels=128, groups=32), Rope()),
+    specials=(Heads(channels=128, groups=32), Rope(), FullAttention()),
     training_only=WINDOW_KEYS,
 )
 

@@ -88,6 +88,22 @@ SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """Of Llama 3.1's rotary embeddings: what megatron-core computes with, besides the factor."""
 
 
+class FullAttention:
+    """Every layer attends to all earlier tokens; transformers writes it for families that may also have a window."""
+
+    theirs = ("layer_types",)
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+        """See `Special`."""
+        return {}, []
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+        """See `Special`."""
+        kinds = config.get("layer_types") or ["full_attention"]
+        other = next((each for each in kinds if each != "full_attention"), None)
+        return {}, [] if other is None else [Obstacle("layer_types", other, "every layer has full_attention")]
+
+
 class Rope:
     """Rotary embeddings, unscaled or scaled as in Llama 3.1.
 

@@ -40,7 +40,7 @@ def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[st
     found = []
     try:
         with path.open("wb", buffering=_BUFFER) as file:
-            stream = _Hashed(file)
+            stream = HashedFile(file)
             for shard in tensors:
                 shape = (*(1 for _ in range(shard.prepend_axis_num)), *shard.local_shape)
                 dtype = str(shard.data.dtype).removeprefix("torch.")
@@ -58,7 +58,7 @@ def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[st
     return stream.record(), make([path.name], found, ((name, *of) for name, of in parts.items()))
 
 
-class _Hashed(io.RawIOBase):
+class HashedFile(io.RawIOBase):
     """A file whose SHA-256 is known when it is written."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -73,10 +73,15 @@ class _Hashed(io.RawIOBase):
         self._size += written
         return written
 
-    def store(self, value: Any) -> tuple[int, int]:
-        """Append a value; returns its first byte and its bytes."""
+    def store(self, value: Any, *, views: bool = False) -> tuple[int, int]:
+        """Append a value; returns its first byte and its bytes.
+
+        Args:
+            value: plain data.
+            views: it is a view of a few elements, to be stored as one.
+        """
         start = self._size
-        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
+        if not views and isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
             value = value.clone()  # torch.save writes all memory behind a view
         torch.save(value, cast(IO[bytes], self))
         return start, self._size - start

@@ -109,6 +109,8 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
     if model.num_moe_experts:
         options |= _balance_coefficients(plan)
         options["moe_grouped_gemm"] = transformer_engine
+        if recipe.lora is not None:
+            options["moe_router_bias_update_rate"] = 0.0  # routers are frozen, biases included
     if model.multi_latent_attention:
         options["rope_type"] = "rope"
     if factors := own_mup(model):

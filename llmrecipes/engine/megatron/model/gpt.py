@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,9 +13,14 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from llmrecipes.engine.base import WeightSource
+from llmrecipes.engine.megatron.checkpoint.placement import other_state
 from llmrecipes.engine.megatron.model.config import transformer_config
-from llmrecipes.engine.megatron.model.init import initialise
+from llmrecipes.engine.megatron.model.given import buffers, fill
+from llmrecipes.engine.megatron.model.init import initialise, pieces
+from llmrecipes.engine.megatron.model.lora import ADAPTER, insert
 from llmrecipes.engine.megatron.model.mup import own_mup, scale_activations
+from llmrecipes.engine.megatron.model.packing import packs
 from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
 from llmrecipes.plan.derive import Plan
@@ -80,6 +86,21 @@ class RecipeGPTModel(GPTModel):
         )
         return state
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model itself is frozen."""
+        return any(not parameter.requires_grad for parameter in self.parameters())
+
+    def saved_state(self) -> dict[str, Any]:
+        """`sharded_state` of what checkpoints have: all weights, or the adapters alone."""
+        if not self.has_adapters:
+            return self.sharded_state()
+        return {
+            name: value
+            for name, value in self.sharded_state().items()
+            if isinstance(value.data, torch.nn.Parameter) and value.data.requires_grad
+        }
+
 
 class _AboveMean(torch.autograd.Function):
     """Label logit minus mean logit: times the smoothing probability, this is what smoothing adds to the loss.
@@ -130,24 +151,41 @@ class BuiltModel:
         return module
 
 
-def build(plan: Plan, platform: Platform, *, only: str = "") -> BuiltModel:
+def build(plan: Plan, platform: Platform, weights: WeightSource | None = None, *, only: str = "") -> BuiltModel:
     """The initialised model of this rank, on the platform's device.
 
     Args:
         plan: of the recipe, on this world.
         platform: device of the parameters.
+        weights: its weights, adapters aside; None: initial ones.
         only: initialise the parameters with this in their global name; the others have no defined values.
     """
     built = construct(plan, platform)
     for module in built.modules:
-        initialise(module.sharded_state(), plan.recipe.model, plan.recipe.train.seed, only=only)
+        state = module.sharded_state()
+        if weights is None:
+            initialise(state, plan.recipe.model, plan.recipe.train.seed, only=only)
+        else:
+            base = (piece for piece in pieces(state) if ADAPTER not in piece.name)
+            fill(chain(base, buffers(other_state(state))), weights)
+            if module.has_adapters:
+                initialise(state, plan.recipe.model, plan.recipe.train.seed, only=ADAPTER)
     return built
+
+
+def construct_without_memory(plan: Plan) -> RecipeGPTModel:
+    """The whole model of one process, of local layers, as names and shapes: its parameters are on the meta device."""
+    config = transformer_config(plan, on_gpu=False, transformer_engine=False)
+    with torch.device("meta"):
+        return _chunk(plan, config, "local", None)
 
 
 def construct(plan: Plan, platform: Platform) -> BuiltModel:
     """The model without defined values; arguments as `build`."""
     recipe = plan.recipe
-    implementation, reason = choose(recipe.model.transformer_impl)
+    implementation, reason = choose(
+        recipe.model.transformer_impl, packed=packs(recipe), adapters=recipe.lora is not None
+    )
     config = transformer_config(
         plan, on_gpu=platform.device.type != "cpu", transformer_engine=implementation == "transformer_engine"
     )
@@ -186,4 +224,6 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
     module.logits = torch.nn.Identity()
     if factors := own_mup(model):
         scale_activations(module, factors)
+    if plan.recipe.lora is not None:
+        insert(module, plan.recipe.lora)
     return module

@@ -1,0 +1,185 @@
+"""Whether a recipe's model is the one in a config.json: every key that changes what is computed has to agree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from llmrecipes.errors import UserError
+from llmrecipes.hf.family import family_named, model_of
+from llmrecipes.hf.reading import CONFIG, runs_code
+from llmrecipes.hf.table import Family, resolved
+from llmrecipes.recipe.schema import Model
+
+FREE = frozenset(
+    {
+        "seq_length",  # both: see `_lengths`
+        "max_position_embeddings",
+        "vocab_size",  # see `_vocabulary`
+        "make_vocab_size_divisible_by",
+        "attention_dropout",
+        "hidden_dropout",
+        "init_method",
+        "init_method_std",
+        "transformer_impl",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_router_bias_update_rate",
+        "moe_router_dtype",
+        "moe_input_jitter_eps",
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy",
+        "moe_token_dispatcher_type",
+        "mtp_loss_scaling_factor",
+    }
+)
+"""Keys of `model` that a recipe chooses: they say how it is trained, not what the weights compute."""
+MOST, MOST_COUNTED = 1 << 31, 1 << 14
+"""Largest size in a config.json, and largest number of layers or experts."""
+LATENT = frozenset({"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"})
+ROTARY = frozenset({"rotary_base", "rotary_percent", "rope_scaling", "rope_scaling_factor"})
+
+
+def section_of(config: Mapping[str, Any], folder: Path) -> tuple[Family, dict[str, Any]]:
+    """Family and section `model`, but for `seq_length`, of a config.json.
+
+    Raises:
+        UserError: an unknown family, or one that needs its own code, or keys without a counterpart; all at once.
+    """
+    where = str(folder / CONFIG)
+    try:
+        family = family_named(config.get("model_type"), where)
+    except UserError as error:
+        code = runs_code(folder)
+        if code is None:
+            raise
+        raise UserError(
+            error.what,
+            where=where,
+            rule=f"{error.rule}; {code} is code of its own, which is never run",
+            fix="a model of one of these types",
+        ) from error
+    _require_sane(config, where)
+    try:
+        # What asks for code of its own is not needed where the family is known.
+        return family, model_of(family, {key: value for key, value in config.items() if key != "auto_map"}, where)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
+        raise UserError(
+            f"a value has the wrong type or size: {str(error)[:200]}",
+            where=where,
+            rule=f"values as transformers writes them for model_type {family.name}",
+        ) from error
+
+
+def _require_sane(config: Mapping[str, Any], where: str) -> None:
+    """Refuse numbers that no model has, before anything is counted up to them.
+
+    Raises:
+        UserError: with the first of them.
+    """
+    for key, value in config.items():
+        most = MOST_COUNTED if re.search("layer|experts|dense_replace|sparse_step", key) else MOST
+        if isinstance(value, int | float) and abs(value) > most:
+            raise UserError(f"{value:.3g}", where=f"{where}: {key[:80]}", rule=f"at most {most:,}")
+
+
+def require_same(model: Model, section: Mapping[str, Any], where: str) -> None:
+    """Check that a recipe's model is that of a config.json.
+
+    Args:
+        model: of the recipe.
+        section: from `section_of`.
+        where: config.json.
+
+    Raises:
+        UserError: they differ: with each key, and both values.
+    """
+    theirs = validated(section, model.seq_length, where)
+    problems = [*_differences(model, theirs), *_lengths(model, theirs), *_vocabulary(model, theirs)]
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise problems[0]
+    what = "\n".join([f"{len(problems)} problems: this recipe has another model", *map(str, problems)])
+    raise UserError(what, where=where, parts=problems)
+
+
+def validated(section: Mapping[str, Any], seq_length: int, where: str) -> Model:
+    """The section `model` of a config.json, checked.
+
+    Raises:
+        UserError: a value of a wrong type.
+    """
+    try:
+        return Model.model_validate({**section, "seq_length": seq_length})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(first["msg"], where=f"{where}: model.{key}", rule="config.json makes a valid model") from error
+
+
+def _differences(model: Model, theirs: Model) -> Iterator[UserError]:
+    now, then = resolved(model), resolved(theirs)
+    ignored = set(FREE)
+    if not theirs.num_moe_experts:
+        ignored |= {name for name in now if name.startswith("moe_")}
+    ignored |= {"kv_channels", "num_query_groups"} if theirs.multi_latent_attention else LATENT
+    if theirs.position_embedding_type != "rope":
+        ignored |= ROTARY
+    if not theirs.rope_scaling:
+        ignored.add("rope_scaling_factor")
+    if not theirs.use_mup:
+        ignored |= {name for name in now if name.startswith("mup_")}
+    if theirs.add_bias_linear:
+        ignored.add("add_qkv_bias")  # included
+    for name, value in now.items():
+        if name not in ignored and _plain(name, value, theirs) != _plain(name, then.get(name), theirs):
+            yield _problem(name, value, then.get(name))
+
+
+def _plain(name: str, value: Any, model: Model) -> Any:
+    """Values that mean the same: layers with experts as a list."""
+    if name == "moe_layer_freq" and isinstance(value, int) and value > 0:
+        return [int(layer % value == 0) for layer in range(model.num_layers)]
+    return value
+
+
+def _lengths(model: Model, theirs: Model) -> Iterator[UserError]:
+    most = theirs.max_position_embeddings or theirs.seq_length
+    own = model.max_position_embeddings or model.seq_length
+    if model.position_embedding_type == "learned_absolute":
+        if own != most:
+            yield _problem("max_position_embeddings", model.max_position_embeddings, most)
+    elif model.max_position_embeddings is None and model.seq_length > most:
+        yield UserError(
+            f"{model.seq_length}, and config.json has max_position_embeddings {most}",
+            where="model.seq_length",
+            rule="sequences are at most as long as those that the model was trained with",
+            fix=f"model.seq_length={most}; or, to extend it, model.max_position_embeddings={model.seq_length}",
+        )
+
+
+def _vocabulary(model: Model, theirs: Model) -> Iterator[UserError]:
+    if model.vocab_size < theirs.vocab_size:
+        yield UserError(
+            f"{model.vocab_size}, and config.json has {theirs.vocab_size}",
+            where="model.vocab_size",
+            rule="the vocabulary may grow, not shrink",
+            fix=f"model.vocab_size={theirs.vocab_size}",
+        )
+
+
+def _problem(name: str, now: Any, then: Any) -> UserError:
+    text = "null" if then is None else str(then).lower() if isinstance(then, bool) else str(then)
+    return UserError(
+        f"{now} in the recipe, {then} in config.json",
+        where=f"model.{name}",
+        rule="the recipe describes the model whose weights it starts from",
+        fix=f"model.{name}={text}",
+    )

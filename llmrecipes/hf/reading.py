@@ -1,0 +1,276 @@
+"""A folder with a model, as transformers saves it: config.json, and weights in safetensors.
+
+It is untrusted. Nothing in it is run or unpickled: JSON is read as data, weights by the safetensors library, and only
+from files inside the folder (or where the Hub's cache keeps them).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from llmrecipes.errors import UserError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+MOST_JSON = 256 << 20
+"""Bytes of the largest JSON file that is read: an index of a million tensors has fewer."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+OTHER_WEIGHTS = ("*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.npz")
+SHOWN = 5
+"""Names in a message, at most."""
+MOST_DIMENSIONS = 8
+
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+"""Element types that hold weights as they are, by their name in safetensors."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str
+    """Its name in safetensors."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A model on disk.
+
+    Attributes:
+        path: the folder.
+        config: config.json.
+        tensors: those of the weights, by name.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Held]
+
+    @property
+    def largest_file(self) -> int:
+        """Bytes of the largest file of weights."""
+        return max((each.stat().st_size for each in {held.file for held in self.tensors.values()}), default=0)
+
+
+def open_folder(path: Path) -> Folder:
+    """Open a folder: its config.json, and the headers of its weights.
+
+    Raises:
+        UserError: no folder, no config.json, weights that are missing, damaged, pickled or quantised, or files outside
+            of the folder.
+    """
+    config = read_config(path)
+    files = _weight_files(path)
+    tensors: dict[str, Held] = {}
+    for file, names in files.items():
+        found = _header(path, file)
+        for name in found if names is None else names:
+            if name not in found:
+                raise _broken(path / INDEX, f"it says that {file} has {name}, which it does not", "")
+            tensors[name] = found[name]
+    if not tensors:
+        raise _broken(path / next(iter(files)), "it has no tensors", "")
+    return Folder(path, config, tensors)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a folder.
+
+    Raises:
+        UserError: no folder, no such file, not a JSON object, or the weights are quantised.
+    """
+    if not path.is_dir():
+        raise UserError("no such folder", where=str(path), rule="a folder with config.json and model.safetensors")
+    if not os.path.lexists(path / CONFIG):
+        raise UserError(
+            f"there is no {CONFIG}",
+            where=str(path),
+            rule=f"a model is a folder with {CONFIG} and weights in safetensors",
+            fix=_adapter_fix(path),
+        )
+    config = read_json(path, CONFIG)
+    quantised = config.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
+        raise UserError(
+            f"these weights are quantised: quantization_config has {str(method)[:40]!r}",
+            where=str(path / CONFIG),
+            rule="training starts from weights in fp32, bf16 or fp16",
+            fix="the original weights, or a copy that was converted back to bf16",
+        )
+    return config
+
+
+def runs_code(path: Path) -> str | None:
+    """What in a folder asks for its own Python code to be run: `auto_map` of config.json, or a file; None: nothing.
+
+    It is never run. A model whose `model_type` is known does not need it.
+    """
+    for name in (CONFIG, TOKENIZER_CONFIG):
+        if os.path.lexists(path / name) and "auto_map" in read_json(path, name):
+            return f"auto_map in {name}"
+    return next((each.name for each in sorted(path.glob("*.py"))), None)
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object of a folder.
+
+    Raises:
+        UserError: it is not a plain file, too large, or no JSON object.
+    """
+    path = _inside(folder, name)
+    try:
+        size = path.stat().st_size
+        if size > MOST_JSON:
+            raise ValueError(f"{size} bytes")
+        found = json.loads(path.read_text("utf-8"), parse_constant=_no_constant)
+    except OSError as error:
+        raise _unreadable(folder / name, error) from error
+    except (ValueError, RecursionError) as error:
+        raise _broken(folder / name, f"it is no JSON: {str(error)[:200] or 'nested too deeply'}", "") from error
+    if not isinstance(found, dict):
+        raise _broken(folder / name, f"it is a JSON {type(found).__name__}, not an object", "")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _weight_files(path: Path) -> dict[str, list[str] | None]:
+    """Files of weights and the names in each; None: all that it has."""
+    if os.path.lexists(path / INDEX):
+        return dict(_indexed(path))
+    if os.path.lexists(path / WEIGHTS):
+        return {WEIGHTS: None}
+    raise _no_weights(path)
+
+
+def _indexed(path: Path) -> dict[str, list[str]]:
+    weight_map = read_json(path, INDEX).get("weight_map")
+    where = path / INDEX
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _broken(where, "it has no weight_map", "")
+    files: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file or "\0" in file:
+            raise _broken(
+                where, f"weight_map has {str(file)[:80]!r} for {name[:80]}", "a file of this folder, *.safetensors"
+            )
+        files.setdefault(file, []).append(name)
+    if missing := [file for file in sorted(files) if not os.path.lexists(path / file)]:
+        raise UserError(
+            f"{len(missing)} of {len(files)} files of weights are missing: {_listed(missing)}",
+            where=str(path),
+            rule=f"every file that {INDEX} names is in the folder",
+            fix="download the model again, completely",
+        )
+    return files
+
+
+def _header(folder: Path, name: str) -> dict[str, Held]:
+    from safetensors import SafetensorError, safe_open
+
+    path = _inside(folder, name)
+    found = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dict
+                part = file.get_slice(key)
+                found[key] = Held(path, str(part.get_dtype()), tuple(part.get_shape()))
+    except OSError as error:
+        raise _unreadable(folder / name, error) from error
+    except (SafetensorError, ValueError, OverflowError) as error:
+        raise _broken(
+            folder / name,
+            f"it is damaged or cut off: {str(error)[:200]}",
+            "a whole safetensors file",
+            "download it again",
+        ) from error
+    if bad := next((key for key, held in found.items() if len(held.shape) > MOST_DIMENSIONS), None):
+        raise _broken(folder / name, f"{bad[:80]} has {len(found[bad].shape)} dimensions", "")
+    return found
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The real path of a file: in the folder, or where the Hub's cache keeps what its snapshots link to."""
+    real = folder.resolve()
+    homes = [real]
+    if real.parent.name == "snapshots":
+        homes.append(real.parent.parent / "blobs")
+    path = folder / name
+    try:
+        target = path.resolve(strict=True)
+        regular = stat.S_ISREG(target.stat().st_mode)
+    except (OSError, RuntimeError) as error:  # a loop of links was a RuntimeError
+        raise _unreadable(path, error) from error
+    if not any(target.is_relative_to(home) for home in homes):
+        raise _broken(path, f"it is a link to {target}", "a model's files lie in its folder, or in the Hub's cache")
+    if not regular:
+        raise _broken(path, "it is not a file", "")
+    return target
+
+
+def _no_weights(path: Path) -> UserError:
+    pickles = sorted({each.name for pattern in PICKLES for each in path.glob(pattern)})
+    if pickles:
+        return UserError(
+            f"the weights are pickles: {_listed(pickles)}",
+            where=str(path),
+            rule="loading a pickle runs code that is in it; weights are read from safetensors only",
+            fix="a revision of the model with model.safetensors; or convert it where you trust it: load it with "
+            "transformers, then save_pretrained",
+        )
+    others = sorted({each.name for pattern in OTHER_WEIGHTS for each in path.glob(pattern)})
+    return UserError(
+        f"there are no weights in safetensors{': only ' + _listed(others) if others else ''}",
+        where=str(path),
+        rule=f"weights are in {WEIGHTS}, or in files that {INDEX} lists",
+        fix=_adapter_fix(path) or "download the model again, completely",
+    )
+
+
+def _adapter_fix(path: Path) -> str:
+    if (path / "adapter_config.json").exists():
+        return "this is an adapter: name the model that it belongs to (base_model_name_or_path)"
+    return ""
+
+
+def _broken(where: Path, what: str, rule: str, fix: str = "") -> UserError:
+    return UserError(what, where=str(where), rule=rule, fix=fix)
+
+
+def _unreadable(where: Path, error: Exception) -> UserError:
+    return UserError(f"it cannot be read: {getattr(error, 'strerror', None) or error}", where=str(where))
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def wrong_types(folder: Folder, names: Iterator[str]) -> None:
+    """Refuse weights that are not floating-point numbers.
+
+    Raises:
+        UserError: the first of these tensors that is not.
+    """
+    for name in names:
+        held = folder.tensors[name]
+        if held.dtype not in FLOATS:
+            raise UserError(
+                f"{name} has elements of type {held.dtype}",
+                where=str(held.file),
+                rule=f"weights are {', '.join(FLOATS)}; quantised ones cannot be trained",
+                fix="the original weights, or a copy that was converted back to bf16",
+            )

@@ -1,0 +1,212 @@
+"""The weights in a folder by the names of megatron-core, read in boxes: a rank reads the slices that it owns.
+
+Where the rows of a box lie in the folder's tensors is found by splitting the numbers of the rows, with the same
+transform that splits the weights themselves. Every such transform moves rows, and some transpose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from llmrecipes.errors import UserError
+from llmrecipes.hf.match import require_same, section_of
+from llmrecipes.hf.megatron import weights
+from llmrecipes.hf.reading import CONFIG, FLOATS, SHOWN, Folder, open_folder, read_config, wrong_types
+from llmrecipes.hf.table import Family, Pair
+from llmrecipes.hf.transforms import VOCABULARY, Transform
+from llmrecipes.recipe.schema import Model
+
+MEAN_ROWS = 1 << 12
+"""Rows of the vocabulary whose sum is taken at a time."""
+OTHERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.[a-z_]+)$")
+"""Tensors of older files that follow from config.json: masks, and frequencies of the rotary embedding."""
+
+
+class _Source(NamedTuple):
+    """One tensor of the folder, as the source of some rows of a weight."""
+
+    name: str
+    rows: torch.Tensor
+    """[n] row of the weight that each row of the tensor becomes."""
+    transposed: bool
+
+
+class FolderWeights:
+    """See `engine.base.WeightSource`.
+
+    Rows of the vocabulary that the folder does not have, for new tokens or as padding, are the mean of those that it
+    has (Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models): their logits are then the mean
+    of the others, and the other tokens keep nearly all of the probability that they had.
+
+    Args:
+        folder: the model.
+        family: of its config.json.
+        model: of the recipe, which may have a larger vocabulary.
+        rows: of the vocabulary in the folder.
+
+    Raises:
+        UserError: weights are missing, of another shape, quantised, or of no use.
+    """
+
+    def __init__(self, folder: Folder, family: Family, model: Model, rows: int) -> None:
+        self._folder = folder
+        self._model = model.model_copy(update={"vocab_size": rows, "make_vocab_size_divisible_by": 1})
+        self._sizes = weights(self._model)
+        self._pairs = {pair.ours: _as_named(pair, family, folder) for pair in family.pairs(self._model)}
+        self._require(family)
+        self._rows = cache(partial(_rows, model=self._model))
+        self._mean = cache(self._mean_of)
+        self._open: tuple[object, Any] | None = None
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """See `WeightSource`."""
+        pair = self._pairs[name]
+        held = [self._folder.tensors[each] for each in pair.theirs]
+        dtypes = [getattr(torch, FLOATS[each.dtype]) for each in held]
+        found = torch.empty(shape, dtype=max(dtypes, key=lambda each: each.itemsize))
+        first, last = offset[0], offset[0] + shape[0]
+        columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
+        for source in self._sources(pair):
+            for here, there in _runs(source.rows, first, last):
+                found[there] = self._slice(source, here, columns)
+        own = self._sizes[name][0]
+        if last > own:
+            if pair.transform is not VOCABULARY:
+                raise ValueError(f"{name} has {own} rows, and {last} are asked for")
+            found[max(own - first, 0) :] = self._mean(pair.theirs[0])[columns]
+        return found
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        self._open = None
+
+    def _sources(self, pair: Pair) -> list[_Source]:
+        size = self._sizes[pair.ours]
+        split = self._rows(pair.transform, size[0], len(size))
+        return [_Source(name, *of) for name, of in zip(pair.theirs, split, strict=True)]
+
+    def _slice(self, source: _Source, rows: slice, columns: tuple[slice, ...]) -> torch.Tensor:
+        part = self._file(source.name).get_slice(source.name)
+        try:
+            return part[(*columns, rows)].t() if source.transposed else part[(rows, *columns)]
+        except Exception as error:  # the library has its own kinds of errors
+            where = str(self._folder.tensors[source.name].file)
+            raise UserError(f"{source.name} cannot be read: {error}", where=where, fix="download it again") from error
+
+    def _file(self, name: str) -> Any:
+        """The open file of a tensor; one at a time, because the pages of a mapped file count as memory."""
+        from safetensors import safe_open
+
+        path = self._folder.tensors[name].file
+        if self._open is None or self._open[0] != path:
+            self._open = None
+            try:
+                self._open = path, safe_open(path, framework="pt")
+            except Exception as error:
+                raise UserError(f"it cannot be read: {error}", where=str(path), fix="download it again") from error
+        return self._open[1]
+
+    def _mean_of(self, name: str) -> torch.Tensor:
+        """Mean of the rows of a tensor, in fp32, summed in one order whatever the layout."""
+        rows, *rest = self._folder.tensors[name].shape
+        total = torch.zeros(rest, dtype=torch.float64)
+        for start in range(0, rows, MEAN_ROWS):
+            part = self._file(name).get_slice(name)[start : min(start + MEAN_ROWS, rows)]
+            total += part.double().sum(0)
+        return (total / rows).float()
+
+    def _require(self, family: Family) -> None:
+        where, there = str(self._folder.path), self._folder.tensors
+        used = {name: ours for ours, pair in self._pairs.items() for name in pair.theirs}
+        if missing := [name for name in used if name not in there]:
+            raise UserError(
+                f"{_counted(missing)} missing",
+                where=where,
+                rule=f"a model of type {family.name} with this config.json has them",
+                fix="download the model again, completely",
+            )
+        wrong = []
+        for pair in self._pairs.values():
+            whole = torch.empty(self._sizes[pair.ours], device="meta")
+            for name, part in zip(pair.theirs, pair.transform.split(whole, self._model), strict=True):
+                if there[name].shape != tuple(part.shape):
+                    wrong.append(f"{name}: expected {list(part.shape)}, found {list(there[name].shape)}")
+        if wrong:
+            hidden = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+            raise UserError(
+                "\n    ".join(["these tensors have other shapes than config.json says:", *wrong[:SHOWN], *hidden]),
+                where=where,
+                rule="shapes follow from config.json",
+            )
+        if unused := [name for name in there if name not in used and not self._of_no_use(name)]:
+            raise UserError(
+                f"{_counted(unused)} not known",
+                where=where,
+                rule=f"every tensor has its place in a model of type {family.name}: one without would be lost",
+            )
+        wrong_types(self._folder, iter(used))
+
+    def _of_no_use(self, name: str) -> bool:
+        if OTHERS.search(name):
+            return True
+        if name == "lm_head.weight":  # a tied one is written by some programs
+            return self._model.share_embeddings_and_output_weights
+        # Layers that predict more tokens come after the others; transformers leaves them out, too.
+        extra = self._folder.config.get("num_nextn_predict_layers")
+        layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
+        return bool(layer and isinstance(extra, int) and 0 <= int(layer[1]) - self._model.num_layers < extra)
+
+
+def _as_named(pair: Pair, family: Family, folder: Folder) -> Pair:
+    """A pair by the names in the folder: files without an output layer leave out the prefix of all names."""
+    short = tuple(name.removeprefix(family.prefix) for name in pair.theirs)
+    whole = all(name in folder.tensors for name in pair.theirs)
+    return pair if whole or not all(name in folder.tensors for name in short) else pair._replace(theirs=short)
+
+
+def _rows(transform: Transform, rows: int, dimensions: int, model: Model) -> list[tuple[torch.Tensor, bool]]:
+    numbers = torch.arange(rows)
+    if dimensions == 1:
+        return [(part.contiguous(), False) for part in transform.split(numbers, model)]
+    parts = transform.split(numbers.view(rows, 1), model)
+    # Of one column: what has become one row was transposed.
+    return [(part.reshape(-1), part.shape[0] == 1 and rows > 1) for part in parts]
+
+
+def _runs(rows: torch.Tensor, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Neighbouring rows of a tensor that lie in a range of the weight's, and where in the range each lies."""
+    inside = ((rows >= first) & (rows < last)).nonzero().flatten()
+    if not len(inside):
+        return
+    ends = (inside.diff() != 1).nonzero().flatten() + 1
+    for run in inside.tensor_split(ends):
+        here = slice(int(run[0]), int(run[-1]) + 1)
+        yield here, rows[here] - first
+
+
+def _counted(names: list[str]) -> str:
+    shown, hidden = ", ".join(sorted(names)[:SHOWN]), len(names) - SHOWN
+    if hidden > 0:
+        return f"{shown} and {hidden} more are"
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+
+
+def open_weights(path: Path, model: Model) -> FolderWeights:
+    """Open the weights of a folder for a recipe's model.
+
+    Args:
+        path: the folder.
+        model: of the recipe.
+
+    Raises:
+        UserError: as `reading.open_folder`, `match.section_of`, `match.require_same` and `FolderWeights`.
+    """
+    family, section = section_of(read_config(path), path)
+    require_same(model, section, str(path / CONFIG))
+    return FolderWeights(open_folder(path), family, model, section["vocab_size"])

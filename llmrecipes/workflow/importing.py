@@ -1,0 +1,252 @@
+"""`llmrecipes import`: a Hugging Face model becomes a run before its first step."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import detect
+from llmrecipes.io import write_atomic
+from llmrecipes.plan.check import gib
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.engines import engine_name
+from llmrecipes.recipe.load import RESOLVED_NAME, load_values, recipe_hash, to_yaml
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.events import Note
+from llmrecipes.tracking.status import StatusSink
+from llmrecipes.workflow.run import on_one_rank
+
+if TYPE_CHECKING:
+    from llmrecipes.engine.base import WeightSource
+    from llmrecipes.hf.source import Found
+
+ORIGIN = "imported.json"
+SEQ_LENGTH = 2048
+"""Of the recipe, where the model allows it."""
+TRAIN: Mapping[str, object] = {"train_iters": 1000, "micro_batch_size": 1, "global_batch_size": 8}
+OPTIMIZER: Mapping[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
+"""A small learning rate: the weights are good already."""
+SCHEDULER: Mapping[str, object] = {"lr_warmup_iters": 50}
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A run before its first step.
+
+    Attributes:
+        run_dir: its directory, with recipe.yaml and the checkpoint of step 0.
+        source: folder or name of the model.
+        commit: of the Hub's repository; None for a folder.
+        model_type: family of the model.
+        parameters: of the model, with padding of the vocabulary.
+        vocab_size: of the recipe.
+        new_rows: rows of the embedding that the folder does not have, for new tokens and padding: their mean.
+        checkpoint_bytes: size of the checkpoint.
+        peak_memory_bytes: of this process.
+        seconds: that it took.
+    """
+
+    run_dir: str
+    source: str
+    commit: str | None
+    model_type: str
+    parameters: int
+    vocab_size: int
+    new_rows: int
+    checkpoint_bytes: int
+    peak_memory_bytes: int
+    seconds: float
+
+
+def import_model(
+    source: str,
+    overrides: Sequence[str],
+    runs_dir: Path,
+    run_id: str,
+    *,
+    revision: str | None = None,
+    name: str | None = None,
+) -> Imported:
+    """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
+
+    One process reads and writes the weights box by box: its memory does not depend on the size of the model. Any
+    layout, engine and ZeRO stage loads the checkpoint.
+
+    Args:
+        source: a folder with config.json and safetensors, or a name on the Hub.
+        overrides: `key.path=value` of the recipe.
+        runs_dir: where runs are kept.
+        run_id: of the new run.
+        revision: branch, tag or commit on the Hub.
+        name: of the recipe; None: made from `source`.
+
+    Raises:
+        UserError: the model cannot be found, read or described by a recipe; a run id in use; or a full disk. Nothing
+            that looks like a run is left behind.
+    """
+    from llmrecipes.hf.folder import published
+    from llmrecipes.hf.match import section_of, validated
+    from llmrecipes.hf.reading import CONFIG, read_config
+    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.weights import open_weights
+
+    started = time.monotonic()
+    found = resolve(source, revision)
+    config = read_config(found.path)
+    family, section = section_of(config, found.path)
+    validated(section, 1, str(found.path / CONFIG))
+    values = recipe_values(found, section, name or recipe_name(found.name))
+    recipe = load_values(values, found.path / CONFIG, overrides).recipe
+    run_dir = runs_dir / recipe.name / run_id
+    _require_tokenizer(found, recipe, overrides)
+    weights = open_weights(found.path, recipe.model)
+    plan = derive(on_one_rank(recipe), 1, detect())
+    require_disk(runs_dir, plan.num_parameters.total * (4 if recipe.train.precision == "fp32" else 2))
+    with published(run_dir) as hidden:
+        write_checkpoint(recipe, weights, hidden)
+        weights.close()
+        result = Imported(
+            run_dir=str(run_dir),
+            source=found.name,
+            commit=found.commit,
+            model_type=family.name,
+            parameters=plan.num_parameters.total,
+            vocab_size=recipe.model.vocab_size,
+            new_rows=plan.shape.vocab_size - section["vocab_size"],
+            checkpoint_bytes=sum(path.stat().st_size for path in hidden.rglob("*") if path.is_file()),
+            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        finish_run(hidden, recipe, asdict(result))
+    return result
+
+
+def recipe_values(found: Found, section: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The recipe of a model, as plain data.
+
+    Args:
+        found: the model.
+        section: `model`, but for `seq_length`.
+        name: of the recipe.
+    """
+    most = section.get("max_position_embeddings")
+    tokenizer: dict[str, Any] = {}
+    if (found.path / TOKENIZER_FILE).exists():
+        path = found.name if found.commit else str(found.path.absolute())
+        tokenizer = {"type": "huggingface", "path": path, "revision": found.commit}
+    return {
+        "name": name,
+        "description": f"from {found.name}"[:200],
+        "model": {"seq_length": min(SEQ_LENGTH, most) if isinstance(most, int) else SEQ_LENGTH, **section},
+        "train": dict(TRAIN),
+        "optimizer": dict(OPTIMIZER),
+        "scheduler": dict(SCHEDULER),
+        "data": {"tokenizer": tokenizer} if tokenizer else {},
+    }
+
+
+def recipe_name(source: str) -> str:
+    """The name of a recipe, made from a path or a name on the Hub: `llama-3.2-1b` from `meta-llama/Llama-3.2-1B`."""
+    last = Path(source).resolve().name if Path(source).exists() else source.rpartition("/")[2]
+    return re.sub(r"^[^a-z0-9]+", "", re.sub(r"[^a-z0-9._-]+", "-", last.lower()))[:63] or "imported"
+
+
+def _require_tokenizer(found: Found, recipe: Recipe, overrides: Sequence[str]) -> None:
+    """A new tokenizer would give every token id another meaning, so one is only trained where that is asked for.
+
+    Raises:
+        UserError: the folder has none, or it has ids that the model does not have.
+    """
+    tokenizer = recipe.data.tokenizer
+    if tokenizer.type == "bpe" and not any(each.startswith("data.tokenizer") for each in overrides):
+        raise UserError(
+            f"there is no {TOKENIZER_FILE}",
+            where=str(found.path),
+            rule="a model is trained with the tokenizer that gave its token ids their meaning",
+            fix="data.tokenizer.type=huggingface data.tokenizer.path=FOLDER; or data.tokenizer.type=bpe for a new one",
+        )
+    if tokenizer.type == "huggingface":
+        from llmrecipes.data.tokenizer import load_huggingface
+
+        load_huggingface(tokenizer, recipe.model.vocab_size)
+
+
+def require_disk(runs_dir: Path, needed: int) -> None:
+    """Refuse what does not fit the disk, before anything is written.
+
+    Raises:
+        UserError: there are fewer than `needed` bytes.
+    """
+    there = next(folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise UserError(
+            f"the checkpoint needs {gib(needed)}, and there are {gib(free)} free",
+            where=str(runs_dir),
+            fix="free some disk space, or --runs-dir on another disk",
+        )
+
+
+def finish_run(run_dir: Path, recipe: Recipe, origin: Mapping[str, Any]) -> None:
+    """Make a directory with a checkpoint of step 0 a run.
+
+    Args:
+        run_dir: the directory.
+        recipe: of the run.
+        origin: what it was made from.
+    """
+    status = StatusSink(run_dir, resumed_step=0, total_steps=recipe.train.train_iters)
+    status.note(Note(step=0, event="checkpoint_saved"))  # without it the run must not start from fresh weights
+    status.close("KILLED")
+    write_atomic(run_dir / ORIGIN, json.dumps(origin, indent=2) + "\n")
+    # The recipe makes a directory a run, so it comes last.
+    write_atomic(run_dir / RESOLVED_NAME, to_yaml(recipe))
+
+
+def write_checkpoint(
+    recipe: Recipe, weights: WeightSource, run_dir: Path, check: Callable[[Plan], None] | None = None
+) -> None:
+    """Write a checkpoint of step 0, in one process that does not hold the model.
+
+    Args:
+        recipe: of the run.
+        weights: of its model.
+        run_dir: its directory.
+        check: called with the plan for one rank before anything is written, in a world of one that has been joined.
+    """
+    from llmrecipes.checkpoint.manifest import CheckpointInfo
+    from llmrecipes.checkpoint.store import CheckpointStore
+    from llmrecipes.engine.registry import backend
+
+    alone = on_one_rank(recipe)
+    plan = derive(alone, 1, detect())
+    engines = backend(alone)
+    info = CheckpointInfo(
+        step=0,
+        consumed_samples=0,
+        consumed_tokens=0,
+        layout=plan.layout.as_dict(),
+        recipe_hash=recipe_hash(recipe),
+        engine=engine_name(alone),
+        recipe=recipe.model_dump(mode="json"),
+    )
+    store = CheckpointStore(run_dir / "checkpoints")
+    store.claim()
+    try:
+        temporary = store.temporary_path(0, "import")
+        with engines.join(alone, engines.platform()):
+            if check is not None:
+                check(plan)
+            written, versions = engines.write_weights(plan, weights, temporary)
+        store.publish(temporary, info, versions=versions, known=written.files)
+    finally:
+        store.release()
