@@ -22,6 +22,7 @@ from llmrecipes.cli.app import run
 from llmrecipes.hf import merging
 from llmrecipes.hf.merge_options import METHODS, MergeOptions
 from llmrecipes.hf.merged import MergedTensors
+from llmrecipes.recipe.load import to_yaml
 from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.merge import MergeResult, Output, merge
 from llmrecipes.workflow.run import Paths, TrainOptions
@@ -401,3 +402,27 @@ def test_checkpoints_of_a_run_are_averaged(paths: Paths, tmp_path: Path) -> None
     assert AutoModelForCausalLM.from_pretrained(again).config.vocab_size == 512
     with refused("runs/one", rule="runs/one@3"):
         llmrecipes.merge_models(["runs/one@3", "runs/one"], tmp_path / "twice", method="linear", **places)
+
+
+def test_checkpoints_of_a_run_become_a_run(paths: Paths, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the average, training resumes from it, and other models are refused."""
+    places = ["--runs-dir", str(paths.runs_dir), "--data-dir", str(paths.data_dir)]
+    command = ["merge", "runs/one@2", "runs/one@3", "--method", "linear", *places]
+    assert run([*command, "--to", "run", "--run-id", "mean"]) == 0
+    assert run([*command, "--out", str(tmp_path / "mean")]) == 0
+    opened = llmrecipes.open_run("runs/mean", runs_dir=paths.runs_dir, data_dir=paths.data_dir)
+    assert [each.step for each in opened.checkpoints] == [0] and opened.status.step == 0
+    same, found = weights(tmp_path / "mean"), weights(opened.export(tmp_path / "run"))
+    assert found.keys() == same.keys() and all(torch.equal(found[name], same[name]) for name in same)
+    first = [record["loss"] for record in llmrecipes.open_run(paths.runs_dir / "runs" / "one").records()][0]
+    assert run(["train", str(opened.path / "recipe.yaml"), "--run-id", "mean", "--no-sample", *places]) == 0
+    assert opened.records()[0]["loss"] < first
+    capsys.readouterr()
+    assert run([*command, "--to", "run", "--run-id", "mean"]) == 2
+    require_message(capsys.readouterr().err, paths.runs_dir / "runs" / "mean")
+    other = opened.recipe.model_copy(update={"model": opened.recipe.model.model_copy(update={"rotary_base": 5000})})
+    (paths.runs_dir / "runs" / "other").mkdir()
+    shutil.copytree(opened.path / "checkpoints", paths.runs_dir / "runs" / "other" / "checkpoints")
+    (paths.runs_dir / "runs" / "other" / "recipe.yaml").write_text(to_yaml(other), "utf-8")
+    assert run(["merge", "runs/one", "runs/other", "--method", "linear", "--to", "run", *places]) == 2
+    require_message(capsys.readouterr().err, "model.rotary_base", rule="5000")
