@@ -414,7 +414,7 @@ def test_checkpoints_of_a_run_become_a_run(paths: Paths, tmp_path: Path, capsys:
     assert [each.step for each in opened.checkpoints] == [0] and opened.status.step == 0
     same, found = weights(tmp_path / "mean"), weights(opened.export(tmp_path / "run"))
     assert found.keys() == same.keys() and all(torch.equal(found[name], same[name]) for name in same)
-    first = [record["loss"] for record in llmrecipes.open_run(paths.runs_dir / "runs" / "one").records()][0]
+    first = llmrecipes.open_run(paths.runs_dir / "runs" / "one").records()[0]["loss"]
     assert run(["train", str(opened.path / "recipe.yaml"), "--run-id", "mean", "--no-sample", *places]) == 0
     assert opened.records()[0]["loss"] < first
     capsys.readouterr()
@@ -425,4 +425,4 @@ def test_checkpoints_of_a_run_become_a_run(paths: Paths, tmp_path: Path, capsys:
     shutil.copytree(opened.path / "checkpoints", paths.runs_dir / "runs" / "other" / "checkpoints")
     (paths.runs_dir / "runs" / "other" / "recipe.yaml").write_text(to_yaml(other), "utf-8")
     assert run(["merge", "runs/one", "runs/other", "--method", "linear", "--to", "run", *places]) == 2
-    require_message(capsys.readouterr().err, "model.rotary_base", rule="5000")
+    require_message(capsys.readouterr().err, "model.rotary_base", rule="5000.0")
