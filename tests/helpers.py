@@ -72,11 +72,15 @@ def write_recipe(recipe: Recipe, folder: Path) -> str:
 
 
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
-    """Samples that depend only on their index; a varying part of each is masked from the loss."""
+    """Samples that depend only on their index; a varying part of each is masked from the loss.
+
+    Where conversations share a sequence, there are some in each, of varying lengths.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self._length, self._vocab = recipe.model.seq_length, recipe.model.vocab_size
         self._size = recipe.train.global_batch_size * recipe.train.train_iters
+        self._packed = recipe.data.chat is not None
 
     def __len__(self) -> int:
         return self._size
@@ -86,7 +90,11 @@ class RandomTokens(Dataset[dict[str, torch.Tensor]]):
         ids = torch.randint(self._vocab // 8, (self._length + 1,), generator=random)
         mask = torch.ones(self._length)
         mask[: index % 7 * self._length // 8] = 0
-        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask, "position_ids": torch.arange(self._length)}
+        positions = torch.arange(self._length)
+        if self._packed:
+            for begin in (1 + index % 5, self._length // 2 + index % 3):
+                positions[begin:] = torch.arange(self._length - begin)
+        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask, "position_ids": positions}
 
 
 def random_batches(recipe: Recipe, *, consumed: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:

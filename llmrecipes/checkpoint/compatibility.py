@@ -28,6 +28,7 @@ FREE = (
     "train.micro_batch_size",
     "train.eval_interval",
     "train.eval_iters",
+    "train.eval_tasks",
     "train.log_interval",
     "train.recompute_granularity",
     "train.recompute_method",

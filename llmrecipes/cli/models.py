@@ -25,7 +25,9 @@ def export(
             autocompletion=completion.runs,
         ),
     ],
-    to: Annotated[str, typer.Option("--to", metavar="FORM", help="hf: Hugging Face transformers.")] = "hf",
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORM", help="hf: Hugging Face transformers; peft: adapters.")
+    ] = "hf",
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16; default: the run's precision.")
     ] = None,
@@ -44,6 +46,9 @@ def export(
     ema: Annotated[
         bool, typer.Option("--ema", help="Write the moving average of the weights (`optimizer.ema_decay`).")
     ] = False,
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge-adapter", help="Add the adapters of a LoRA run to its base model.")
+    ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -59,7 +64,11 @@ def export(
     setup_logging()
     if to not in FORMS:
         raise UserError(f"{to!r}", where="--to", rule=f"one of {', '.join(FORMS)}")
-    made = make(run, out, runs_dir, data_dir, Options(dtype, _bytes(max_shard_size), family, tokenizer, ema))
+    if to == "peft":
+        _export_adapter(run, out, runs_dir, as_json=as_json)
+        return
+    options = Options(dtype, _bytes(max_shard_size), family, tokenizer, ema, merge_adapter)
+    made = make(run, out, runs_dir, data_dir, options)
     if as_json:
         print(json.dumps(asdict(made)))
         return
@@ -67,7 +76,24 @@ def export(
     print(f"exported {made.run}, step {made.step}")
     print(f"to       {made.path}")
     size = f"{made.bytes / 2**20:,.1f} MiB in {files}"
-    print(f"         {made.family}, {number(made.parameters)} parameters, {made.dtype}, {size}")
+    print(f"         {made.family}, {number(made.parameters)} parameters, {made.dtype}, {size}, {made.seconds:.1f} s")
+    for note in made.notes:
+        print(f"note     {note}")
+
+
+def _export_adapter(run: str, out: Path | None, runs_dir: Path, *, as_json: bool) -> None:
+    from llmrecipes.console import number
+    from llmrecipes.workflow.export_adapter import export_adapter
+
+    made = export_adapter(run, out, runs_dir)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    size = f"{made.bytes / 2**20:,.1f} MiB, {made.seconds:.1f} s"
+    print(f"exported {made.run}, step {made.step}")
+    print(f"to       {made.path}")
+    print(f"         PEFT, {made.adapters} adapters of {made.family}, {number(made.parameters)} parameters, {size}")
+    print(f"base     {made.base}")
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -130,6 +130,9 @@ def generate(
     ema: Annotated[
         bool, typer.Option("--ema", help="Use the moving average of the weights (`optimizer.ema_decay`).")
     ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message; the model answers it by the run's chat template.")
+    ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -140,12 +143,12 @@ def generate(
     from llmrecipes.workflow.runs import find_run
 
     setup_logging()
-    request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples, ema)
+    request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples, ema, chat)
     for sample in samples(find_run(run, runs_dir), data_dir, request):
         if as_json:
             print(json.dumps({"step": sample.step, "prompt": prompt, "text": sample.text, "tokens": sample.tokens}))
         else:
-            print(f"{sample.prompt}{sample.text}\n")
+            print(f"{sample.prompt}{chr(10) if chat else ''}{sample.text}\n")
 
 
 def ui(port: PortOption = 5000, runs_dir: RunsOption = RUNS) -> None:

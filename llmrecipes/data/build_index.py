@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 
-from llmrecipes.data import checked, dataset, index, listing
+from llmrecipes.data import checked, conversations, dataset, index, listing
 from llmrecipes.data.manifest import File
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import SPLITS, Split
@@ -30,7 +30,10 @@ def build(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> Non
     try:
         part.mkdir(parents=True)
         for split in SPLITS:
-            dataset.load(recipe, prepared, split, part, fresh=True)
+            if recipe.data.chat is None:
+                dataset.load(recipe, prepared, split, part, fresh=True)
+            else:
+                conversations.write_order(recipe, prepared, split, part, log)
         contents = checked.describe(part, prepared.ids)
         files = {name: File(bytes=content.bytes, sha256=content.sha256) for name, content in contents.items()}
         (part / listing.NAME).write_text(listing.text(files), encoding="utf-8")
@@ -46,9 +49,11 @@ def _say_what_is_short(recipe: Recipe, prepared: Prepared, split: Split, log: Ca
     short = [n for n in range(len(prepared.manifest.sources)) if n not in usable]
     if split == "train":
         index.require_training(recipe, prepared)
+    elif not usable and prepared.manifest.chat is not None:
+        log(f"the {split} split has no conversation: nothing is evaluated on it")
     elif not usable:
         log(f"the {split} split has fewer than {length + 1:,} tokens in every source: nothing is evaluated on it")
-    else:
+    elif prepared.manifest.chat is None:
         for n in short:
             source = prepared.manifest.sources[n]
             tokens = source.splits[split].tokens

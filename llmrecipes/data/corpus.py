@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from llmrecipes.data import sources
+from llmrecipes.data.rows import contents
 from llmrecipes.data.split import Split, SplitRule, digest
+from llmrecipes.recipe.chat import Chat
 from llmrecipes.recipe.schema import Source
 from llmrecipes.units import MIB
 
@@ -52,7 +54,9 @@ class Batch:
         return [document.text for document in self.documents]
 
 
-def keep(source: Source, rule: SplitRule, seen: set[bytes], tally: Tally) -> Iterator[Document]:
+def keep(
+    source: Source, rule: SplitRule, seen: set[bytes], tally: Tally, chat: Chat | None = None
+) -> Iterator[Document]:
     """A source's documents except the dropped ones.
 
     Args:
@@ -60,8 +64,9 @@ def keep(source: Source, rule: SplitRule, seen: set[bytes], tally: Tally) -> Ite
         rule: assigns the split.
         seen: digests of documents kept so far, of all sources; grows.
         tally: counts what is read and dropped.
+        chat: the documents are conversations.
     """
-    for text in sources.documents(source):
+    for text in sources.documents(source, chat):
         tally.read += 1
         if text is None:
             tally.undecodable += 1
@@ -77,12 +82,14 @@ def keep(source: Source, rule: SplitRule, seen: set[bytes], tally: Tally) -> Ite
                 yield Document(data, name, rule.of(name))
 
 
-def batches(every: tuple[Source, ...], rule: SplitRule, tallies: list[Tally]) -> Iterator[Batch]:
+def batches(
+    every: tuple[Source, ...], rule: SplitRule, tallies: list[Tally], chat: Chat | None = None
+) -> Iterator[Batch]:
     """All kept documents, source by source."""
     seen: set[bytes] = set()
     for number, source in enumerate(every):
         batch = Batch(number)
-        for document in keep(source, rule, seen, tallies[number]):
+        for document in keep(source, rule, seen, tallies[number], chat):
             batch.add(document)
             if batch.size >= _BATCH_BYTES:
                 yield batch
@@ -91,15 +98,17 @@ def batches(every: tuple[Source, ...], rule: SplitRule, tallies: list[Tally]) ->
             yield batch
 
 
-def training_sample(every: tuple[Source, ...], rule: SplitRule, limit: int = SAMPLE_BYTES) -> list[str]:
+def training_sample(
+    every: tuple[Source, ...], rule: SplitRule, limit: int = SAMPLE_BYTES, chat: Chat | None = None
+) -> list[str]:
     """Texts of the train split to train a tokenizer on: the first ones of each source, sharing `limit` bytes evenly."""
     seen: set[bytes] = set()
     sample: list[str] = []
     for source in every:
         room = limit // len(every)
-        for document in keep(source, rule, seen, Tally()):
+        for document in keep(source, rule, seen, Tally(), chat):
             if document.split == "train":
-                sample.append(document.text.decode())
+                sample += [document.text.decode()] if chat is None else contents(document.text)
                 room -= len(document.text)
             if room <= 0:
                 break

@@ -20,7 +20,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split as MegatronSplit
 
-from llmrecipes.data import index, listing
+from llmrecipes.data import conversations, index, listing
+from llmrecipes.data.conversations import ConversationDataset
 from llmrecipes.data.manifest import stem
 from llmrecipes.data.prepared import TOKENIZER, Prepared
 from llmrecipes.data.split import SPLITS, Split
@@ -30,7 +31,7 @@ from llmrecipes.recipe.schema import Recipe
 logger = logging.getLogger(__name__)
 
 
-def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | BlendedDataset | None:
+def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | BlendedDataset | ConversationDataset | None:
     """Open a split for training: nothing is built, and no rank waits for another except while files are checked.
 
     Args:
@@ -46,7 +47,10 @@ def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | Blen
         UserError: tokens or indices are not prepared or are damaged, or a source is too short to train on.
     """
     prepared.check([TOKENIZER, *prepared.tokens(split)], logger.info)
-    return load(recipe, prepared, split, index.check(recipe, prepared, logger.info), fresh=False)
+    folder = index.check(recipe, prepared, logger.info)
+    if recipe.data.chat is not None:
+        return conversations.load(recipe, prepared, split, folder)
+    return load(recipe, prepared, split, folder, fresh=False)
 
 
 def load(

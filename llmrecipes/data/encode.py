@@ -36,7 +36,7 @@ _CUT = re.compile(f"(?<=[^{_SPACE}]\n)(?=[^{_SPACE}])")  # after a lone newline:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of several documents, each with its end-of-document token: their bytes, and tokens per document."""
+    """Token ids of several documents, of texts each with its end token: their bytes, and tokens per document."""
 
     ids: bytes
     lengths: list[int]

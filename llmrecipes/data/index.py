@@ -35,6 +35,8 @@ def folder(recipe: Recipe, prepared: Prepared) -> Path:
         "weights": prepared.weights,
         "megatron-core": importlib.metadata.version("megatron-core"),
     }
+    if recipe.data.chat is not None:
+        identity["packing"] = recipe.data.chat.packing
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     return prepared.path / "index" / name
 

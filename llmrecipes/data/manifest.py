@@ -79,6 +79,43 @@ class HeldOut(Record):
     gzip_bytes: int
 
 
+class ChatCounts(Record):
+    """Conversations of a source: what was dropped and why, what was cut, and how much the loss counts."""
+
+    rejected: int = 0
+    """Dropped: the template raised an error."""
+    refusal: str = ""
+    """What it said to the first of them."""
+    special_tokens: int = 0
+    """Dropped: a message has the text of a special token."""
+    unanswered: int = 0
+    """Dropped: the assistant says nothing, or nothing within `max_length`."""
+    too_long: int = 0
+    """Dropped: longer than `max_length`."""
+    cut: int = 0
+    """Conversations that were cut to `max_length`."""
+    cut_tokens: int = 0
+    tokens: int = 0
+    """Tokens that are kept."""
+    answer_tokens: int = 0
+    """Those of them that the loss counts."""
+
+    @property
+    def dropped(self) -> int:
+        """Conversations that are dropped."""
+        return self.rejected + self.special_tokens + self.unanswered + self.too_long
+
+
+class ChatRecord(Record):
+    """How conversations became tokens; the template is the file `chat_template.jinja`."""
+
+    origin: str
+    """Where the template is from."""
+    special_tokens: dict[str, str]
+    """Tokens that it refers to by name."""
+    sources: list[ChatCounts]
+
+
 class Manifest(Record):
     """The content of `manifest.json`."""
 
@@ -91,6 +128,7 @@ class Manifest(Record):
     sources: list[SourceRecord]
     held_out: dict[Split, HeldOut]
     files: dict[str, File]
+    chat: ChatRecord | None = None
 
     def counts(self, split: Split) -> Counts:
         """Sums over the sources."""
@@ -103,7 +141,10 @@ class Manifest(Record):
 
 
 def stem(source: int, split: Split) -> str:
-    """File name, without suffix, of a split of a source: `.bin` tokens, `.idx` index, `.sha256` document digests."""
+    """File name, without suffix, of a split of a source.
+
+    `.bin` tokens, `.idx` index, `.sha256` document digests, `.answers` a byte for each token of a conversation.
+    """
     return f"{source:02d}-{split}"
 
 

@@ -16,6 +16,7 @@ from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 
+from llmrecipes.data.chat import ChatSpec, chat_encoder
 from llmrecipes.data.corpus import Batch
 from llmrecipes.data.encode import Encode, Encoded, encoder
 from llmrecipes.errors import UserError
@@ -30,6 +31,7 @@ class EncoderSpec:
     Args:
         tokenizer: its `tokenizer.json`.
         identity: SHA-256 of that file; a process may later see a different file under the same name.
+        chat: the documents are conversations.
     """
 
     tokenizer: Path
@@ -37,6 +39,7 @@ class EncoderSpec:
     eod: int
     dtype: str
     by_word: bool
+    chat: ChatSpec | None = None
 
 
 def encode_all(
@@ -100,4 +103,7 @@ def _encode(spec: EncoderSpec, documents: list[bytes]) -> Encoded:
 
 @cache
 def _encoder(spec: EncoderSpec) -> Encode:
-    return encoder(spec.tokenizer.read_text(encoding="utf-8"), spec.eod, spec.dtype, by_word=spec.by_word)
+    content = spec.tokenizer.read_text(encoding="utf-8")
+    if spec.chat is not None:
+        return chat_encoder(content, spec.dtype, spec.chat)
+    return encoder(content, spec.eod, spec.dtype, by_word=spec.by_word)

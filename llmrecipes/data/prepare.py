@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import llmrecipes
 from llmrecipes.data import checked, sources
 from llmrecipes.data import manifest as manifests
-from llmrecipes.data.manifest import File, Manifest, TokenizerRecord
-from llmrecipes.data.prepared import TOKENIZER, Prepared, content, fingerprint, open_prepared
+from llmrecipes.data.manifest import ChatRecord, File, Manifest, TokenizerRecord
+from llmrecipes.data.prepared import TOKENIZER, Prepared, content, fingerprint, max_length, open_prepared
 from llmrecipes.data.split import SplitRule
 from llmrecipes.errors import UserError
 from llmrecipes.hardware import transformer_engine
@@ -26,6 +27,9 @@ from llmrecipes.hardware.cluster import cpu_cores
 from llmrecipes.io import sync, write_synced
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
+
+if TYPE_CHECKING:
+    from llmrecipes.data.chat import ChatSpec
 
 __all__ = ["Prepared", "fingerprint", "open_prepared", "prepare"]
 
@@ -97,17 +101,21 @@ def _fill(
 ) -> tuple[Manifest, dict[str, checked.Content]]:
     from megatron.core.datasets.indexed_dataset import DType
 
+    from llmrecipes.data import templates
     from llmrecipes.data.pool import EncoderSpec
     from llmrecipes.data.write import write
 
     every, rule = recipe.data.sources, SplitRule(recipe.data.split)
     for source in every:
         sources.files(source)  # report a missing source before minutes of work
+    if recipe.data.chat is not None:
+        templates.of_recipe(recipe)  # and a missing template
     tokenizer = _tokenizer(recipe, rule, part, log)
+    spec_of_chat = _chat(recipe, part)
     dtype = DType.optimal_dtype(tokenizer.vocab_size).__name__
     by_word = recipe.data.tokenizer.type == "bpe"
-    spec = EncoderSpec(part / TOKENIZER, tokenizer.sha256, tokenizer.eod, dtype, by_word)
-    records, held_out = write(part, every, rule, spec, workers, log)
+    spec = EncoderSpec(part / TOKENIZER, tokenizer.sha256, tokenizer.eod, dtype, by_word, spec_of_chat)
+    records, held_out, talks = write(part, every, rule, spec, workers, log, recipe.data.chat)
     packages = ("megatron-core", "numpy", "tokenizers", "datasets", "transformers")
     contents = checked.describe(part, checked.Ids(dtype, tokenizer.vocab_size))
     manifest = Manifest(
@@ -124,19 +132,40 @@ def _fill(
         sources=records,
         held_out=held_out,
         files={name: File(bytes=content.bytes, sha256=content.sha256) for name, content in contents.items()},
+        chat=spec_of_chat
+        and ChatRecord(
+            origin=spec_of_chat.template.origin,
+            special_tokens=dict(spec_of_chat.template.special_tokens),
+            sources=talks,
+        ),
     )
     return manifest, contents
 
 
+def _chat(recipe: Recipe, part: Path) -> ChatSpec | None:
+    """How conversations are encoded; their template is written beside the tokens."""
+    chat = recipe.data.chat
+    if chat is None:
+        return None
+    from llmrecipes.data import templates
+    from llmrecipes.data.chat import ChatSpec
+
+    template = templates.of_recipe(recipe)
+    (part / templates.NAME).write_text(template.source, encoding="utf-8")
+    return ChatSpec(template, max_length(recipe), chat.overlong == "truncate")
+
+
 def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, log: Callable[[str], None]) -> TokenizerRecord:
     from llmrecipes.data import corpus, tokenizer
+    from llmrecipes.data.chat import SPECIAL
 
     section, sample_bytes = recipe.data.tokenizer, None
     if section.type == "bpe":
         started = time.monotonic()
-        sample = corpus.training_sample(recipe.data.sources, rule)
+        chat = recipe.data.chat
+        sample = corpus.training_sample(recipe.data.sources, rule, chat=chat)
         sample_bytes = sum(len(text.encode()) for text in sample)
-        backend, eod = tokenizer.train(sample, recipe.model.vocab_size)
+        backend, eod = tokenizer.train(sample, recipe.model.vocab_size, SPECIAL if chat else ())
         seconds = time.monotonic() - started
         size = tokenizer.vocabulary(backend)
         log(f"trained a byte-level BPE of {size:,} tokens on {sample_bytes / MIB:.1f} MiB in {seconds:.1f} s")
@@ -165,6 +194,15 @@ def _warn_if_changed(recipe: Recipe, prepared: Prepared, log: Callable[[str], No
             log(
                 f"note: {record.label} has changed since it was prepared ({then.files:,} files, now {now.files:,}); "
                 f"the prepared data is used, delete {prepared.path} to prepare it again"
+            )
+    named = recipe.data.chat and recipe.data.chat.chat_template
+    if named and Path(named).is_file():
+        from llmrecipes.data import templates
+
+        if manifests.sha256(Path(named)) != prepared.manifest.files[templates.NAME].sha256:
+            log(
+                f"note: {named} has changed since the data was prepared; the earlier template is used, "
+                f"delete {prepared.path} to prepare it again"
             )
 
 

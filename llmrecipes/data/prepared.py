@@ -30,6 +30,8 @@ NOT_IN_TOKENS: dict[str, Any] = {
     "pin_memory": True,
     # How often a source is drawn from: part of the sample order (`index.folder`).
     "sources": {"__all__": {"weight"}},
+    # How they are put into sequences: too.
+    "chat": {"packing"},
 }
 
 
@@ -80,7 +82,8 @@ class Prepared:
         """Files of a split's tokens."""
         every = enumerate(self.manifest.sources)
         stems = [manifests.stem(number, split) for number, source in every if source.splits[split].documents]
-        return [f"{stem}{suffix}" for stem in stems for suffix in (".idx", ".bin")]
+        suffixes = (".idx", ".bin") if self.manifest.chat is None else (".idx", ".bin", ".answers")
+        return [f"{stem}{suffix}" for stem in stems for suffix in suffixes]
 
     def verify(self) -> int:
         """Check the hash of every file, including all sample orders, and that no document is in two splits.
@@ -103,13 +106,26 @@ class Prepared:
         )
 
     def usable(self, split: Split, seq_length: int) -> list[int]:
-        """Sources whose split is long enough for one sequence and its last label."""
-        return [n for n, source in enumerate(self.manifest.sources) if source.splits[split].tokens > seq_length]
+        """Sources whose split is long enough for one sequence and its last label; of conversations, one is enough."""
+        every = enumerate(self.manifest.sources)
+        if self.manifest.chat is not None:
+            return [n for n, source in every if source.splits[split].documents]
+        return [n for n, source in every if source.splits[split].tokens > seq_length]
 
 
 def content(recipe: Recipe) -> dict[str, object]:
     """The part of a recipe that tokens depend on: the section data without `NOT_IN_TOKENS`, and the vocabulary."""
-    return {**recipe.data.model_dump(mode="json", exclude=NOT_IN_TOKENS), "vocab_size": recipe.model.vocab_size}
+    data = recipe.data.model_dump(mode="json", exclude=NOT_IN_TOKENS)
+    if recipe.data.chat is None:
+        del data["chat"]  # what was prepared before there were conversations is found
+    else:
+        data["chat"]["max_length"] = max_length(recipe)
+    return {**data, "vocab_size": recipe.model.vocab_size}
+
+
+def max_length(recipe: Recipe) -> int:
+    """Most tokens of a conversation: those of a sequence and the label of its last one."""
+    return (recipe.data.chat and recipe.data.chat.max_length) or recipe.model.seq_length + 1
 
 
 def fingerprint(recipe: Recipe) -> str:

@@ -14,12 +14,15 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from llmrecipes.data import docstrings
+from llmrecipes.data.rows import Rows, rows
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.chat import Chat
 from llmrecipes.recipe.schema import Source
 
 _ROWS = 1000
+_EMBEDDED = ("stdlib", "docstrings")
 _SUFFIXES = {
     "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".jsonl.xz", ".jsonl.bz2"),
     "parquet": (".parquet",),
@@ -48,7 +51,7 @@ def files(source: Source) -> list[Path]:
     """
     if source.type == "hub":
         return []
-    found = _stdlib() if source.type == "stdlib" else _match(source)
+    found = _stdlib() if source.type in _EMBEDDED else _match(source)
     if not found:
         raise UserError(
             f"no files in source {label(source)!r}",
@@ -72,15 +75,23 @@ def listing(source: Source) -> Listing | None:
     return Listing(len(found), total, digest.hexdigest())
 
 
-def documents(source: Source) -> Iterator[str | None]:
+def documents(source: Source, chat: Chat | None = None) -> Iterator[str | None]:
     """The documents of a source in a fixed order; None for one that is not valid Unicode.
 
+    Args:
+        source: to read.
+        chat: its rows are conversations; each is the JSON of a list of messages.
+
     Raises:
-        UserError: a missing source, an unreadable row (file and line), a missing text column (with the existing
+        UserError: a missing source, an unreadable row (file and line), a missing column (with the existing
             columns), a dataset that cannot be downloaded.
     """
+    of = rows(source, chat)
     if source.type == "hub":
-        yield from _hub(source)
+        yield from _hub(source, of)
+        return
+    if source.type == "docstrings":
+        yield from docstrings.conversations(files(source), _stdlib_root())
         return
     read = {"jsonl": _jsonl, "parquet": _parquet}.get(source.type)
     for file in files(source):
@@ -88,13 +99,17 @@ def documents(source: Source) -> Iterator[str | None]:
             if read is None:
                 yield _decode(file.read_bytes())
             else:
-                yield from read(file, source.text_key)
+                yield from read(file, of)
         except OSError as error:
             raise UserError(f"cannot read: {error.strerror or error}", where=str(file)) from error
 
 
+def _stdlib_root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
 def _stdlib() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
+    root = _stdlib_root()
     outside = {"site-packages", "dist-packages"}
     return sorted(f for f in root.rglob("*.py") if outside.isdisjoint(f.relative_to(root).parts) and f.is_file())
 
@@ -129,7 +144,7 @@ def _match(source: Source) -> list[Path]:
 
 
 def _looked_for(source: Source) -> str:
-    if source.type == "stdlib":
+    if source.type in _EMBEDDED:
         return "this Python has no standard library source on disk; name files with type text, jsonl or parquet"
     wanted = f"*{_SUFFIXES.get(source.type, ('',))[0]}"
     return f"data.sources[].path is a file, a folder with {wanted} files, or a glob; looked in {Path.cwd()}"
@@ -142,36 +157,7 @@ def _decode(data: bytes) -> str | None:
         return None
 
 
-def _text(value: Any, key: str, where: str) -> str | None:
-    """A row's text; a null is an empty document."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise UserError(
-            f"{key!r} holds {type(value).__name__}, not text", where=where, fix="set data.sources[].text_key"
-        )
-    # A lone surrogate is legal in JSON, but not valid Unicode.
-    return value if value.isascii() or _is_unicode(value) else None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _no_column(key: str, columns: list[str], where: str) -> UserError:
-    return UserError(
-        f"no column {key!r}; there is {', '.join(columns) or 'none'}",
-        where=where,
-        rule="data.sources[].text_key names the column that holds the text",
-        fix=f"set text_key to one of: {', '.join(columns) or '-'}",
-    )
-
-
-def _jsonl(file: Path, key: str) -> Iterator[str | None]:
+def _jsonl(file: Path, of: Rows) -> Iterator[str | None]:
     import fsspec  # type: ignore[import-untyped]
 
     line = 0
@@ -184,33 +170,31 @@ def _jsonl(file: Path, key: str) -> Iterator[str | None]:
                 where = f"{file}:{line}"
                 if not isinstance(row, dict):
                     raise UserError(f"a row is {type(row).__name__}, not an object", where=where)
-                if key not in row:
-                    raise _no_column(key, list(row), where)
-                yield _text(row[key], key, where)
+                of.columns(list(row), where)
+                yield of.document(row, where)
     except (ValueError, EOFError) as error:  # JSON and Unicode errors are ValueErrors, a truncated archive an EOFError
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise UserError(f"unreadable row: {reason}", where=f"{file}:{line}", fix="fix or delete the line") from error
 
 
-def _parquet(file: Path, key: str) -> Iterator[str | None]:
+def _parquet(file: Path, of: Rows) -> Iterator[str | None]:
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     row = 0
     try:
         with pq.ParquetFile(file) as table:
-            if key not in table.schema_arrow.names:
-                raise _no_column(key, table.schema_arrow.names, str(file))
-            for batch in table.iter_batches(batch_size=_ROWS, columns=[key]):
-                for value in batch.column(0).to_pylist():
+            columns = of.columns(table.schema_arrow.names, str(file))
+            for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
+                for value in batch.to_pylist():
                     row += 1
-                    yield _text(value, key, f"{file}: row {row}")
+                    yield of.document(value, f"{file}: row {row}")
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"unreadable Parquet after row {row}: {reason}", where=str(file)) from error
 
 
-def _hub(source: Source) -> Iterator[str | None]:
+def _hub(source: Source, of: Rows) -> Iterator[str | None]:
     import datasets
 
     path = _path(source)
@@ -223,10 +207,9 @@ def _hub(source: Source) -> Iterator[str | None]:
             where="data.sources",
             fix="check path, name, split and revision, and that this machine reaches the Hub (HF_ENDPOINT)",
         ) from error
-    if source.text_key not in dataset.column_names:
-        raise _no_column(source.text_key, dataset.column_names, path)
+    columns = of.columns(dataset.column_names, path)
     row = 0
-    for batch in dataset.select_columns([source.text_key]).with_format("arrow").iter(batch_size=_ROWS):
-        for value in batch.column(0).to_pylist():
+    for batch in dataset.select_columns(columns).with_format("arrow").iter(batch_size=_ROWS):
+        for value in batch.to_pylist():
             row += 1
-            yield _text(value, source.text_key, f"{path}: row {row}")
+            yield of.document(value, f"{path}: row {row}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,25 +81,27 @@ def vocabulary(backend: tokenizers.Tokenizer) -> int:
     return 1 + max(backend.get_vocab(with_added_tokens=True).values())
 
 
-def train(texts: Iterable[str], vocab_size: int) -> tuple[tokenizers.Tokenizer, int]:
+def train(texts: Iterable[str], vocab_size: int, more_special: Sequence[str] = ()) -> tuple[tokenizers.Tokenizer, int]:
     """Train a byte-level BPE (arXiv 1508.07909, GPT-2's bytes) with `tokenizers`; decoding is lossless for any text.
 
     Args:
         texts: documents of the train split only.
         vocab_size: maximum ids, including the 256 bytes and `<|endoftext|>`; fewer if the texts have fewer pairs.
+        more_special: special tokens of a chat template; the last one ends an answer.
 
     Returns:
-        The tokenizer and the id of `<|endoftext|>` (0).
+        The tokenizer and the id of the last special token: without others that of `<|endoftext|>` (0).
 
     Raises:
         UserError: `vocab_size` below 257.
     """
-    if vocab_size <= _BYTES:
+    special = [EOD, *more_special]
+    if vocab_size < _BYTES + len(special):
         raise UserError(
             f"a vocabulary of {vocab_size} is too small",
             where="model.vocab_size",
-            rule=f"a byte-level BPE has {_BYTES} bytes and {EOD}",
-            fix=f"model.vocab_size={_BYTES + 1} or more",
+            rule=f"a byte-level BPE has {_BYTES} bytes and {', '.join(special)}",
+            fix=f"model.vocab_size={_BYTES + len(special)} or more",
         )
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
@@ -112,12 +115,12 @@ def train(texts: Iterable[str], vocab_size: int) -> tuple[tokenizers.Tokenizer, 
         texts,
         tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[EOD],
+            special_tokens=special,
             initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         ),
     )
-    return backend, 0  # special tokens come first
+    return backend, len(special) - 1  # special tokens come first
 
 
 def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Tokenizer, int]:
@@ -129,23 +132,9 @@ def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Toke
     Raises:
         UserError: not found or not reachable, no end-of-text token, more ids than `vocab_size`.
     """
-    from transformers import AutoTokenizer
-
     where = "data.tokenizer"
-    if section.path is None:
-        raise UserError("a tokenizer of type huggingface has no path", where=where, fix="set data.tokenizer.path")
-    try:
-        found = AutoTokenizer.from_pretrained(
-            section.path, revision=section.revision or "main", trust_remote_code=False
-        )
-        backend = tokenizers.Tokenizer.from_str(found.backend_tokenizer.to_str())
-    except Exception as error:  # HTTP, DNS, missing files, unknown classes: each library below has its own errors
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"cannot load tokenizer {section.path!r}: {reason}",
-            where=where,
-            fix="name a tokenizer with a tokenizer.json; check that this machine reaches the Hub (HF_ENDPOINT)",
-        ) from error
+    found = _huggingface(section)
+    backend = tokenizers.Tokenizer.from_str(found.backend_tokenizer.to_str())
     eod = found.eos_token_id if found.eos_token_id is not None else backend.token_to_id(EOD)
     if eod is None:
         raise UserError(
@@ -162,3 +151,38 @@ def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Toke
             fix=f"model.vocab_size={vocabulary(backend)}",
         )
     return backend, int(eod)
+
+
+def huggingface_template(section: Section) -> tuple[str | None, dict[str, str]]:
+    """A Hugging Face tokenizer's chat template, if it has one, and its special tokens by name.
+
+    Raises:
+        UserError: not found or not reachable.
+    """
+    found = _huggingface(section)
+    template = found.chat_template
+    if isinstance(template, dict):  # several, by purpose
+        template = template.get("default")
+    return template, {name: token for name, token in found.special_tokens_map.items() if isinstance(token, str)}
+
+
+@cache
+def _huggingface(section: Section) -> Any:
+    from transformers import AutoTokenizer
+
+    where = "data.tokenizer"
+    if section.path is None:
+        raise UserError("a tokenizer of type huggingface has no path", where=where, fix="set data.tokenizer.path")
+    try:
+        found = AutoTokenizer.from_pretrained(
+            section.path, revision=section.revision or "main", trust_remote_code=False
+        )
+        found.backend_tokenizer.to_str()
+    except Exception as error:  # HTTP, DNS, missing files, unknown classes: each library below has its own errors
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"cannot load tokenizer {section.path!r}: {reason}",
+            where=where,
+            fix="name a tokenizer with a tokenizer.json; check that this machine reaches the Hub (HF_ENDPOINT)",
+        ) from error
+    return found

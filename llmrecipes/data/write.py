@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from llmrecipes.data import heldout, sources
+from llmrecipes.data.chat import Conversations
 from llmrecipes.data.corpus import Batch, Document, Tally, batches
 from llmrecipes.data.encode import Encoded
-from llmrecipes.data.manifest import Counts, HeldOut, SourceFiles, SourceRecord, stem
+from llmrecipes.data.manifest import ChatCounts, Counts, HeldOut, SourceFiles, SourceRecord, stem
 from llmrecipes.data.pool import EncoderSpec, encode_all
 from llmrecipes.data.split import SPLITS, Split, SplitRule
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.chat import Chat
 from llmrecipes.recipe.schema import Source
 from llmrecipes.units import MIB
 
@@ -30,49 +32,64 @@ def write(
     spec: EncoderSpec,
     workers: int,
     log: Callable[[str], None],
-) -> tuple[list[SourceRecord], dict[Split, HeldOut]]:
+    chat: Chat | None = None,
+) -> tuple[list[SourceRecord], dict[Split, HeldOut], list[ChatCounts]]:
     """Read, tokenize and write all sources; the files do not depend on the number of workers.
+
+    Returns:
+        A record of each source, the held-out texts (none of conversations), and counts of each source's conversations.
 
     Raises:
         UserError: a source that cannot be read, or that keeps nothing for training.
     """
     tallies = [Tally() for _ in every]
+    talks = [ChatCounts() for _ in every] if chat else []
     with ExitStack() as stack:
         parts: dict[tuple[int, Split], _Part] = {}
         texts: dict[Split, _Text] = {}
         started = reported = time.monotonic()
         total = 0
-        encoding = stack.enter_context(closing(encode_all(batches(every, rule, tallies), spec, workers)))
+        encoding = stack.enter_context(closing(encode_all(batches(every, rule, tallies, chat), spec, workers)))
         for batch, encoded in encoding:
             _add(batch, encoded, folder, spec.dtype, parts, texts, stack)
+            if isinstance(encoded, Conversations):
+                talks[batch.source] = _counted(talks[batch.source], encoded)
             total += batch.size
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
                 rate = total / MIB / (reported - started)
                 log(f"{total / MIB:,.0f} MiB tokenized, {rate:.1f} MiB/s; at {sources.label(every[batch.source])}")
-        records = [_record(n, source, tallies[n], parts) for n, source in enumerate(every)]
-        for record in records:
+        records = [_record(n, source, tallies[n], parts, talks) for n, source in enumerate(every)]
+        for n, record in enumerate(records):
             log(_summary(record))
+            if talks:
+                log(_answers(record.label, talks[n]))
         for part in parts.values():
             part.finish()
-    return records, {split: HeldOut(bytes=t.bytes, gzip_bytes=t.file.stat().st_size) for split, t in texts.items()}
+    held_out: dict[Split, HeldOut] = {
+        split: HeldOut(bytes=t.bytes, gzip_bytes=t.file.stat().st_size) for split, t in texts.items()
+    }
+    return records, held_out, talks
 
 
 class _Part:
     """The open files of one split of one source."""
 
-    def __init__(self, prefix: Path, dtype: str, stack: ExitStack) -> None:
+    def __init__(self, prefix: Path, dtype: str, stack: ExitStack, *, answers: bool) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         self._idx = f"{prefix}.idx"
         self._builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
         stack.callback(self._builder.data_file.close)
         self._digests = stack.enter_context(prefix.with_suffix(".sha256").open("wb"))
+        self._answers = stack.enter_context(prefix.with_suffix(".answers").open("wb")) if answers else None
         self.counts = Counts()
 
-    def add(self, document: Document, ids: np.ndarray) -> None:
+    def add(self, document: Document, ids: np.ndarray, answers: bytes) -> None:
         self._builder.add_document(ids, [len(ids)])
         self._digests.write(document.digest)
+        if self._answers is not None:
+            self._answers.write(answers)
         self.counts = Counts(
             documents=self.counts.documents + 1,
             tokens=self.counts.tokens + len(ids),
@@ -106,23 +123,43 @@ def _add(
     stack: ExitStack,
 ) -> None:
     ids = np.frombuffer(encoded.ids, dtype)
+    talks = isinstance(encoded, Conversations)
+    answers = encoded.answers if isinstance(encoded, Conversations) else b""
     start = 0
     for document, length in zip(batch.documents, encoded.lengths, strict=True):
+        if not length:
+            continue
         key = (batch.source, document.split)
         if key not in parts:
-            parts[key] = _Part(folder / stem(*key), dtype, stack)
-        parts[key].add(document, ids[start : start + length])
+            parts[key] = _Part(folder / stem(*key), dtype, stack, answers=talks)
+        parts[key].add(document, ids[start : start + length], answers[start : start + length])
         start += length
-        if document.split != "train":
+        if document.split != "train" and not talks:
             if document.split not in texts:
                 texts[document.split] = _Text(folder / heldout.name(document.split), stack)
             texts[document.split].add(document.text)
 
 
-def _record(number: int, source: Source, tally: Tally, parts: dict[tuple[int, Split], _Part]) -> SourceRecord:
+def _counted(counts: ChatCounts, encoded: Conversations) -> ChatCounts:
+    answers = np.frombuffer(encoded.answers, np.uint8)
+    more = {**encoded.tally, "tokens": len(answers), "answer_tokens": int(answers.sum())}
+    update: dict[str, object] = {name: getattr(counts, name) + value for name, value in more.items()}
+    return counts.model_copy(update={**update, "refusal": counts.refusal or encoded.refusal})
+
+
+def _record(
+    number: int, source: Source, tally: Tally, parts: dict[tuple[int, Split], _Part], talks: list[ChatCounts]
+) -> SourceRecord:
     where = f"data.sources[{number}]"
     kept = {split: parts[number, split].counts if (number, split) in parts else Counts() for split in SPLITS}
     if not any(counts.documents for counts in kept.values()):
+        if talks and talks[number].dropped:
+            raise UserError(
+                f"source {sources.label(source)!r} has no conversation to learn from: {_left_out(talks[number])}",
+                where=where,
+                rule="a conversation has an answer within data.chat.max_length, and the template accepts it",
+                fix="look at the rows and the template, or raise max_length (at most model.seq_length + 1)",
+            )
         raise UserError(
             f"source {sources.label(source)!r} has no documents: {_dropped(tally)} of {tally.read}",
             where=where,
@@ -159,4 +196,21 @@ def _summary(record: SourceRecord) -> str:
     return (
         f"{record.label}: {documents:,} of {record.read:,} documents kept (dropped: {_dropped(record)}), "
         f"{size / MIB:.1f} MiB, {tokens:,} tokens ({splits})"
+    )
+
+
+def _left_out(counts: ChatCounts) -> str:
+    refusal = f" ({counts.refusal})" if counts.refusal else ""
+    return (
+        f"{counts.rejected:,} rejected by the template{refusal}, {counts.unanswered:,} without an answer, "
+        f"{counts.too_long:,} too long, {counts.special_tokens:,} with the text of a special token"
+    )
+
+
+def _answers(label: str, counts: ChatCounts) -> str:
+    cut = f"; {counts.cut:,} cut short by {counts.cut_tokens:,} tokens" if counts.cut else ""
+    share = counts.answer_tokens / max(counts.tokens, 1)
+    return (
+        f"{label}: the loss counts {counts.answer_tokens:,} of {counts.tokens:,} tokens ({share:.0%}), the answers; "
+        f"dropped: {_left_out(counts)}{cut}"
     )

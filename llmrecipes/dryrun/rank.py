@@ -36,7 +36,8 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
     plan = derive(spec.recipe, spec.world_size, spec.cluster)
     engines = cast(MetaBackend, backend(spec.recipe))
     started = time.monotonic()
-    platform = engines.meta_platform(rank, spec.world_size, plan.device, spec.skew)
+    kernels = "cuda, local" if plan.device == "cuda" and spec.recipe.lora is not None else plan.device
+    platform = engines.meta_platform(rank, spec.world_size, kernels, spec.skew)
     storages = Storages()
     recorder = Recorder(storages, _chosen(plan))
     with engines.join(spec.recipe, platform):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from llmrecipes.checkpoint.format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.sampling import Sampling
+from llmrecipes.engine.scoring import Scorer
 from llmrecipes.hardware.profile import Group
 from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.plan.derive import Plan
@@ -220,12 +221,18 @@ class Engine(Protocol):
     ) -> Iterator[int]:
         """Token ids that continue a prompt; on a rank that holds the full model."""
 
+    def scorer(self) -> Scorer:
+        """The model for evaluation, for as long as the parameters are synced; training is not affected."""
+
     def close(self) -> None:
         """Release the model and its memory."""
 
 
 class TextModel(Protocol):
     """Weights for sampling, without an optimizer."""
+
+    def scorer(self) -> Scorer:
+        """The model for evaluation."""
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
@@ -264,15 +271,29 @@ class Backend(Protocol):
     def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> Engine:
         """An engine with initial weights, which depend only on the seed; or with given ones."""
 
-    def construct(self, plan: Plan, platform: Platform) -> Engine:
-        """An engine whose weights have no defined values: for a checkpoint to be loaded next."""
+    def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> Engine:
+        """An engine whose weights have no defined values: for a checkpoint to be loaded next.
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextModel:
-        """The weights of a checkpoint in one process; `averaged`: their moving average (`optimizer.ema_decay`).
+        Args:
+            plan, platform: as `build`.
+            base: weights of the model whose adapters the checkpoint has; None: initial ones. Without adapters unused.
+        """
+
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextModel:
+        """The weights of a checkpoint: in one process, or for a `Scorer` on the ranks of any layout.
+
+        Arguments as `construct`.
+
+        With `averaged`, their moving average (`optimizer.ema_decay`).
 
         Raises:
             UserError: the checkpoint does not fit the plan, or has no average.
         """
+
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
+        """Given weights, for a `Scorer` on the ranks of any layout; each reads its part."""
 
     def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
         """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
@@ -343,7 +364,8 @@ class MetaBackend(Backend, Protocol):
         Args:
             rank: of the world.
             world_size: its ranks.
-            kernels: device whose choice of kernels is followed, `cuda` or `cpu`.
+            kernels: device whose choice of kernels is followed: `cuda`, `cpu`, or `cuda, local`, a GPU without
+                TransformerEngine.
             skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
         """
 

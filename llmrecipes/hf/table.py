@@ -15,8 +15,13 @@ from llmrecipes.recipe.shape import shape
 REQUIRED: Any = object()
 """A key that config.json has to have."""
 
-ACTIVATIONS = {"gelu": "gelu", "silu": "silu", "squared_relu": "relu2"}
-"""Activations by their names in recipes and in transformers; its `gelu` is the exact one, too."""
+ACTIVATIONS = {
+    "gelu": ("gelu",),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+    "silu": ("silu", "swish"),
+    "squared_relu": ("relu2",),
+}
+"""Activations by their names in recipes; in transformers the first is written, and all are read."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -40,13 +45,13 @@ class Key:
         theirs: in config.json.
         ours: in the section `model`.
         absent: transformers' value where config.json has none.
-        names: their value of each of ours; None: the same.
+        names: their values of each of ours, of which the first is written; None: the same as ours.
     """
 
     theirs: str
     ours: str
     absent: Any = REQUIRED
-    names: Mapping[Any, Any] | None = None
+    names: Mapping[str, Sequence[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,14 +127,19 @@ class Family:
             for key, value in self.needs.items()
             if values[key] != value
         ]
-        config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
+        # Special tokens are the tokenizer's; left out, they would be those that transformers assumes for the family.
+        config: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.name,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        }
         for each in self.keys:
             value = values[each.ours]
             if each.names is not None and value not in each.names:
                 rule = f"a model of type {self.name} has one of {', '.join(map(str, each.names))}"
                 found.append(Obstacle(f"model.{each.ours}", value, rule))
                 continue
-            config[each.theirs] = value if each.names is None else each.names[value]
+            config[each.theirs] = value if each.names is None else each.names[value][0]
         config |= {each.theirs: each.value for each in self.fixed}
         for special in self.specials:
             more, problems = special.config_of(model)
@@ -147,9 +157,9 @@ class Family:
                 found.append(Obstacle(each.theirs, None, "config.json has this key"))
                 continue
             if each.names is not None:
-                ours = [mine for mine, theirs in each.names.items() if theirs == value]
+                ours = [mine for mine, theirs in each.names.items() if value in theirs]
                 if not ours:
-                    rule = f"a recipe has one of {', '.join(map(str, each.names.values()))}"
+                    rule = f"one of {', '.join(name for names in each.names.values() for name in names)}"
                     found.append(Obstacle(each.theirs, value, rule))
                     continue
                 value = ours[0]

@@ -1,11 +1,10 @@
-"""How one tensor of megatron-core becomes tensors of transformers, and back: splits and permutations, no arithmetic.
+"""How one tensor of megatron-core becomes tensors of transformers: by moving rows and transposing, without arithmetic.
 
-Each transform is exact in both directions, so an import of an export has the same bits.
+So the way back is exact too: an import finds the place of each row by splitting the numbers of the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,22 +14,15 @@ from llmrecipes.recipe.shape import shape
 
 
 class Transform(Protocol):
-    """A reversible change of form; also of tensors on the `meta` device, for shapes."""
+    """A reversible change of form; also of tensors on the `meta` device, for shapes, and of numbers of rows."""
 
     def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
         """Tensors of transformers made from one of megatron-core; views of it where possible."""
-
-    def join(self, parts: Sequence[torch.Tensor], model: Model) -> torch.Tensor:
-        """The tensor of megatron-core made from those of transformers."""
 
 
 class _Same:
     def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
         return [tensor]
-
-    def join(self, parts: Sequence[torch.Tensor], model: Model) -> torch.Tensor:
-        (part,) = parts
-        return part
 
 
 class _Transposed:
@@ -39,10 +31,6 @@ class _Transposed:
     def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
         return [tensor.t()]  # of a vector: itself
 
-    def join(self, parts: Sequence[torch.Tensor], model: Model) -> torch.Tensor:
-        (part,) = parts
-        return part.t()
-
 
 class _Vocabulary:
     """Rows of the vocabulary; megatron-core's matrices have rows of padding, which no token uses, after them."""
@@ -50,20 +38,12 @@ class _Vocabulary:
     def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
         return [tensor[: model.vocab_size]]
 
-    def join(self, parts: Sequence[torch.Tensor], model: Model) -> torch.Tensor:
-        (part,) = parts
-        padding = shape(model).vocab_size - len(part)
-        return part if padding <= 0 else torch.cat([part, part.new_zeros(padding, *part.shape[1:])])
-
 
 class _GateUp:
     """A gated MLP's first projection: the rows of the gate, then those of what is gated."""
 
     def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
         return list(tensor.chunk(2))
-
-    def join(self, parts: Sequence[torch.Tensor], model: Model) -> torch.Tensor:
-        return torch.cat(list(parts))
 
 
 class _QueryKeyValue:
@@ -75,23 +55,12 @@ class _QueryKeyValue:
         parts = (rows[:, :each], rows[:, each : each + 1], rows[:, each + 1 :])
         return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
 
-    def join(self, parts: Sequence[torch.Tensor], model: Model) -> torch.Tensor:
-        groups, each, width = _heads(model)
-        query, key, value = parts
-        rest = query.shape[1:]
-        rows = [part.reshape(groups, count, width, *rest) for part, count in ((query, each), (key, 1), (value, 1))]
-        return torch.cat(rows, 1).reshape(-1, *rest)
-
 
 class _FusedQueryKeyValue:
     """GPT-2's one projection of [in, all queries, all keys, all values]."""
 
     def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
         return [torch.cat(QKV.split(tensor, model)).t()]
-
-    def join(self, parts: Sequence[torch.Tensor], model: Model) -> torch.Tensor:
-        (part,) = parts
-        return QKV.join(part.t().chunk(3), model)
 
 
 def _heads(model: Model) -> tuple[int, int, int]:

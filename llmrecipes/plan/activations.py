@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from llmrecipes.plan.adapters import keeps_input, kept_by_adapters, own_layers
 from llmrecipes.plan.attention import keeps_scores, recompute_granularity
 from llmrecipes.plan.layout import Layout
 from llmrecipes.recipe.schema import Recipe
@@ -65,7 +66,7 @@ def _moments(
         chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
     last = stage == layout.pipeline_model_parallel_size - 1
     predictions, recomputed_prediction = _mtp(recipe, per)
-    ends = per.norm + per.edge + predictions
+    ends = per.norm + per.edge * (recipe.lora is None) + predictions
     kept_logits, logits = _logits(recipe, s, layout)
     tables = len(chunks) * per.tables if recipe.train.recompute_granularity == "full" else 0.0
     for pending, chunk, held in _pending(layout, num_microbatches, stage, experts=s.num_moe_experts > 0):
@@ -259,8 +260,10 @@ class _PerToken:
     @property
     def dense_layer(self) -> float:
         """A layer with a dense MLP."""
-        inner = self.element * self._wide * self.shape.ffn_hidden_size / self.layout.tensor_model_parallel_size
-        return self._attention + self.norm + self.edge + inner + self.mask
+        wide = self._wide - 1 + keeps_input(self.recipe, "linear_fc2")
+        inner = self.element * wide * self.shape.ffn_hidden_size / self.layout.tensor_model_parallel_size
+        edge = self.edge * keeps_input(self.recipe, "linear_fc1")
+        return self._attention + self.norm + edge + inner + self.mask + kept_by_adapters(*self._of, experts=False)
 
     @property
     def expert_layer(self) -> float:
@@ -271,14 +274,15 @@ class _PerToken:
             visits *= model.moe_expert_capacity_factor
         # The router's scores and its map; for each assignment two indices and two scores.
         router = (1 + (8 if model.moe_router_dtype == "fp64" else 4)) * s.num_moe_experts + 24 * visits
-        moved = visits * element * s.hidden_size
-        wide = self._wide + 1  # plus one width: the scores are multiplied into the experts' hidden values
+        moved = visits * element * s.hidden_size * keeps_input(self.recipe, "experts.linear_fc1")
+        # Plus one width: the scores are multiplied into the experts' hidden values.
+        wide = self._wide + keeps_input(self.recipe, "experts.linear_fc2")
         experts = visits * element * wide * s.moe_ffn_hidden_size
-        shared = element * self._wide * s.moe_shared_ffn_hidden_size
+        shared = element * (self._wide - 1 + keeps_input(self.recipe, "linear_fc2")) * s.moe_shared_ffn_hidden_size
         moved *= self.layout.expert_tensor_parallel_size  # whose ranks have each other's tokens too
         tensor = self.layout.tensor_model_parallel_size
         return (
-            self._attention + self.norm + self.edge + self.mask
+            self._attention + self.norm + self.edge + self.mask + kept_by_adapters(*self._of, experts=True)
             + (router + moved + experts) / self._sequence_ranks + shared / tensor
         )  # fmt: skip
 
@@ -288,6 +292,10 @@ class _PerToken:
         if self.recipe.model.position_embedding_type != "rope":
             return 0.0
         return 4.0 * self.shape.kv_channels / self.recipe.train.micro_batch_size
+
+    @property
+    def _of(self) -> tuple[Recipe, Shape, Layout, str]:
+        return self.recipe, self.shape, self.layout, self.device
 
     @property
     def _sequence_ranks(self) -> int:
@@ -329,8 +337,9 @@ class _PerToken:
         model, s, element = self.recipe.model, self.shape, self.element
         tensor = self.layout.tensor_model_parallel_size
         # Inputs of the norm and the projection, then the tensors split by heads, with the output projection's input.
-        outside = self.norm + self.edge + self.mask
-        gathered = self.layout.context_parallel_size > 1 and self.device == "cpu" and not self._in_parts
+        down = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
+        outside = self.norm + self.edge * max(keeps_input(self.recipe, name) for name in down) + self.mask
+        gathered = self.layout.context_parallel_size > 1 and own_layers(self.recipe, self.device) and not self._in_parts
         rope = model.position_embedding_type == "rope"
         inner = float(element * (s.context_size + self._projected(gathered=gathered)))
         if model.multi_latent_attention:

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.plan import zeropp
+from llmrecipes.plan import adapters, zeropp
 from llmrecipes.plan.attention import recompute_granularity
 from llmrecipes.plan.checkpoint import checkpoint_bytes
 from llmrecipes.plan.flops import flops_per_token
@@ -38,6 +38,7 @@ class Plan:
     equal share of the machine's available memory. `fits` compares it with `memory.total`, and `memory_headroom` is the
     share of it that stays free, negative if the run does not fit. `host_memory_bytes` of a node with GPUs are offloaded
     to its main memory, of which `host_capacity_bytes` are available. `checkpoint_bytes` is the size of one checkpoint.
+    With adapters the parameters of the model are frozen; `num_adapter_parameters`, otherwise 0, are trained and saved.
     """
 
     recipe: Recipe
@@ -48,6 +49,7 @@ class Plan:
     tokens_per_step: int
     total_tokens: int
     num_parameters: Parameters
+    num_adapter_parameters: int
     num_parameters_on_rank: int
     flops_per_token_full: float
     flops_per_token_causal: float
@@ -100,7 +102,8 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for plan.json and `show --json`, with names that stay compatible with older runs."""
-        held = ("recipe", "shape", "layout", "device", "num_microbatches")
+        held = {"recipe", "shape", "layout", "device", "num_microbatches"}
+        held |= set() if self.num_adapter_parameters else {"num_adapter_parameters"}
         return {
             "recipe": self.recipe.name,
             "device": self.device,
@@ -151,6 +154,8 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)
     parameters = count(recipe.model, sizes)
+    added, _ = adapters.count(recipe.lora, recipe.model, sizes)
+    _require_adapters(recipe, sizes, laid_out)
     memory = estimate(recipe, sizes, laid_out, micro_batches, cluster.device)
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
     return Plan(
@@ -162,16 +167,15 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * recipe.train.train_iters,
         num_parameters=parameters,
-        num_parameters_on_rank=max(
-            count_on_rank(recipe.model, sizes, laid_out, stage, cluster.device).total for stage in stages
-        ),
-        flops_per_token_full=flops_per_token(recipe.model, sizes, causal=False),
-        flops_per_token_causal=flops_per_token(recipe.model, sizes, causal=True),
+        num_adapter_parameters=added,
+        num_parameters_on_rank=max(_on_rank(recipe, sizes, laid_out, stage, cluster.device) for stage in stages),
+        flops_per_token_full=flops_per_token(recipe.model, sizes, causal=False, lora=recipe.lora),
+        flops_per_token_causal=flops_per_token(recipe.model, sizes, causal=True, lora=recipe.lora),
         memory=memory,
         memory_capacity_bytes=_capacity(cluster, world_size),
         host_memory_bytes=memory.host * min(world_size, len(cluster.gpus) // cluster.nodes),
         host_capacity_bytes=cluster.memory_available_bytes // cluster.nodes,
-        checkpoint_bytes=checkpoint_bytes(recipe, parameters.total),
+        checkpoint_bytes=checkpoint_bytes(recipe, added or parameters.total),
     )
 
 
@@ -204,6 +208,26 @@ def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
             "or leave virtual_pipeline_model_parallel_size out",
         )
     return number
+
+
+def _on_rank(recipe: Recipe, s: Shape, laid_out: Layout, stage: int, device: str) -> int:
+    own = count_on_rank(recipe.model, s, laid_out, stage, device, local=recipe.lora is not None).total
+    if recipe.lora is None:
+        return own
+    return own + adapters.count_on_rank(recipe.lora, recipe.model, s, laid_out, stage).total
+
+
+def _require_adapters(recipe: Recipe, s: Shape, laid_out: Layout) -> None:
+    if recipe.lora is None:
+        return
+    for stage in range(laid_out.pipeline_model_parallel_size):
+        if not adapters.count_on_rank(recipe.lora, recipe.model, s, laid_out, stage).total:
+            raise UserError(
+                f"pipeline stage {stage} has no layer with one of them",
+                where="lora.target_modules",
+                rule="every pipeline stage trains something",
+                fix="fewer stages, or target_modules that every layer has",
+            )
 
 
 def _capacity(cluster: Cluster, world_size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from math import ceil
 
+from llmrecipes.plan import adapters
 from llmrecipes.plan.activations import peak
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.parameters import count_on_rank, largest_gathered
@@ -94,7 +95,10 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
 def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -> tuple[States, States]:
     """Model states of a rank on its device, and in host memory."""
     zero = recipe.zero
-    n = count_on_rank(recipe.model, s, layout, stage, device)
+    n = count_on_rank(recipe.model, s, layout, stage, device, local=recipe.lora is not None)
+    frozen = 0
+    if recipe.lora is not None:
+        frozen, n = n.total, adapters.count_on_rank(recipe.lora, recipe.model, s, layout, stage)
     if zero is not None and zero.stage >= 1 and ENGINES[engine_name(recipe)].all_of_zero:
         share = ceil(n.dense / layout.data_parallel_size) + ceil(n.experts / layout.expert_data_parallel_size)
         layer = largest_gathered(recipe.model, s, layout)
@@ -110,4 +114,4 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
     else:
         optimizer = state * n.total
     reduced = 4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element
-    return States(weights=element * n.total, gradients=reduced * n.total, optimizer=optimizer), States()
+    return States(weights=element * (frozen + n.total), gradients=reduced * n.total, optimizer=optimizer), States()

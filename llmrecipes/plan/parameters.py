@@ -78,7 +78,9 @@ def count(model: Model, s: Shape) -> Parameters:
     )
 
 
-def count_on_rank(model: Model, s: Shape, layout: Layout, stage: int, device: str) -> RankParameters:
+def count_on_rank(
+    model: Model, s: Shape, layout: Layout, stage: int, device: str, *, local: bool = False
+) -> RankParameters:
     """Count the parameters of a rank of one pipeline stage.
 
     The last stage has the output layer: a copy of a tied embedding unless it is also the first stage. Multi-token
@@ -91,8 +93,9 @@ def count_on_rank(model: Model, s: Shape, layout: Layout, stage: int, device: st
         stage: pipeline stage, from 0.
         device: on `cuda` TransformerEngine replicates the down-projections of latent attention on every rank;
             megatron-core's own layers split them.
+        local: layers are megatron-core's own on `cuda` too.
     """
-    split_down = device == "cpu"
+    split_down = local or device == "cpu"
     part = _Part()
     for chunk, layers in enumerate(layout.layers_per_stage[stage]):
         first = layout.first_layer(stage, chunk)

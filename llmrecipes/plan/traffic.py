@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from llmrecipes.plan import adapters
 from llmrecipes.plan.activations import recomputed_layers
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.parameters import count_on_rank
 from llmrecipes.plan.sharding import OWNERS
+from llmrecipes.recipe.adapters import adapted
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.zero import Zero
 
@@ -90,6 +92,7 @@ def _of_micro_batch(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
                 yield from _in("tensor", _split(plan, s.hidden_size, again=twice))
             if experts:
                 yield from _experts(plan, again=twice)
+            yield from _adapters(plan, experts=experts, again=twice)
     if stage == 0:
         yield from _in("tensor", _embedding(plan))
     if last:
@@ -124,7 +127,7 @@ def _attention(plan: Plan, *, again: bool) -> Iterator[Call]:
     # On a GPU the down-projections are whole on each rank, and so is the shared key; its positions are gathered.
     yield from _split(plan, model.q_lora_rank or s.hidden_size, again=again)
     yield from _columns(plan, model.kv_lora_rank, again=again)
-    if plan.device == "cpu":
+    if adapters.own_layers(plan.recipe, plan.device):
         yield from _split_down(plan, again=again)
     if layout.sequence_parallel:
         size = _activations(plan, model.qk_pos_emb_head_dim)
@@ -156,18 +159,46 @@ def _split(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
         yield from [Call("all-reduce", ranks, size)] * (1 + again)
 
 
-def _columns(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
+def _columns(plan: Plan, width: int, *, again: bool, trained: bool | None = None) -> Iterator[Call]:
     ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan, width)
+    # For the gradient of the matrix inputs are gathered once more.
+    trained = plan.recipe.lora is None if trained is None else trained
     if plan.layout.sequence_parallel:
-        yield from [Call("all-gather", ranks, size)] * (2 + again)
+        yield from [Call("all-gather", ranks, size)] * (1 + trained + again)
         yield Call("reduce-scatter", ranks, size)
     else:
         yield Call("all-reduce", ranks, size)
 
 
+def _adapters(plan: Plan, *, experts: bool, again: bool) -> Iterator[tuple[GroupName, Call]]:
+    """Adapters of a layer: what is between their two matrices, as wide as their rank."""
+    lora, layout = plan.recipe.lora, plan.layout
+    if lora is None:
+        return
+    ranks, size = layout.tensor_model_parallel_size, _activations(plan, lora.rank)
+    for each in adapted(lora, plan.recipe.model, plan.shape, experts=experts):
+        if each.of_experts:
+            # Experts exchange tokens outside: gradients of what their ranks have all of are summed.
+            number = plan.shape.num_moe_experts // layout.expert_model_parallel_size
+            whole = _element(plan) * adapters.whole(lora, [each])
+            summed = Call("all-reduce", layout.expert_tensor_parallel_size, whole)
+            yield from _in("expert_tensor", [summed] * number)
+        elif each.by_columns:
+            yield from _in("tensor", _columns(plan, lora.rank, again=again, trained=True))
+        elif layout.sequence_parallel:
+            yield from _in("tensor", [Call("reduce-scatter", ranks, size)] * (1 + again))
+            yield "tensor", Call("all-gather", ranks, size)
+        else:
+            yield from _in("tensor", [Call("all-reduce", ranks, size)] * (1 + again))
+
+
 def _embedding(plan: Plan) -> Iterator[Call]:
     ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan)
-    if not plan.layout.sequence_parallel:
+    if plan.recipe.lora is not None:
+        # A frozen one has no gradient.
+        whole = plan.recipe.model.position_embedding_type == "learned_absolute" or not plan.layout.sequence_parallel
+        yield Call("all-reduce" if whole else "reduce-scatter", ranks, size)
+    elif not plan.layout.sequence_parallel:
         yield Call("all-reduce", ranks, size)
     elif plan.recipe.model.position_embedding_type == "learned_absolute":
         # Positions are added to whole sequences, which are cut afterwards.
@@ -179,7 +210,8 @@ def _embedding(plan: Plan) -> Iterator[Call]:
 def _output(plan: Plan) -> Iterator[Call]:
     ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan)
     if plan.layout.sequence_parallel:
-        yield from [Call("all-gather", ranks, size)] * 2 + [Call("reduce-scatter", ranks, size)]
+        yield from [Call("all-gather", ranks, size)] * (1 + (plan.recipe.lora is None))
+        yield Call("reduce-scatter", ranks, size)
     else:
         yield Call("all-reduce", ranks, size)
     # Largest logit, logit of the label, and sum of the exponentials, for each token.
@@ -188,7 +220,7 @@ def _output(plan: Plan) -> Iterator[Call]:
 
 def _context(plan: Plan, *, again: bool) -> Iterator[Call]:
     s, ranks = plan.shape, plan.layout.context_parallel_size
-    if plan.device == "cuda":
+    if not adapters.own_layers(plan.recipe, plan.device):
         # TransformerEngine's ring: keys and values go round, and in the backward pass their gradients too.
         width = (s.key_size + s.value_size) // plan.layout.tensor_model_parallel_size
         size = _element(plan) * _tokens(plan) * width
@@ -246,7 +278,10 @@ def _messages(plan: Plan, stage: int) -> Iterator[Call]:
 def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     layout, s, model = plan.layout, plan.shape, plan.recipe.model
     parallel = plan.recipe.parallelism
+    lora = plan.recipe.lora
     parameters = count_on_rank(model, s, layout, stage, plan.device)
+    if lora is not None:
+        parameters = adapters.count_on_rank(lora, model, s, layout, stage)
     reduced = 4 if parallel.grad_reduce_in_fp32 else _element(plan)
     zero = plan.recipe.zero if ENGINES[engine_name(plan.recipe)].all_of_zero else None
     replicas: tuple[tuple[GroupName, int, int], ...] = (
@@ -262,6 +297,11 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
         elif number:
             yield group, Call("all-reduce", ranks, reduced * number)
     stages, tensor = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
+    if lora is not None:
+        if layout.sequence_parallel:
+            dense = (each for each in adapters.on_stage(lora, model, s, layout, stage) if not each.of_experts)
+            yield "tensor", Call("all-reduce", tensor, reduced * adapters.whole(lora, dense))
+        return
     shared = model.share_embeddings_and_output_weights or s.mtp_num_layers
     if stages > 1 and shared and stage in (0, stages - 1):
         yield "embedding", Call("all-reduce", 2, reduced * s.vocab_size * s.hidden_size // tensor)

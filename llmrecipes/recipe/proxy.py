@@ -55,7 +55,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "zero": recipe.zero and _zero(recipe, recipe.zero, device),
             "train": _train(recipe.train, model, parallel),
             "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
-            "data": _data(recipe.data),
+            "data": _data(recipe.data, model),
             "checkpoint": _checkpoint(recipe.checkpoint),
             "tracking": _tracking(recipe.tracking),
         }
@@ -124,12 +124,16 @@ def _scheduler(scheduler: Scheduler, iters: int) -> Scheduler:
     )
 
 
-def _data(data: Data) -> Data:
+def _data(data: Data, model: Model) -> Data:
     local = tuple(source for source in data.sources if source.type != "hub")
+    longest = data.chat and data.chat.max_length
+    # The template of a large tokenizer has special tokens that a small one lacks.
+    small = {"max_length": longest and min(longest, model.seq_length + 1), "chat_template": None}
     tokenizer = data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None})
     return data.model_copy(
         update={
-            "sources": local or (Source(type="stdlib"),),
+            "sources": local or (Source(type="docstrings" if data.chat else "stdlib"),),
+            "chat": data.chat and data.chat.model_copy(update={**small, "overlong": "truncate"}),
             "tokenizer": tokenizer,
             "num_workers": min(data.num_workers, 1),
         }

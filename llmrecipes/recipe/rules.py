@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from llmrecipes.recipe import layout_rules, moe_rules, mup, search_rules, zero_extra, zero_rules
+from llmrecipes.recipe import adapters, chat_rules, layout_rules, moe_rules, mup, search_rules, zero_extra, zero_rules
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import unknown_engine
 from llmrecipes.recipe.fixes import divisors, multiples
@@ -185,14 +185,15 @@ def _overlap(recipe: Recipe) -> Iterator[Problem]:
 def _sources(recipe: Recipe) -> Iterator[Problem]:
     for index, source in enumerate(recipe.data.sources):
         key = f"data.sources.{index}"
-        if source.type == "stdlib" and source.path is not None:
+        embedded = source.type in ("stdlib", "docstrings")
+        if embedded and source.path is not None:
             yield Problem(
                 f"{key}.path",
-                f"{source.path!r} with type stdlib",
-                "stdlib has no path: it is the running Python's own library",
+                f"{source.path!r} with type {source.type}",
+                f"{source.type} has no path: it is the running Python's own library",
                 "type text for a folder of files, or leave path out",
             )
-        if source.type != "stdlib" and not source.path:
+        if not embedded and not source.path:
             wanted = "the dataset's name" if source.type == "hub" else "a file, folder or glob"
             yield Problem(
                 f"{key}.type",
@@ -267,7 +268,8 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
     _loss_scale, _overlap, _sources, _tokenizer, _retention, _wandb,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
-    mup.rules,
+    mup.rules, adapters.rules, chat_rules.sources, chat_rules.length, chat_rules.packing,
+    chat_rules.objectives,
     layout_rules.tensor, layout_rules.sequence, layout_rules.pipeline, layout_rules.expert,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
     zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_extra.extra, search_rules.check,

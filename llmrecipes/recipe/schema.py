@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.chat import Chat
+from llmrecipes.recipe.evaluation import EvalTasks
+from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 from llmrecipes.recipe.zero import Zero
@@ -50,8 +53,8 @@ class Model(Section):
     """Normalisation in front of attention, MLP and output layer."""
     layernorm_epsilon: PosFloat = 1e-5
     """Added to the variance before the root."""
-    activation_func: Literal["gelu", "silu", "squared_relu"] = "gelu"
-    """Activation of the MLP."""
+    activation_func: Literal["gelu", "gelu_tanh", "silu", "squared_relu"] = "gelu"
+    """Activation of the MLP; `gelu_tanh` is the approximation that GPT-2 was trained with."""
     gated_linear_unit: bool = False
     """Gate the MLP (arXiv 2002.05202); with `activation_func: silu` this is SwiGLU."""
     add_bias_linear: bool = True
@@ -218,6 +221,8 @@ class Train(Section):
     """Steps between evaluations on the validation split; the last step is always evaluated."""
     eval_iters: PosInt = 10
     """Global batches of one evaluation."""
+    eval_tasks: EvalTasks | None = None
+    """Tasks of lm-evaluation-harness during training; unset: none. Needs the extra `eval`."""
     log_interval: PosInt = 1
     """Steps between lines on the terminal and points in MLflow and TensorBoard; metrics.jsonl has every step."""
     label_smoothing: Probability = 0.0
@@ -285,9 +290,10 @@ class Scheduler(Section):
 class Source(Section):
     """One source of documents. Several are blended by weight."""
 
-    type: Literal["stdlib", "text", "jsonl", "parquet", "hub"]
-    """`stdlib`: the source code of Python's standard library, one document per file, no network. `text`: one document
-    per file. `jsonl`, `parquet`: one document per row. `hub`: a Hugging Face dataset."""
+    type: Literal["stdlib", "docstrings", "text", "jsonl", "parquet", "hub"]
+    """`stdlib`: the source code of Python's standard library, one document per file, no network. `docstrings`: its
+    functions and what they do, as questions and answers (`data.chat`). `text`: one document per file. `jsonl`,
+    `parquet`: one document per row. `hub`: a Hugging Face dataset."""
     path: str | None = None
     """File, folder or glob (`text`, `jsonl`, `parquet`), relative to the working directory; dataset name (`hub`)."""
     name: str | None = None
@@ -322,6 +328,7 @@ class Data(Section):
     """Sources of documents."""
     tokenizer: Tokenizer = Tokenizer()
     """Tokenizer of all sources."""
+    chat: Chat | None = None
     split: Annotated[tuple[PosFloat, NonNegFloat, NonNegFloat], Field(strict=False)] = (98.0, 1.0, 1.0)
     """Relative sizes of the train, valid and test splits. A document's split depends only on the hash of its text."""
     num_workers: NonNegInt = 1
@@ -381,6 +388,7 @@ class Recipe(Section):
     model: Model
     parallelism: Parallelism = Parallelism()
     zero: Zero | None = None
+    lora: Lora | None = None
     train: Train
     optimizer: Optimizer
     scheduler: Scheduler = Scheduler()

@@ -47,6 +47,14 @@ def check(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
             "upcycling starts from a dense model",
         )
         return
+    if dense.lora is not None:
+        yield Problem(
+            "lora",
+            "the run has adapters alone",
+            "upcycling copies the MLP of a whole model",
+            "llmrecipes export RUN --to hf --merge-adapter, and llmrecipes import of the result",
+        )
+        return
     if moe.model.num_moe_experts is None:
         yield Problem(
             "model.num_moe_experts",

@@ -13,13 +13,17 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def given_weights(spec: RunSpec) -> Iterator[FolderWeights | None]:
-    """Open the weights that `train.pretrained` names; None: the recipe names none.
+def given_weights(spec: RunSpec, *, resumed: bool = False) -> Iterator[FolderWeights | None]:
+    """Open the weights that `train.pretrained` names; None: the recipe names none, or a checkpoint has all weights.
+
+    Args:
+        spec: of the run.
+        resumed: a checkpoint is loaded next; one with adapters has nothing else.
 
     Raises:
         UserError: they are not those of the recipe's model.
     """
-    if spec.recipe.train.pretrained is None:
+    if spec.recipe.train.pretrained is None or (resumed and spec.recipe.lora is None):
         yield None
         return
     from llmrecipes.hf.source import resolve

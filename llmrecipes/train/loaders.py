@@ -28,12 +28,13 @@ class DataLoaders:
         train: micro-batches from a number of consumed samples on; the caller closes the generator, which ends the
             data loader processes.
         valid: the validation micro-batches, the same ones at every call; None without a validation split.
-        bits_per_byte: converts a validation loss in nats per token into bits per byte of the held-out text.
+        bits_per_byte: converts a validation loss in nats per token into bits per byte of the held-out text; None for
+            conversations, where the loss counts a part of the text alone.
     """
 
     train: Callable[[int], Generator[Batch, None, None]]
     valid: Callable[[], Iterator[Batch]] | None
-    bits_per_byte: Callable[[float], float]
+    bits_per_byte: Callable[[float], float] | None
 
 
 def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory: bool) -> DataLoaders:
@@ -68,8 +69,12 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
     return DataLoaders(
         train=lambda consumed: read(train, consumed_samples=consumed, num_workers=recipe.data.num_workers),
         valid=None if valid is None else lambda: read(valid, consumed_samples=0, num_workers=0),
-        bits_per_byte=lambda loss: heldout.bits_per_byte(loss, prepared, "valid", recipe.model.seq_length),
+        bits_per_byte=None if recipe.data.chat else partial(_bits_per_byte, prepared, recipe.model.seq_length),
     )
+
+
+def _bits_per_byte(prepared: Prepared, seq_length: int, loss: float) -> float:
+    return heldout.bits_per_byte(loss, prepared, "valid", seq_length)
 
 
 def _read(recipe: Recipe, prepared: Prepared, dataset: Dataset[Any], **options: Any) -> Generator[Batch, None, None]:

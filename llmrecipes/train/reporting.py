@@ -35,7 +35,13 @@ def describe(
     """Print what is about to run."""
     device = cluster.gpus[0].name if cluster.gpus else f"CPU, {cluster.cpu_cores:g} cores"
     train = recipe.train
-    tokens = prepared.manifest.counts("train").tokens
+    counts, talks = prepared.manifest.counts("train"), prepared.manifest.chat
+    tokens = counts.tokens
+    data = f"{number(tokens)} training tokens, read {plan.total_tokens / max(tokens, 1):.2f} times"
+    if talks is not None:
+        every = sum(each.tokens for each in talks.sources)
+        answers = sum(each.answer_tokens for each in talks.sources) / max(every, 1)
+        data = f"{counts.documents:,} conversations, {number(tokens)} tokens, {answers:.0%} of them answers"
     layers = f"{implementation.name} layers ({implementation.reason})"
     rows = {
         "run": str(run_dir),
@@ -44,7 +50,7 @@ def describe(
         "batch": f"{train.global_batch_size} × {recipe.model.seq_length} = {number(plan.tokens_per_step)} tokens, "
         f"micro-batch {train.micro_batch_size} × {plan.num_microbatches} × "
         + with_zero(f"{plan.layout.data_parallel_size} data-parallel", recipe.zero),
-        "data": f"{number(tokens)} training tokens, read {plan.total_tokens / max(tokens, 1):.2f} times",
+        "data": data,
         "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
     }
     if network is not None:

@@ -44,7 +44,7 @@ class RunSpec(RunOptions, RankSpec):
     run_dir: Path
     runs_dir: Path
     pretrained: Path | None = None
-    """Folder of the weights that `train.pretrained` names, for a run that has no checkpoint yet."""
+    """Folder of the weights that `train.pretrained` names, for a run that has no checkpoint yet, or adapters."""
     on_gpus: bool = False
     """Whether the run was planned for GPUs, so that a rank without one must not train."""
     stop_after: Annotated[int, Field(gt=0)] | None = None

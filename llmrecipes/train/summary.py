@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from llmrecipes.commandline import command_line
 from llmrecipes.console import console
 from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.templates import question
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
@@ -14,7 +16,7 @@ from llmrecipes.train.loop import Loop
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.train.yardsticks import Yardstick, cheap, counting, table
 
-PROMPTS = {"stdlib": "def "}
+PROMPTS = {"stdlib": "def ", "docstrings": "What does shutil.movefile(src, dst) do?"}
 SAMPLE_TOKENS = 120
 OVERFIT_LOSS = 0.05
 """Mean loss in nats per token below which a batch counts as overfitted."""
@@ -29,7 +31,11 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     if spec.overfit_batch:
         console().print(overfit_verdict(loop.losses, loop.plan.recipe.model.hidden_dropout), markup=False)
         return
-    if loop.valid_loss is not None:
+    if loop.valid_loss is not None and spec.recipe.data.chat is not None:
+        perplexity = math.exp(loop.valid_loss)
+        text = f"\nheld-out answers: loss {loop.valid_loss:.4f} nats per token, perplexity {perplexity:.2f}"
+        console().print(text, markup=False)
+    elif loop.valid_loss is not None:
         for line in learnt(prepared, loop, loop.valid_loss):
             console().print(line, markup=False)
     if spec.sample and loop.world.holds_whole_model:
@@ -48,6 +54,8 @@ def learnt(prepared: Prepared, loop: Loop, loss: float) -> list[str]:
         loss: on the validation split, in nats per token.
     """
     bits = loop.loaders.bits_per_byte
+    if bits is None:
+        return []
     others = cheap(loop.plan.recipe, prepared, bits)
     notes: list[str] = []
     if loop.engine.platform.name == "cpu":
@@ -63,12 +71,12 @@ def learnt(prepared: Prepared, loop: Loop, loss: float) -> list[str]:
 
 def sample_prompt(recipe: Recipe) -> str:
     """Prompt of the sample, chosen by the type of the first source."""
-    return PROMPTS.get(recipe.data.sources[0].type, "The ")
+    return PROMPTS.get(recipe.data.sources[0].type, "Hello!" if recipe.data.chat else "The ")
 
 
 def generate_command(spec: RunSpec) -> str:
     """The command that continues the same prompt again, quoted for a shell."""
-    options = {"prompt": sample_prompt(spec.recipe)}
+    options = {"prompt": sample_prompt(spec.recipe), "chat": spec.recipe.data.chat is not None}
     return command_line("generate", spec.run_dir, options=options, data_dir=spec.data_dir)
 
 
@@ -105,11 +113,15 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
 def _sample(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     tokenizer = prepared.tokenizer()
     prompt = sample_prompt(spec.recipe)
+    given, end = tokenizer.encode(prompt), tokenizer.eod
+    if spec.recipe.data.chat is not None:
+        asked = question(prepared, prompt)
+        prompt, given, end = asked.text, asked.ids, asked.end
     ids = loop.engine.generate(
-        tokenizer.encode(prompt),
+        given,
         max_new_tokens=SAMPLE_TOKENS,
         sampling=Sampling(seed=spec.recipe.train.seed),
         vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod,
+        eod=end,
     )
     console().print(f"\nsample:\n{prompt}{tokenizer.decode(list(ids))}", markup=False)

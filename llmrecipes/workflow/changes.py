@@ -65,6 +65,8 @@ def _rate_change(now: Recipe, then: Recipe, step: int) -> tuple[str, str]:
 def _order_change(now: Recipe, then: Recipe, data_dir: Path) -> tuple[str, str]:
     from llmrecipes.data.prepared import open_prepared
 
+    if then.data.chat is not None:
+        return "", ""  # each pass over conversations is shuffled by itself
     try:
         prepared = open_prepared(then, data_dir)
     except UserError:

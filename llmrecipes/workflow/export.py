@@ -5,15 +5,20 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.workflow.adapters import require_merge
+from llmrecipes.workflow.recorded import run_recipe
 from llmrecipes.workflow.tensors import find_checkpoint, open_run
 
 if TYPE_CHECKING:
-    pass
+    from llmrecipes.checkpoint.store import Entry
+    from llmrecipes.data.prepared import Prepared
+    from llmrecipes.hf.card import Measured
+    from llmrecipes.recipe.schema import Recipe
 
-FORMS = ("hf",)
+FORMS = ("hf", "peft")
 ELEMENT_TYPES = ("fp32", "bf16", "fp16")
 
 
@@ -27,6 +32,7 @@ class Options:
         family: `model_type`; None: the first that has the model's form.
         tokenizer: also write the tokenizer.
         averaged: write the moving average of the weights in their place.
+        merge_adapter: add the adapters of a run that has trained them alone to the weights of its base model.
     """
 
     dtype: str | None = None
@@ -34,6 +40,7 @@ class Options:
     family: str | None = None
     tokenizer: bool = True
     averaged: bool = False
+    merge_adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Exported:
         bytes: of the weights.
         shards: files of the weights.
         largest_shard: bytes of the largest.
+        notes: what the reader of the model has to know.
         seconds: that it took.
     """
 
@@ -62,6 +70,7 @@ class Exported:
     bytes: int
     shards: int
     largest_shard: int
+    notes: tuple[str, ...]
     seconds: float
 
 
@@ -82,18 +91,30 @@ def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, opt
         UserError: no such run or checkpoint, a model without a form in transformers (with the key in the way), a
             damaged checkpoint, a folder that exists, or a full disk. Nothing is left behind.
     """
-    from llmrecipes.hf.export import write
+    from llmrecipes.hf.card import card
+    from llmrecipes.hf.export import write, write_json
     from llmrecipes.hf.folder import published, require_absent
+    from llmrecipes.hf.tokenizer import write_tokenizer
 
     started = time.monotonic()
     _require_options(options)
     run, entry = find_checkpoint(reference, runs_dir)
     out = run / "hf" / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
     require_absent(out)
+    require_merge(run_recipe(run), run, asked=options.merge_adapter)
     opened = open_run(run, entry, options.family, averaged=options.averaged)
-    dtype = options.dtype or opened.recipe.train.precision
+    recipe = opened.recipe
+    prepared = _prepared(recipe, data_dir) if options.tokenizer else None
+    dtype = options.dtype or recipe.train.precision
+    notes = _notes(recipe, averaged=options.averaged)
     with published(out) as folder:
-        written = write(opened.source, opened.config, folder, dtype, options.shard_bytes)
+        special = write_tokenizer(folder, recipe, prepared) if prepared else {}
+        write_json(folder / "generation_config.json", {**special, "_from_model_config": True})
+        written = write(opened.source, {**opened.config, **special}, folder, dtype, options.shard_bytes)
+        measured = _measured(run, entry)
+        data = prepared.manifest if prepared else None
+        text = card(recipe, opened.family.name, written.parameters, measured, data, notes)
+        (folder / "README.md").write_text(text, "utf-8")
     return Exported(
         path=str(out),
         run=str(run),
@@ -104,8 +125,53 @@ def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, opt
         bytes=written.bytes,
         shards=len(written.shards),
         largest_shard=written.largest_shard,
+        notes=notes,
         seconds=round(time.monotonic() - started, 3),
     )
+
+
+def _notes(recipe: Recipe, *, averaged: bool) -> tuple[str, ...]:
+    model = recipe.model
+    found = []
+    if averaged:
+        decay = recipe.optimizer.ema_decay
+        found.append(f"the weights are their moving average (ema_decay {decay}); losses were measured without it")
+    if model.mtp_num_layers:
+        found.append("the layers of multi-token prediction are left out, transformers does not use them")
+    if model.moe_expert_capacity_factor is not None:
+        found.append("experts had a capacity in training; transformers drops no token")
+    return tuple(found)
+
+
+def _prepared(recipe: Recipe, data_dir: Path) -> Prepared:
+    from llmrecipes.data.prepared import open_prepared
+
+    try:
+        return open_prepared(recipe, data_dir)
+    except UserError as error:
+        fix = f"{error.fix}; or --no-tokenizer" if error.fix else "--no-tokenizer"
+        raise UserError(error.what, where=error.where, rule=error.rule, fix=fix) from error
+
+
+def _measured(run: Path, entry: Entry) -> Measured:
+    """The losses of metrics.jsonl up to the checkpoint."""
+    from llmrecipes.hf.card import Measured
+    from llmrecipes.tracking.jsonl import METRICS, parse
+
+    manifest = entry.manifest
+    found: dict[str, Any] = {}
+    try:
+        with (run / METRICS).open("rb") as lines:
+            records = [record for line in lines if (record := parse(line)) is not None]
+    except OSError:
+        records = []
+    for record in records:
+        if record.get("step", 0) <= entry.step:
+            if "valid_loss" in record:
+                found |= {"valid_loss": record["valid_loss"], "bits_per_byte": record.get("valid_bits_per_byte")}
+            elif "loss" in record:
+                found["loss"] = record["loss"]
+    return Measured(entry.step, manifest.consumed_tokens, **found)
 
 
 def _require_options(options: Options) -> None:

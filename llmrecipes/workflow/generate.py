@@ -12,6 +12,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.workflow.pretrained import base_weights
 from llmrecipes.workflow.recorded import run_recipe
 from llmrecipes.workflow.run import on_one_rank, require_checkpoint
 
@@ -27,6 +28,8 @@ class Request:
     """Each with the next seed."""
     averaged: bool = False
     """By the moving average of the weights."""
+    chat: bool = False
+    """The prompt is a message, which the run's chat template turns into text."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,11 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     """Continuations of a prompt by the newest valid checkpoint of a run.
 
     Raises:
-        UserError: no valid checkpoint, no tokenizer, or a prompt that cannot be continued.
+        UserError: no valid checkpoint, no tokenizer, a prompt that cannot be continued, or a message for a run
+            without a chat template.
     """
     from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.templates import question
     from llmrecipes.engine.registry import backend
 
     recipe = run_recipe(run_dir)
@@ -53,12 +58,17 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     plan = derive(on_one_rank(recipe), 1, detect())
     require_packages(plan.recipe)
     _require_memory(plan)
-    tokenizer = open_prepared(recipe, data_dir).tokenizer()
-    prompt = tokenizer.encode(request.prompt)
+    prepared = open_prepared(recipe, data_dir)
+    tokenizer = prepared.tokenizer()
+    prompt, end = tokenizer.encode(request.prompt), tokenizer.eod
+    if request.chat:
+        asked = question(prepared, request.prompt)
+        prompt, end = asked.ids, asked.end
     engines = backend(plan.recipe)
     platform = engines.platform()
     with engines.join(plan.recipe, platform):
-        model = engines.load_weights(plan, platform, entry, averaged=request.averaged)
+        with base_weights(run_dir, recipe) as base:
+            model = engines.load_weights(plan, platform, entry, base, averaged=request.averaged)
         for number in range(request.num_samples):
             sampling = replace(request.sampling, seed=request.sampling.seed + number)
             ids = model.generate(
@@ -66,7 +76,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
                 max_new_tokens=request.max_new_tokens,
                 sampling=sampling,
                 vocab_size=tokenizer.vocab_size,
-                eod=tokenizer.eod,
+                eod=end,
             )
             new = list(ids)
             yield Sample(entry.step, request.prompt, tokenizer.decode(new), len(new))

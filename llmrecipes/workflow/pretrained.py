@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.run import Log, remove_empty_run_dir
+
+if TYPE_CHECKING:
+    from llmrecipes.hf.weights import FolderWeights
 
 RECORD = "pretrained.json"
 
@@ -22,33 +28,40 @@ class Record:
     Attributes:
         pretrained: value of `train.pretrained`.
         pinned: the same with the commit, or as an absolute path.
+        fingerprint: of its files; see `hf.fingerprint`.
     """
 
     pretrained: str
     pinned: str
+    fingerprint: str
 
 
 def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
     """The spec of a run with the folder of its weights; unchanged if it has a checkpoint, or names no weights.
 
-    The commit is recorded: if the run is started again before its first checkpoint, it takes the same weights.
+    The commit is recorded: if the run is started again before its first checkpoint, it takes the same weights. A run
+    with adapters needs them whenever it is started, because its checkpoints have adapters alone.
 
     Args:
         spec: of a run whose directory exists.
         log: receives one line.
 
     Raises:
-        UserError: the weights cannot be found or fetched, or are not those of the recipe's model.
+        UserError: the weights cannot be found or fetched, are not those of the recipe's model, or are others than those
+            that the adapters were trained on.
     """
     recipe = spec.recipe
-    if recipe.train.pretrained is None or (not spec.from_scratch and _has_checkpoint(spec.run_dir)):
+    if recipe.train.pretrained is None:
         return spec
+    if not spec.from_scratch and _has_checkpoint(spec.run_dir):
+        if recipe.lora is None:
+            return spec
+        return spec.model_copy(update={"pretrained": base_folder(spec.run_dir, recipe).absolute()})
     from llmrecipes.hf.source import resolve
 
     try:
         found = resolve(_pinned(spec.run_dir, recipe.train.pretrained))
-        _require_fit(found.path, recipe)
-        record = Record(recipe.train.pretrained, found.pinned)
+        record = Record(recipe.train.pretrained, found.pinned, _require_fit(found.path, recipe))
         write_atomic(spec.run_dir / RECORD, json.dumps(asdict(record), indent=2) + "\n")
     except UserError:
         remove_empty_run_dir(spec)
@@ -57,20 +70,76 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
     return spec.model_copy(update={"pretrained": found.path.absolute()})
 
 
-def _require_fit(path: Path, recipe: Recipe) -> None:
+def base_folder(run_dir: Path, recipe: Recipe) -> Path:
+    """Folder of the model that the adapters of a run belong to.
+
+    Raises:
+        UserError: the run has no record of it, it is not there, or has changed since.
+    """
+    from llmrecipes.hf.fingerprint import fingerprint
+    from llmrecipes.hf.reading import open_folder
+    from llmrecipes.hf.source import resolve
+
+    record = _recorded(run_dir)
+    if record is None:
+        raise UserError(
+            f"{RECORD} is missing or damaged",
+            where=str(run_dir),
+            rule="it says which model the adapters of this run belong to",
+            fix="restore it, or start a new run",
+        )
+    path = resolve(record["pinned"]).path
+    if fingerprint(open_folder(path)) != record["fingerprint"]:
+        raise UserError(
+            f"{recipe.train.pretrained} has changed since this run was started",
+            where=str(path),
+            rule="the adapters of a run belong to the weights that they were trained on",
+            fix="restore that model, or start a new run with another run id",
+        )
+    return path
+
+
+@contextmanager
+def base_weights(run_dir: Path, recipe: Recipe) -> Iterator[FolderWeights | None]:
+    """Weights of the model that the adapters of a run belong to; None: the run has none, or they are initial ones.
+
+    Raises:
+        UserError: see `base_folder`.
+    """
+    if recipe.lora is None or recipe.train.pretrained is None:
+        yield None
+        return
+    from llmrecipes.hf.weights import open_weights
+
+    weights = open_weights(base_folder(run_dir, recipe), recipe.model)
+    try:
+        yield weights
+    finally:
+        weights.close()
+
+
+def _require_fit(path: Path, recipe: Recipe) -> str:
+    """Fingerprint of weights that fit the recipe's model."""
+    from llmrecipes.hf.fingerprint import fingerprint
+    from llmrecipes.hf.reading import open_folder
     from llmrecipes.hf.weights import open_weights
 
     open_weights(path, recipe.model).close()
+    return fingerprint(open_folder(path))
 
 
 def _pinned(run_dir: Path, pretrained: str) -> str:
+    record = _recorded(run_dir)
+    # A new run, or a file that was edited: what the recipe says counts.
+    return record["pinned"] if record is not None and record["pretrained"] == pretrained else pretrained
+
+
+def _recorded(run_dir: Path) -> dict[str, str] | None:
     try:
         record = json.loads((run_dir / RECORD).read_text("utf-8"))
-        if record["pretrained"] == pretrained:
-            return str(record["pinned"])
+        return {each.name: str(record[each.name]) for each in fields(Record)}
     except (OSError, ValueError, LookupError, TypeError):
-        pass  # a new run, or a file that was edited: what the recipe says counts
-    return pretrained
+        return None
 
 
 def _has_checkpoint(run_dir: Path) -> bool:

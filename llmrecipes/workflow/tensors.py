@@ -81,7 +81,13 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
 
     recipe = run_recipe(run)
     found = family_of(recipe.model, family)
-    source = AsHuggingFace(backend(recipe).tensors(entry, averaged=averaged), found, recipe.model)
+    if recipe.lora is not None:
+        from llmrecipes.workflow.adapters import merged
+
+        weights: TensorSource = merged(run, entry, recipe, averaged=averaged)
+    else:
+        weights = backend(recipe).tensors(entry, averaged=averaged)
+    source = AsHuggingFace(weights, found, recipe.model)
     return OpenedRun(source, config_of(found, recipe.model), run, found, recipe, entry)
 
 

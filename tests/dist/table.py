@@ -57,6 +57,13 @@ _DEEPSEEK: dict[str, Any] = {
 _MUP: dict[str, Any] = {
     "use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 4.0, "mup_embedding_mult": 2.0,
 }  # fmt: skip
+_LORA: Sections = {"lora": {"rank": 4, "alpha": 16.0}}
+_EXPERTS_LORA: Sections = {
+    "lora": {"rank": 4, "alpha": 16.0, "target_modules": ["linear_qkv", "experts.linear_fc1", "experts.linear_fc2"]},
+    "optimizer": {"lr": 2e-2},
+}
+
+_PACKED: Sections = {"data": {"sources": [{"type": "docstrings"}], "chat": {}}}
 
 VARIANTS: dict[str, Sections] = {
     "gpt": {},
@@ -97,6 +104,14 @@ VARIANTS: dict[str, Sections] = {
     "mtp": {"model": {**_ROPE, "mtp_num_layers": 1}},
     "mtp without weight tying": {"model": {**_ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}},
     "deepseek": {"model": _DEEPSEEK},
+    "lora": _LORA,
+    "llama with lora": {**_LORA, "model": _LLAMA},
+    "moe with lora": {**_EXPERTS_LORA, "model": {**_LLAMA, **_MOE}},
+    "mla with lora": {**_LORA, "model": _MLA},
+    "lora in bf16": {**_LORA, "train": {"precision": "bf16"}},
+    "packed gpt": _PACKED,
+    "packed llama": {"model": _LLAMA, **_PACKED},
+    "packed mla": {"model": _MLA, **_PACKED},
 }
 
 _DEGREES = {
@@ -319,6 +334,27 @@ def _rows() -> Iterator[Row]:
         yield Row("gpt with muP", "dp2", _zero(stage), engine="deepspeed")
     yield Row("gpt with muP", "tp2 sp dp2", _zero(3), engine="deepspeed")
     yield Row("gpt with muP", "dp2", _zero(2, offload_optimizer="cpu"), engine="deepspeed")
+    # -- adapters --
+    for layout in ("tp2", "tp2 sp", "pp2", "dp2"):
+        yield Row("lora", layout)
+    yield Row("lora", "dp2", {"parallelism": _WHOLE})
+    yield Row("lora", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("lora", "pp2", {"train": _FULL})
+    for layout in ("tp2 sp", "pp2 vpp2", "tp2 sp cp2", "tp2 sp pp2 dp2"):
+        yield Row("llama with lora", layout)
+    for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "tp2 sp pp2 dp2 ep2 etp1"):
+        yield Row("moe with lora", layout)
+    yield Row("moe with lora", "tp2 sp ep2 etp2", nccl=True, why="as for moe")
+    for layout in ("tp2", "tp2 sp"):
+        yield Row("mla with lora", layout)
+    yield Row("lora in bf16", "tp2 sp", bound=BF16_BOUND, why=_BF16)
+    # -- conversations that share a sequence --
+    for layout in ("dp2", "pp2 vpp2"):
+        yield Row("packed gpt", layout)
+    yield Row("packed llama", "tp2 sp pp2", {"train": _FULL})
+    yield Row("packed llama", "tp2 dp2")
+    yield Row("packed mla", "tp2 sp")
+    yield Row("packed gpt", "dp2", _zero(2), engine="deepspeed")
     # -- ZeRO by DeepSpeed --
     for stage in (0, 1, 2, 3):
         yield Row("gpt", "dp2", _zero(stage), engine="deepspeed")
@@ -377,6 +413,8 @@ CORE = frozenset(
         "mtp without weight tying: pp2",
         "deepseek: tp2 sp ep2 etp1",
         "gpt with muP: tp2 sp pp2",
+        "packed gpt: dp2",
+        "packed llama: tp2 sp pp2, recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
         "gpt: pp2 vpp2 to cp2 dp2",
         "gpt: tp2, whole optimizer to dp2",
         "moe: dp1 to tp2 sp ep2 etp1",
@@ -389,6 +427,7 @@ SIMILAR = {
     "gpt of 6 layers", "gpt of width 128", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm",
     "gpt in bf16", "gpt in fp16", "moe with muP", "moe with shared experts", "moe in every second layer",
     "moe in the last layer", "moe in bf16", "moe with room for all", "moe with padded capacity", "mixtral", "mtp",
+    "packed gpt", "packed mla",
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""
 

@@ -169,6 +169,9 @@ class PlainEngine:
                 return
             yield token
 
+    def scorer(self) -> NoReturn:
+        raise NotImplementedError
+
     def close(self) -> None: ...
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,13 +201,18 @@ class PlainBackend:
         assert weights is None, "a bigram model has no given weights"
         return PlainEngine(plan, platform)
 
-    def construct(self, plan: Plan, platform: Platform) -> PlainEngine:
+    def construct(self, plan: Plan, platform: Platform, base: object = None) -> PlainEngine:
         return PlainEngine(plan, platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> PlainEngine:
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: object = None, *, averaged: bool = False
+    ) -> PlainEngine:
         engine = PlainEngine(plan, platform)
         engine.load_state(entry)
         return engine
+
+    def load_given(self, *_: Any) -> NoReturn:
+        raise NotImplementedError
 
     def tensors(self, *_: Any) -> NoReturn:
         raise NotImplementedError

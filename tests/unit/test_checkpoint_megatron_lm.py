@@ -102,11 +102,11 @@ def require_same(found: Training, run_dir: Path) -> None:
     platform = select()
     with join(platform, recipe.train.seed, recipe.parallelism):
         model = MegatronBackend().load_weights(derive(recipe, 1, ROOMY), platform, entry)
-        for name, value in model._module.named_parameters():
+        for name, value in model._built.module.named_parameters():
             # Rows of the vocabulary's padding that the checkpoint does not have are zero.
             assert torch.equal(value[: len(found.weights[name])], found.weights[name][: len(value)]), name
         tokens = recipe.model.vocab_size
-        assert torch.equal(logits_of(model._module)[..., :tokens], found.logits[..., :tokens])
+        assert torch.equal(logits_of(model._built.module)[..., :tokens], found.logits[..., :tokens])
         engine = engine_of(recipe)
         assert engine.load_state(entry) == Progress()
         assert [result.skipped for result in steps(engine, 1)] == [False]
@@ -158,7 +158,7 @@ def test_weights_of_another_precision_are_converted(saved: Training, tmp_path: P
     with join(select(), 1, saved.recipe.parallelism):
         half = load(str(Path(made.run_dir) / "recipe.yaml")).recipe
         model = MegatronBackend().load_weights(derive(half, 1, ROOMY), select(), entry)
-        for name, value in model._module.named_parameters():
+        for name, value in model._built.module.named_parameters():
             assert torch.equal(value, saved.weights[name].bfloat16()), name
 
 

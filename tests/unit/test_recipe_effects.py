@@ -25,6 +25,7 @@ from llmrecipes.engine.base import Progress
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.megatron.model import config as engine_config
 from llmrecipes.engine.megatron.model.config import transformer_config
+from llmrecipes.engine.megatron.model.packing import masks
 from llmrecipes.engine.megatron.schedule import learning_rate
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, Gpu
@@ -35,11 +36,12 @@ from llmrecipes.recipe.keys import ITEM, keys
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.tracking import run_tracker
-from llmrecipes.train import loaders, worker
+from llmrecipes.train import loaders, testing, worker
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.resume import Start
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.train.testing import TaskEvaluations
 from llmrecipes.workflow import train as workflow
 from tests.helpers import MODEL, ROOMY, TRAIN, RandomTokens, built, engine_of, random_batches, tiny
 from tests.unit.search_seen import BASE as SEARCH
@@ -104,6 +106,10 @@ def schedule(recipe: Recipe, *_: Any) -> list[float]:
 
 def tokens(recipe: Recipe, *_: Any) -> str:
     return fingerprint(recipe)
+
+
+def batch_mask(recipe: Recipe, *_: Any) -> bool:
+    return masks(recipe, torch.device("cpu"))(torch.zeros(1, 4)) is None
 
 
 def order(recipe: Recipe, folder: Path, _: pytest.MonkeyPatch) -> str:
@@ -225,6 +231,20 @@ def loop(recipe: Recipe, *_: Any) -> dict[str, Any]:
     return asdict(ran)
 
 
+def tested(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    asked: list[Any] = []
+    monkeypatch.setattr("llmrecipes.evaluation.tasks.load_tasks", lambda names, **_: names)
+    monkeypatch.setattr("llmrecipes.evaluation.harness.run_tasks", lambda _, *given, **how: asked.append((given, how)))
+    engine: Any = SimpleNamespace(params_synced=nullcontext, scorer=lambda: SimpleNamespace(positions=8))
+    here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_size=1)
+    nothing: Any = None
+    each = TaskEvaluations(
+        recipe, engine, here, nothing, testing.load_tasks(recipe), nothing, StopRequest(), folder / "metrics.jsonl"
+    )
+    each.run(1)
+    return asked, [step for step in range(1, 13) if each.due(step)]
+
+
 # -- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -257,9 +277,11 @@ FULL = {
     "train.recompute_granularity": "full", "train.recompute_method": "uniform", "train.recompute_num_layers": 1,
 }  # fmt: skip
 FP16 = {"train.precision": "fp16"}
+TASKS = {"train.eval_tasks": {"tasks": ["arc_easy"], "interval": 4}}
 WSD = {"scheduler.lr_decay_style": "WSD", "scheduler.lr_wsd_decay_iters": 4}
 HUB = {"data.sources.N.type": "hub", "data.sources.N.path": "allenai/c4"}
 FILES = {"data.sources.N.type": "jsonl", "data.sources.N.path": "a"}
+CHAT = {"data.sources.N.type": "docstrings", "data.chat": {}}
 TOKENIZER = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": "gpt2"}
 WANDB = {"tracking.wandb": True}
 
@@ -387,6 +409,10 @@ CASES: dict[str, Case] = {
     "train.seed": Case(7, model),
     "train.eval_interval": Case(3, loop),
     "train.eval_iters": Case(1, loop),
+    "train.eval_tasks.tasks": Case(["hellaswag"], tested, TASKS),
+    "train.eval_tasks.interval": Case(5, tested, TASKS),
+    "train.eval_tasks.limit": Case(10, tested, TASKS),
+    "train.eval_tasks.num_fewshot": Case(3, tested, TASKS),
     "train.log_interval": Case(5, tracking),
     "train.label_smoothing": Case(0.5, model),
     "train.recompute_granularity": Case("selective", config_on_cpu, {"model.attention_dropout": 0.1}),
@@ -418,6 +444,13 @@ CASES: dict[str, Case] = {
     "data.sources.N.revision": Case("0" * 40, tokens, HUB),
     "data.sources.N.text_key": Case("body", tokens, FILES),
     "data.sources.N.weight": Case(3.0, order),
+    "data.chat.messages_key": Case("talk", tokens, CHAT),
+    "data.chat.prompt_key": Case("question", tokens, CHAT),
+    "data.chat.completion_key": Case("answer", tokens, CHAT),
+    "data.chat.chat_template": Case("a.jinja", tokens, CHAT),
+    "data.chat.max_length": Case(32, tokens, CHAT),
+    "data.chat.overlong": Case("drop", tokens, CHAT),
+    "data.chat.packing": Case(False, batch_mask, CHAT),
     "data.tokenizer.type": Case("huggingface", tokens, along={"data.tokenizer.path": "gpt2"}),
     "data.tokenizer.path": Case("gpt3", tokens, TOKENIZER),
     "data.tokenizer.revision": Case("0" * 40, tokens, TOKENIZER),

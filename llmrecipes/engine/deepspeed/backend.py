@@ -47,7 +47,7 @@ class DeepSpeedBackend:
         """See `Backend`."""
         return _engine(plan, platform, partial(build, weights=weights))
 
-    def construct(self, plan: Plan, platform: Platform) -> DeepSpeedEngine:
+    def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> DeepSpeedEngine:
         """See `Backend`."""
         return _engine(plan, platform, construct)
 
@@ -65,9 +65,15 @@ class DeepSpeedBackend:
             built, placements = construct(plan, platform)
             return MetaDeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextModel:
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextModel:
         """See `Backend`."""
-        return self._megatron.load_weights(plan, platform, entry, averaged=averaged)
+        return self._megatron.load_weights(plan, platform, entry, base, averaged=averaged)
+
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
+        """See `Backend`."""
+        return self._megatron.load_given(plan, platform, weights)
 
     def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
         """See `Backend`."""

@@ -14,13 +14,22 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Shard, StepResult, StopQuestion
+from llmrecipes.engine.base import (
+    Batch,
+    Implementation,
+    Platform,
+    Progress,
+    Shard,
+    StepResult,
+    StopQuestion,
+)
 from llmrecipes.engine.deepspeed import state
 from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
+from llmrecipes.engine.losses import mean_over_tokens
 from llmrecipes.engine.megatron import shards
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
@@ -28,7 +37,9 @@ from llmrecipes.engine.megatron.checkpoint.placement import Placement
 from llmrecipes.engine.megatron.generate import generate
 from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.engine.megatron.model.init import global_name
+from llmrecipes.engine.megatron.model.packing import masks
 from llmrecipes.engine.megatron.schedule import scheduler
+from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
@@ -60,6 +71,7 @@ class DeepSpeedEngine:
         self._resources = resources
 
         self.recipe, self.plan, self.platform = plan.recipe, plan, platform
+        self._mask = masks(plan.recipe, platform.device)
         self.modules = built.modules
         self.module = built.module
         self.placements = placements
@@ -107,14 +119,14 @@ class DeepSpeedEngine:
         if self._see is not None:
             self._see(self.weights(), self._gradients())
         if zero(self.recipe).stage == 0:
-            mean, stopping, norm = self._read(loss, counts, self._norm_without_zero())
+            mean, _, stopping, norm = self._read(loss, counts, self._norm_without_zero())
             if scale is None and not math.isfinite(mean):
                 # The update would spread it to every weight and hide where it started; with ZeRO, DeepSpeed looks.
                 return StepResult(mean, None, lr, scale, False, stopping)
             self._engine.step()
         else:
             self._engine.step()
-            mean, stopping, norm = self._read(loss, counts, self._engine.get_global_grad_norm())
+            mean, _, stopping, norm = self._read(loss, counts, self._engine.get_global_grad_norm())
         if not self._engine.was_step_applied():
             # Without a loss scale this is no overflow that a smaller scale cures: the run has to stop.
             return StepResult(mean, math.nan if scale is None else None, lr, scale, scale is not None, stopping)
@@ -125,18 +137,18 @@ class DeepSpeedEngine:
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
         """See `Engine`."""
         self._engine.eval()
-        losses: list[float] = []
+        found: list[tuple[float, float]] = []
         stopping = False
-        while len(losses) < global_batches and not stopping:
+        while len(found) < global_batches and not stopping:
             loss = torch.zeros((), dtype=torch.float64, device=self.platform.device)
             tokens = 0.0
             for batch in islice(batches, self.plan.num_microbatches):
                 loss += self._loss(self.module, batch).double()
                 tokens += float(batch["loss_mask"].sum())
-            mean, stopping, _ = self._read(loss, self._agree(tokens, stop))
-            losses.append(mean)
+            mean, counted, stopping, _ = self._read(loss, self._agree(tokens, stop))
+            found.append((mean, counted))
         self._engine.train()
-        return None if stopping else math.fsum(losses) / len(losses)
+        return None if stopping else mean_over_tokens(found)
 
     def params_synced(self) -> AbstractContextManager[None]:
         """See `Engine`; DeepSpeed gathers updated parameters before a step ends, or when they are used."""
@@ -179,6 +191,10 @@ class DeepSpeedEngine:
             self.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
+    def scorer(self) -> MegatronScorer:
+        """See `Engine`."""
+        return MegatronScorer(self.modules, self.plan, self.platform)
+
     def close(self) -> None:
         """Release the model, its memory and its process groups.
 
@@ -200,7 +216,7 @@ class DeepSpeedEngine:
         losses = model(
             on_device["tokens"],
             on_device["position_ids"],
-            None,
+            self._mask(on_device["position_ids"]),
             labels=on_device["labels"],
             loss_mask=on_device["loss_mask"],
         )
@@ -216,8 +232,10 @@ class DeepSpeedEngine:
 
     def _read(
         self, loss: torch.Tensor, counts: torch.Tensor, norm: torch.Tensor | float | None = None
-    ) -> tuple[float, bool, float]:
-        """Mean loss, whether to stop, and the norm: the one time in a step that the host waits here for the device.
+    ) -> tuple[float, float, bool, float]:
+        """Mean loss, its tokens, whether to stop, and the norm.
+
+        It is the one time in a step that the host waits here for the device.
 
         Args:
             loss: summed over the micro-batches of this rank.
@@ -231,7 +249,7 @@ class DeepSpeedEngine:
             numbers.append(norm.double().reshape(1))
         whole, self.local_loss, tokens, stops, *norms = torch.cat(numbers).tolist()
         mean = whole / self.plan.layout.tensor_model_parallel_size / max(tokens, 1.0)
-        return mean, stops > 0, norms[0] if norms else math.nan if norm is None else float(norm)
+        return mean, tokens, stops > 0, norms[0] if norms else math.nan if norm is None else float(norm)
 
     def _norm_without_zero(self) -> torch.Tensor:
         """Global gradient norm; DeepSpeed's stage 0 clips without telling it."""

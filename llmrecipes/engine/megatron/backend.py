@@ -19,6 +19,7 @@ from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
 from llmrecipes.engine.megatron.model.upcycle import ROUTER, copy_into_experts
 from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.megatron.state import load_model, model_state
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
@@ -51,17 +52,23 @@ class MegatronBackend:
         """See `Backend`."""
         return MegatronEngine(plan, build(plan, platform, weights), platform)
 
-    def construct(self, plan: Plan, platform: Platform) -> MegatronEngine:
+    def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> MegatronEngine:
         """See `Backend`."""
-        return MegatronEngine(plan, construct(plan, platform), platform)
+        return MegatronEngine(plan, _to_be_loaded(plan, platform, base), platform)
 
     def construct_meta(self, plan: Plan, platform: Platform) -> MegatronEngine:
         """See `MetaBackend`."""
-        return self.construct(plan, platform)
+        return MegatronEngine(plan, construct(plan, platform), platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> TextGPT:
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextGPT:
         """See `Backend`."""
-        return TextGPT(_loaded(plan, platform, entry, averaged=averaged))
+        return TextGPT(_loaded(plan, platform, entry, base, averaged=averaged), plan, platform)
+
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextGPT:
+        """See `Backend`."""
+        return TextGPT(build(plan, platform, weights), plan, platform)
 
     def tensors(self, entry: Entry, *, averaged: bool = False) -> StoredWeights:
         """See `Backend`."""
@@ -92,23 +99,34 @@ class MegatronBackend:
 class TextGPT:
     """See `engine.base.TextModel`."""
 
-    def __init__(self, built: BuiltModel) -> None:
-        self._module = built.module
+    def __init__(self, built: BuiltModel, plan: Plan, platform: Platform) -> None:
+        self._built, self._plan, self._platform = built, plan, platform
+
+    def scorer(self) -> MegatronScorer:
+        """See `TextModel`."""
+        return MegatronScorer(self._built.modules, self._plan, self._platform)
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
         """See `TextModel`."""
         return generate.generate(
-            self._module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
+            self._built.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
 
-def _loaded(plan: Plan, platform: Platform, entry: Entry, *, averaged: bool = False) -> BuiltModel:
+def _loaded(
+    plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+) -> BuiltModel:
     index = read_index(entry)
     if averaged:
         ema.require(index, entry)
-    built = construct(plan, platform)
+    built = _to_be_loaded(plan, platform, base)
     wanted = model_state(built.modules)
     load_model(built.modules, load(entry, ema.in_place_of_weights(wanted) if averaged else wanted, index))
     return built
+
+
+def _to_be_loaded(plan: Plan, platform: Platform, base: WeightSource | None) -> BuiltModel:
+    """A model for a checkpoint to be loaded into: without values, but for a frozen base, which no checkpoint has."""
+    return construct(plan, platform) if plan.recipe.lora is None else build(plan, platform, base)

@@ -20,7 +20,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Batch, Implementation, Platform, Progress, Shard, StepResult, StopQuestion
+from llmrecipes.engine.base import (
+    Batch,
+    Implementation,
+    Platform,
+    Progress,
+    Shard,
+    StepResult,
+    StopQuestion,
+)
+from llmrecipes.engine.losses import mean_over_tokens
 from llmrecipes.engine.megatron import ema, shards, state, update
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
@@ -29,7 +38,9 @@ from llmrecipes.engine.megatron.model.config import DTYPES
 from llmrecipes.engine.megatron.model.context import own_chunks, prediction_weights
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.megatron.model.mup import optimizer_overrides
+from llmrecipes.engine.megatron.model.packing import masks
 from llmrecipes.engine.megatron.schedule import scheduler
+from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.megatron.versions import auxiliary_losses
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
@@ -55,6 +66,7 @@ class MegatronEngine:
         self.modules: tuple[RecipeGPTModel, ...] = built.modules
         self.implementation = Implementation(built.implementation, built.reason)
         self._config = built.config
+        self._mask = masks(recipe, platform.device)
         self.balance: RouterBalance | None = None
         if recipe.model.num_moe_experts:
             self.balance = RouterBalance(self.modules, plan, platform.device)
@@ -93,7 +105,7 @@ class MegatronEngine:
         scale = self.optimizer.get_loss_scale().double().clone() if half else None
         overflow = self.optimizer.prepare_grads()
         square = update.squared_norm(self.optimizer, self.platform.device)
-        loss, stopping, (norm, scale_then) = self._agree(outputs, stop, square.sqrt(), scale)
+        loss, _, stopping, (norm, scale_then) = self._agree(outputs, stop, square.sqrt(), scale)
         lr = self.learning_rate
         if overflow:
             return StepResult(loss, None, lr, scale_then, True, stopping)
@@ -112,14 +124,14 @@ class MegatronEngine:
         """See `Engine`."""
         for chunk in self.chunks:
             chunk.eval()
-        losses: list[float] = []
+        found: list[tuple[float, float]] = []
         stopping = False
-        while len(losses) < global_batches and not stopping:
-            loss, stopping, _ = self._agree(self._passes(batches, forward_only=True), stop)
-            losses.append(loss)
+        while len(found) < global_batches and not stopping:
+            loss, tokens, stopping, _ = self._agree(self._passes(batches, forward_only=True), stop)
+            found.append((loss, tokens))
         for chunk in self.chunks:
             chunk.train()
-        return None if stopping else math.fsum(losses) / len(losses)
+        return None if stopping else mean_over_tokens(found)
 
     @contextmanager
     def params_synced(self) -> Iterator[None]:
@@ -142,7 +154,7 @@ class MegatronEngine:
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         return {
             "weights": [parameter.data for parameter in parameters],
-            "gradients": [parameter.main_grad for parameter in parameters],
+            "gradients": [parameter.main_grad for parameter in parameters if parameter.requires_grad],
             "optimizer": update.states(self.optimizer, parameters),
         }
 
@@ -197,6 +209,10 @@ class MegatronEngine:
             module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
+    def scorer(self) -> MegatronScorer:
+        """See `Engine`."""
+        return MegatronScorer(self.modules, self.plan, self.platform)
+
     def close(self) -> None:
         """Release the model, its memory and its process groups.
 
@@ -236,8 +252,10 @@ class MegatronEngine:
         stop: StopQuestion | None,
         norm: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
-    ) -> tuple[float, bool, tuple[float, float | None]]:
-        """Mean loss of the global batch, whether a rank has to stop, and two numbers of this device.
+    ) -> tuple[float, float, bool, tuple[float, float | None]]:
+        """Mean loss of the global batch, its tokens, whether a rank has to stop, and two numbers of this device.
+
+        The tokens are those that the loss counts, times tensor-parallel ranks.
 
         The host waits for the device here and nowhere else in a step: everything it has to know comes in one transfer.
         """
@@ -254,7 +272,7 @@ class MegatronEngine:
         more = [nothing if each is None else each.reshape(1) for each in (norm, scale)]
         own_loss, own_tokens, loss, tokens, stops, the_norm, the_scale = torch.cat([own, totals, *more]).tolist()
         self.local_loss = own_loss / max(own_tokens, 1.0)
-        return loss / max(tokens, 1.0), stops > 0, (the_norm, None if scale is None else the_scale)
+        return loss / max(tokens, 1.0), tokens, stops > 0, (the_norm, None if scale is None else the_scale)
 
     def _for_chunks(self, batches: Iterator[Batch]) -> Any:
         if len(self.chunks) == 1:
@@ -273,7 +291,7 @@ class MegatronEngine:
         losses = model(
             batch["tokens"],
             batch["position_ids"],
-            None,
+            self._mask(batch["position_ids"]),
             labels=batch["labels"],
             loss_mask=torch.ones_like(batch["loss_mask"]) if weights else batch["loss_mask"],
             prediction_weights=weights,

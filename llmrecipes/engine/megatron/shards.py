@@ -40,7 +40,7 @@ def gradients(modules: Sequence[RecipeGPTModel], chunks: Sequence[DistributedDat
         shard
         for module in modules
         for value in _stored(module)
-        if isinstance(value.data, torch.nn.Parameter)
+        if isinstance(value.data, torch.nn.Parameter) and value.data.requires_grad
         for shard in _shards(replace(value, data=value.data.main_grad))  # type: ignore[attr-defined]
     ]
 

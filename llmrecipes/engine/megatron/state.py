@@ -111,7 +111,7 @@ def _restore(engine: MegatronEngine, loaded: dict[str, Any]) -> Progress:
 
 
 def model_state(modules: Sequence[RecipeGPTModel]) -> dict[str, Any]:
-    """Sharded state dict of all weights of this rank, by chunk; the names inside are global."""
+    """Sharded state dict of this rank's weights, or adapters alone, by chunk; the names inside are global."""
     return {f"model{number}": state for number, state in enumerate(_states(modules))}
 
 
@@ -123,14 +123,14 @@ def load_model(modules: Sequence[RecipeGPTModel], loaded: Mapping[str, Any]) -> 
     """
     for number, module in enumerate(modules):
         missing, unexpected = module.load_state_dict(loaded[f"model{number}"], strict=False)
-        if wrong := [*unexpected, *(name for name in missing if not name.endswith(EXTRA_STATE))]:
+        needed = set(module.saved_state())
+        if wrong := [*unexpected, *(name for name in missing if name in needed and not name.endswith(EXTRA_STATE))]:
             raise RuntimeError(f"the loaded weights do not fit the model: {', '.join(wrong)}")
 
 
 def _states(modules: Sequence[RecipeGPTModel]) -> list[dict[str, Any]]:
     return [
-        {name: value for name, value in module.sharded_state().items() if not is_extra_state(value)}
-        for module in modules
+        {name: value for name, value in module.saved_state().items() if not is_extra_state(value)} for module in modules
     ]
 
 

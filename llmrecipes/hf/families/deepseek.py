@@ -68,6 +68,7 @@ class _Experts:
         groups = config.get("n_group", 8) or 1
         width = config.get("moe_intermediate_size", 2048)
         topk = config.get("num_experts_per_tok", 8)
+        scale = config.get("routed_scaling_factor", 2.5)
         normalised = config.get("norm_topk_prob", True)
         rule = "scores of several experts sum to one, and the score of a single one is left as it is"
         found = [] if normalised == (topk > 1) else [Obstacle("norm_topk_prob", normalised, rule)]
@@ -76,7 +77,7 @@ class _Experts:
         return {
             "num_moe_experts": config.get("n_routed_experts", config.get("num_local_experts", 256)),
             "moe_shared_expert_intermediate_size": config.get("n_shared_experts", 1) * width,
-            "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 2.5),
+            **({} if scale == 1.0 else {"moe_router_topk_scaling_factor": scale}),
             **({} if groups == 1 else grouped),
             **({} if all(pattern) else {"moe_layer_freq": pattern}),
         }, found

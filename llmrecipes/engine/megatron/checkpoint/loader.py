@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _SHOWN = 8
 _PICKLED_INDEX = ".metadata"
+INDEXES = (INDEX_NAME, JSON_NAME, _PICKLED_INDEX)
+"""Files that an index may be in."""
 _COMMON_FILE = "common.pt"
 """File in which megatron-core 0.16 stores everything that is not sharded."""
 _COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key

@@ -6,17 +6,20 @@ import io
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
+from llmrecipes.checkpoint.inspection import mismatch
 from llmrecipes.checkpoint.safety import load_plain, open_inside, unsafe
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.megatron import ema
 from llmrecipes.engine.megatron.checkpoint.index import Stored
-from llmrecipes.engine.megatron.checkpoint.loader import read_index, require_tensor, unfit
+from llmrecipes.engine.megatron.checkpoint.loader import INDEXES, read_index, require_tensor, unfit
 from llmrecipes.engine.megatron.checkpoint.table import Numbers
+from llmrecipes.errors import UserError
 
 _LAYERS = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _RENAMED = (
@@ -54,6 +57,9 @@ class StoredWeights:
 
     def __init__(self, entry: Entry, *, averaged: bool = False) -> None:
         self._entry = entry
+        indexes = {name: file for name, file in entry.manifest.files.items() if name in INDEXES}
+        if problem := mismatch(entry.path, indexes):
+            raise unfit(entry.path, problem)
         index = read_index(entry)
         if averaged:
             ema.require(index, entry)
@@ -107,19 +113,31 @@ class StoredWeights:
         number, start, length = place
         name = self._files[number]
         path = self._entry.path / name
-        with open_inside(self._entry.path, name) as stream:
-            part = _Window(stream, start, length)
-            try:
-                with zipfile.ZipFile(cast(IO[bytes], part)) as archive:
-                    damaged = archive.testzip()
-            except (zipfile.BadZipFile, NotImplementedError, ValueError) as problem:
-                raise unsafe(path, str(problem)) from problem
-            if damaged is not None:
-                raise unsafe(path, f"the CRC-32 of {stored.name} at byte {start} differs")
-            part.seek(0)
-            value = load_plain(part, path)
+        try:
+            with open_inside(self._entry.path, name) as stream:
+                value = _checked(_Window(stream, start, length), path, f"{stored.name} at byte {start}")
+        except OSError as error:
+            raise UserError(
+                f"this checkpoint cannot be read: {error.strerror}",
+                where=str(path),
+                rule="a run that goes on deletes its older checkpoints",
+                fix="a checkpoint that the run keeps: checkpoint.keep_interval",
+            ) from error
         require_tensor(value, stored.dtype, shape, stored.name, path)
         return cast(torch.Tensor, value)
+
+
+def _checked(part: _Window, path: Path, name: str) -> Any:
+    """Read what torch.save wrote, if its CRC-32 are right; torch compares none."""
+    try:
+        with zipfile.ZipFile(cast(IO[bytes], part)) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as problem:
+        raise unsafe(path, str(problem)) from problem
+    if damaged is not None:
+        raise UserError(f"{name} is damaged: its CRC-32 differs", where=str(path), fix="an older checkpoint: RUN@STEP")
+    part.seek(0)
+    return load_plain(part, path)
 
 
 class _Window(io.RawIOBase):

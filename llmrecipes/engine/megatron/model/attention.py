@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 
 from llmrecipes.engine.megatron.model.context import in_sequence_order
+from llmrecipes.engine.megatron.model.packing import lengths
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -73,23 +74,42 @@ class SdpaCoreAttention(MegatronModule):
         Args:
             query: [sq, b, heads, channels].
             key, value: [sk, b, groups, channels]; sk > sq when keys of earlier tokens come from a cache.
-            attention_mask: must be None; the mask follows from `attn_mask_type`.
+            attention_mask: of packed conversations, see `packing.attention_mask`; else None, and the mask follows
+                from `attn_mask_type`.
 
         Returns:
             [sq, b, heads × channels of a value].
         """
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise NotImplementedError("only causal attention over whole sequences is built")
+        if attention_bias is not None or packed_seq_params is not None:
+            raise NotImplementedError("only causal attention is built, over whole sequences or packed conversations")
         # megatron-core disables the mask for a token whose predecessors are in a cache.
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         dropout = self.dropout if self.training else 0.0
         # Tensor-parallel ranks hold different heads, so they must not use the same dropout mask.
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
-            if self.context_group is None:
+            if attention_mask is not None:
+                out = self._attend_to_own(query, key, value, dropout, attention_mask)
+            elif self.context_group is None:
                 out = self._attend(query, key, value, dropout, is_causal=causal)
             else:
                 out = self._attend_over_context(query, key, value, dropout)
         return out.reshape(query.size(0), query.size(1), -1)
+
+    def _attend_to_own(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Each conversation of a sequence by itself."""
+        if self.context_group is not None:
+            raise NotImplementedError("packed conversations are not split over context-parallel ranks")
+        if mask.dtype == torch.bool:
+            # With a mask and fewer keys than queries, torch has no fused kernel on a GPU.
+            key, value = (each.repeat_interleave(query.size(2) // key.size(2), dim=2) for each in (key, value))
+            return self._attend(query, key, value, dropout, is_causal=False, mask=mask)
+        rows = []
+        for number, sizes in enumerate(lengths(mask)):
+            parts = zip(*(each[:, number : number + 1].split(sizes) for each in (query, key, value)), strict=True)
+            rows.append(torch.cat([self._attend(q, k, v, dropout, is_causal=True) for q, k, v in parts]))
+        return torch.cat(rows, dim=1)
 
     def _attend_over_context(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float

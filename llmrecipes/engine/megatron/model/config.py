@@ -21,8 +21,13 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its approximation with tanh (arXiv 1606.08415, section 2)."""
+    return F.gelu(x, approximate="tanh")
+
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "squared_relu": squared_relu}
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "silu": F.silu, "squared_relu": squared_relu}
 
 
 # Every key of model, parallelism and train that is also a field of megatron-core's configuration is passed on
@@ -104,6 +109,8 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
     if model.num_moe_experts:
         options |= _balance_coefficients(plan)
         options["moe_grouped_gemm"] = transformer_engine
+        if recipe.lora is not None:
+            options["moe_router_bias_update_rate"] = 0.0  # routers are frozen, biases included
     if model.multi_latent_attention:
         options["rope_type"] = "rope"
     if factors := own_mup(model):

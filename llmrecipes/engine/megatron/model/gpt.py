@@ -18,7 +18,9 @@ from llmrecipes.engine.megatron.checkpoint.placement import other_state
 from llmrecipes.engine.megatron.model.config import transformer_config
 from llmrecipes.engine.megatron.model.given import buffers, fill
 from llmrecipes.engine.megatron.model.init import initialise, pieces
+from llmrecipes.engine.megatron.model.lora import ADAPTER, insert
 from llmrecipes.engine.megatron.model.mup import own_mup, scale_activations
+from llmrecipes.engine.megatron.model.packing import packs
 from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
 from llmrecipes.plan.derive import Plan
@@ -84,6 +86,21 @@ class RecipeGPTModel(GPTModel):
         )
         return state
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model itself is frozen."""
+        return any(not parameter.requires_grad for parameter in self.parameters())
+
+    def saved_state(self) -> dict[str, Any]:
+        """`sharded_state` of what checkpoints have: all weights, or the adapters alone."""
+        if not self.has_adapters:
+            return self.sharded_state()
+        return {
+            name: value
+            for name, value in self.sharded_state().items()
+            if isinstance(value.data, torch.nn.Parameter) and value.data.requires_grad
+        }
+
 
 class _AboveMean(torch.autograd.Function):
     """Label logit minus mean logit: times the smoothing probability, this is what smoothing adds to the loss.
@@ -140,7 +157,7 @@ def build(plan: Plan, platform: Platform, weights: WeightSource | None = None, *
     Args:
         plan: of the recipe, on this world.
         platform: device of the parameters.
-        weights: its weights; None: initial ones.
+        weights: its weights, adapters aside; None: initial ones.
         only: initialise the parameters with this in their global name; the others have no defined values.
     """
     built = construct(plan, platform)
@@ -149,7 +166,10 @@ def build(plan: Plan, platform: Platform, weights: WeightSource | None = None, *
         if weights is None:
             initialise(state, plan.recipe.model, plan.recipe.train.seed, only=only)
         else:
-            fill(chain(pieces(state), buffers(other_state(state))), weights)
+            base = (piece for piece in pieces(state) if ADAPTER not in piece.name)
+            fill(chain(base, buffers(other_state(state))), weights)
+            if module.has_adapters:
+                initialise(state, plan.recipe.model, plan.recipe.train.seed, only=ADAPTER)
     return built
 
 
@@ -163,7 +183,9 @@ def construct_without_memory(plan: Plan) -> RecipeGPTModel:
 def construct(plan: Plan, platform: Platform) -> BuiltModel:
     """The model without defined values; arguments as `build`."""
     recipe = plan.recipe
-    implementation, reason = choose(recipe.model.transformer_impl)
+    implementation, reason = choose(
+        recipe.model.transformer_impl, packed=packs(recipe), adapters=recipe.lora is not None
+    )
     config = transformer_config(
         plan, on_gpu=platform.device.type != "cpu", transformer_engine=implementation == "transformer_engine"
     )
@@ -202,4 +224,6 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
     module.logits = torch.nn.Identity()
     if factors := own_mup(model):
         scale_activations(module, factors)
+    if plan.recipe.lora is not None:
+        insert(module, plan.recipe.lora)
     return module

@@ -21,7 +21,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from llmrecipes.engine.megatron.model import philox
+from llmrecipes.engine.megatron.model import lora, philox
 from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.schema import Model
 
@@ -38,7 +38,8 @@ def initialise(state: dict[str, Any], model: Model, seed: int, *, only: str = ""
 
     Weight matrices follow `model.init_method`: normal(0, `init_method_std`), Xavier uniform (Glorot and Bengio, 2010)
     or Kaiming normal (arXiv 1502.01852), scaled by 1/sqrt(2 × num_layers) if they write into the residual stream
-    (GPT-2, Radford et al. 2019, section 2.3). Embeddings are normal, norms 1, biases 0. With `model.use_mup` all but
+    (GPT-2, Radford et al. 2019, section 2.3). Of an adapter A is uniform up to 1/sqrt(its columns), as PEFT's, and B 0:
+    training starts from the base model. Embeddings are normal, norms 1, biases 0. With `model.use_mup` all but
     embeddings and output layer are divided by the root of the width multiplier.
 
     Args:
@@ -115,11 +116,15 @@ def values(
     if len(shape) == 1:
         # The only one-dimensional weights are those of norms; fused ones are called layer_norm_weight.
         return torch.ones(*size) if key.endswith("weight") else torch.zeros(*size)
+    if key.endswith(lora.B):
+        return torch.zeros(*size)
     # Rows that pad the vocabulary do not count.
     fan_out = model.vocab_size if key.endswith(OUTPUT_LAYER) else shape[0]
     fan_in = prod(shape[1:])
     distribution = philox.normal
-    if key.endswith(EMBEDDINGS) or model.init_method == "normal":
+    if key.endswith(lora.A):
+        distribution, scale = philox.uniform, 1 / math.sqrt(fan_in)
+    elif key.endswith(EMBEDDINGS) or model.init_method == "normal":
         scale = model.init_method_std
     elif model.init_method == "xavier_uniform":
         distribution, scale = philox.uniform, math.sqrt(6 / (fan_in + fan_out))

@@ -25,18 +25,22 @@ Implementation = Literal["transformer_engine", "local"]
 MINIMUM_CAPABILITY = (8, 0)  # TransformerEngine's fused attention needs Ampere
 
 
-def choose(requested: str) -> tuple[Implementation, str]:
+def choose(requested: str, *, packed: bool = False, adapters: bool = False) -> tuple[Implementation, str]:
     """The implementation that `model.transformer_impl` selects on this machine, and why.
 
     Args:
         requested: `auto`, `local` or `transformer_engine`.
+        packed: several conversations share a sequence.
+        adapters: the recipe has `lora`, whose rules refuse `transformer_engine`.
 
     Raises:
         UserError: TransformerEngine is requested by name but cannot run here.
     """
     if requested == "local":
         return "local", "requested by the recipe"
-    obstacle = _transformer_engine_obstacle()
+    if adapters:
+        return "local", "adapters are inserted into megatron-core's own layers"
+    obstacle = "keeps packed conversations apart" if packed else _transformer_engine_obstacle()
     if obstacle is None:
         return "transformer_engine", "installed, and the GPU supports it"
     if requested == "transformer_engine":

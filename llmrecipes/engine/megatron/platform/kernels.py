@@ -37,7 +37,8 @@ _ALIGNED = torch.empty(0)
 
 
 def install_kernels(device: str) -> None:
-    """Choose as on `cuda` or `cpu`; a later call replaces the choice."""
+    """Choose as on `cuda`, on `cpu`, or on a GPU with megatron-core's own layers (`cuda, local`); a later call replaces
+    the choice."""
     on_gpu = {
         "scaled_dot_product_attention": _flash_attention,
         "dropout": _dropout,
@@ -47,7 +48,9 @@ def install_kernels(device: str) -> None:
         "_use_ours": _use_duplicated,
         "permute": permutation.permute if PERMUTES_BY_MASK else permutation.PLAIN,
     }
-    chosen = on_gpu if device == "cuda" else {"scaled_dot_product_attention": _cpu_attention}
+    own = {name: on_gpu[name] for name in ("scaled_dot_product_attention", "dropout", "rms_norm", "permute")}
+    of_device = {"cuda": on_gpu, "cuda, local": own}
+    chosen = of_device.get(device, {"scaled_dot_product_attention": _cpu_attention})
     for owner, name in _REPLACED:
         replace(owner, name, chosen.get(name, _PLAIN[name]))
     replace(_ATTENTION, "causal_lower_right", lambda *_sizes: _ALIGNED)

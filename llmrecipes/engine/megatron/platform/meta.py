@@ -48,7 +48,7 @@ class MetaPlatform:
     Args:
         rank: from 0.
         world_size: ranks of the world.
-        kernels: device whose choice of kernels is followed: `cuda` or `cpu`.
+        kernels: see `install_kernels`.
         skew: see `install_routing`.
     """
 

@@ -1,0 +1,280 @@
+"""Conversations to token ids, with a mark on those that the loss is computed on: what the assistant says.
+
+Templates are run by transformers, in Jinja's sandbox. Like `encode`, this imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from llmrecipes.data.encode import Encoded
+from llmrecipes.errors import UserError
+
+CHATML = """{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}
+{{ message['content'] + '<|im_end|>' }}
+{%- endgeneration -%}
+{%- else -%}
+{{ message['content'] + '<|im_end|>' }}
+{%- endif -%}
+{{ '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+"""The template of tokenizers that are trained here."""
+SPECIAL = ("<|im_start|>", "<|im_end|>")
+"""Its special tokens; the last ends an answer."""
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WHOLE = 1 << 20
+"""Characters of a conversation that are tokenized whatever is kept, so that what is cut off can be counted."""
+Messages = list[dict[str, str]]
+
+REJECTED, FORGED, UNANSWERED, LONG, CUT = "rejected", "special_tokens", "unanswered", "too_long", "cut"
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template and the special tokens that it refers to.
+
+    Args:
+        source: in Jinja.
+        origin: where it is from, for messages.
+        special_tokens: names and texts: `bos_token` and others.
+    """
+
+    source: str
+    origin: str
+    special_tokens: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether it says itself what the assistant's part is."""
+        return _MARKED.search(self.source) is not None
+
+    def check(self) -> None:
+        """Compile it.
+
+        Raises:
+            UserError: it is no Jinja template.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            _render(self, [{"role": "user", "content": ""}])
+        except TemplateError as error:
+            if type(error).__name__ != "TemplateSyntaxError":
+                return  # it refuses this conversation, perhaps rightly
+            raise UserError(
+                f"no chat template: {error}",
+                where=f"data.chat.chat_template: {self.origin}",
+                rule="a chat template is written in Jinja",
+                fix="correct it, or name another file in data.chat.chat_template",
+            ) from error
+        except Exception:  # raised by an expression of the template
+            return
+
+    def prompt(self, messages: Messages) -> str:
+        """The text after which the model is to answer.
+
+        Raises:
+            UserError: the template refuses these messages.
+        """
+        try:
+            return _render(self, messages, add_generation_prompt=True)[0]
+        except Exception as error:  # of the template
+            raise UserError(
+                f"the chat template refuses this: {_reason(error)}", where=self.origin, fix="give other messages"
+            ) from error
+
+    def spans(self, messages: Messages, limit: int) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation's text, and the character ranges that the assistant says.
+
+        Without `{% generation %}` in the template, an answer is what the template adds for it to the text of the
+        messages before it, with the prompt for an answer.
+
+        Args:
+            messages: of roles and contents.
+            limit: answers that begin at a later character may be missing.
+
+        Raises:
+            UserError: what follows a message changes how it is written, so that answers cannot be told apart.
+            Exception: whatever the template raises.
+        """
+        if self.marks_answers:
+            return _render(self, messages, marked=True)
+        text, _ = _render(self, messages)
+        found = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = _render(self, messages[:number], add_generation_prompt=True)
+            whole, _ = _render(self, messages[: number + 1])
+            if not (whole.startswith(before) and text.startswith(whole)):
+                raise UserError(
+                    f"it writes the first {number + 1} messages of a conversation of {len(messages)} differently than "
+                    "it writes them alone, so answers cannot be told from the rest",
+                    where=f"data.chat.chat_template: {self.origin}",
+                    rule="a template marks answers with {% generation %}, or later messages do not change earlier ones",
+                    fix="a copy of the template with {% generation %} … {% endgeneration %} around what the assistant "
+                    "says, named in data.chat.chat_template",
+                )
+            found.append((len(before), len(whole)))
+            if len(whole) > limit:
+                break
+        return text, found
+
+
+def _render(
+    template: Template, messages: Messages, *, add_generation_prompt: bool = False, marked: bool = False
+) -> tuple[str, list[tuple[int, int]]]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    made: Any = render_jinja_template(
+        [messages],
+        chat_template=template.source,
+        return_assistant_tokens_mask=marked,
+        add_generation_prompt=add_generation_prompt,
+        **dict(template.special_tokens),
+    )
+    texts, spans = made
+    return texts[0], spans[0] if marked else []
+
+
+@dataclass(frozen=True)
+class ChatSpec:
+    """How conversations are encoded.
+
+    Args:
+        template: of the tokenizer.
+        max_length: tokens that a conversation may have.
+        truncate: cut longer ones; else they are dropped.
+    """
+
+    template: Template
+    max_length: int
+    truncate: bool
+
+
+@dataclass(frozen=True)
+class Conversations(Encoded):
+    """Token ids of several conversations; one of no tokens is dropped.
+
+    Args:
+        answers: for each id a byte, 1 where the loss counts it.
+        tally: conversations that were dropped or cut, by reason, and the tokens that were cut off (`cut_tokens`;
+            of more than a million characters, at least).
+        refusal: what the template said to the first one that it rejected.
+    """
+
+    answers: bytes
+    tally: dict[str, int]
+    refusal: str
+
+
+def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[list[bytes]], Conversations]:
+    """Make the function that turns conversations (`rows.conversation`) into ids.
+
+    Args:
+        tokenizer_json: the tokenizer's `tokenizer.json`.
+        dtype: NumPy name of the ids' type.
+        spec: template and longest conversation.
+    """
+    backend = tokenizers.Tokenizer.from_str(tokenizer_json)
+    # A name of a special token in a message would become that token: a user's text would end its turn.
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    forged = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    # No token is longer, so a text of that many characters has more tokens than are kept; the rest is not tokenized.
+    longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+    limit = max((spec.max_length + 1) * longest, _WHOLE)
+
+    def encode(documents: list[bytes]) -> Conversations:
+        tally: Counter[str] = Counter()
+        texts: list[str] = []
+        every: list[list[tuple[int, int]] | None] = []
+        refusal = ""
+        for document in documents:
+            messages = json.loads(document)
+            text, spans = "", None
+            if any(forged.search(message["content"]) for message in messages):
+                tally[FORGED] += 1
+            elif not any(_answers(message) for message in messages):
+                tally[UNANSWERED] += 1
+            else:
+                try:
+                    text, spans = spec.template.spans(messages, limit)
+                except UserError:
+                    raise
+                except Exception as error:  # of the template, which may raise anything
+                    tally[REJECTED] += 1
+                    refusal = refusal or _reason(error)
+            texts.append(text[:limit])
+            every.append(spans)
+        lengths: list[int] = []
+        ids: list[np.ndarray] = []
+        answers: list[np.ndarray] = []
+        encodings = backend.encode_batch(texts, add_special_tokens=False)
+        for encoding, spans in zip(encodings, every, strict=True):
+            kept = None if spans is None else _kept(encoding, spans, spec, tally)
+            lengths.append(0 if kept is None else len(kept))
+            if kept is not None:
+                ids.append(np.asarray(encoding.ids[: len(kept)], dtype))
+                answers.append(kept)
+        return Conversations(
+            b"".join(part.tobytes() for part in ids),
+            lengths,
+            b"".join(part.tobytes() for part in answers),
+            dict(tally),
+            refusal,
+        )
+
+    return encode
+
+
+def _answers(message: dict[str, str]) -> bool:
+    return message["role"] == "assistant" and bool(message["content"].strip())
+
+
+def _kept(
+    encoding: tokenizers.Encoding, spans: list[tuple[int, int]], spec: ChatSpec, tally: Counter[str]
+) -> np.ndarray | None:
+    """Which of the tokens that are kept are answers; None if the conversation is dropped."""
+    beyond = len(encoding.ids) - spec.max_length
+    if beyond > 0 and not spec.truncate:
+        tally[LONG] += 1
+        return None
+    marks = np.fromiter(_marks(encoding.offsets[: spec.max_length], spans), np.uint8)
+    # The first token is never predicted.
+    if not marks[1:].any():
+        tally[UNANSWERED] += 1
+        return None
+    if beyond > 0:
+        tally[CUT] += 1
+        tally[f"{CUT}_tokens"] += beyond
+    return marks
+
+
+def _marks(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Iterator[bool]:
+    """Whether each token begins in one of the character ranges, which are in order."""
+    every = iter(spans)
+    start, end = next(every, (0, 0))
+    for place, _ in offsets:
+        while place >= end > 0:
+            start, end = next(every, (0, 0))
+        yield start <= place < end
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

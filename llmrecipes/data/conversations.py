@@ -1,0 +1,178 @@
+"""Samples of conversations: several in a sequence, or one and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from llmrecipes.data import index, listing
+from llmrecipes.data.manifest import stem
+from llmrecipes.data.packing import Packed, alone, best_fit
+from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.split import SPLITS, Split
+from llmrecipes.data.tokens import TokenFile
+from llmrecipes.recipe.schema import Recipe
+
+
+class ConversationFile:
+    """Token ids of the conversations of one split of one source, and which of them are answers."""
+
+    def __init__(self, prefix: Path, dtype: str) -> None:
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        self._index = IndexedDataset(str(prefix), mmap=False).index  # when it is deleted, its arrays are unmapped
+        self._dtype = np.dtype(dtype)
+        self._ids, self._answers = TokenFile(Path(f"{prefix}.bin")), TokenFile(Path(f"{prefix}.answers"))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each conversation; valid as long as this object."""
+        found: np.ndarray = self._index.sequence_lengths
+        return found
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a conversation, and for each of them 1 if it is an answer's.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        place, length = int(self._index.sequence_pointers[number]), int(self.lengths[number])
+        ids = self._ids.read(self._dtype, length, place)
+        return ids, self._answers.read(np.uint8, length, place // self._dtype.itemsize)
+
+
+class ConversationDataset(Dataset[dict[str, torch.Tensor]]):
+    """Samples of a split, in the order that `write_order` wrote.
+
+    Positions begin at 0 in every conversation, and in the padding behind the last one; that is how attention knows
+    where they begin. The first token of a conversation is nobody's label.
+
+    Args:
+        files: of the sources that the split has.
+        packed: the sequences of each.
+        order: [samples, 2]: source and sequence of each sample.
+        length: of a sequence.
+        pad: id of the padding, whose labels the loss does not count.
+    """
+
+    def __init__(
+        self, files: list[ConversationFile], packed: list[Packed], order: np.ndarray, length: int, pad: int
+    ) -> None:
+        self._files, self._packed, self._order, self._length, self._pad = files, packed, order, length, pad
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        source, sequence = (int(each) for each in self._order[number])
+        packed = self._packed[source]
+        tokens = np.full(self._length, self._pad, np.int64)
+        labels = tokens.copy()
+        mask = np.zeros(self._length, np.float32)
+        positions = np.empty(self._length, np.int64)
+        start = 0
+        for member in packed.members[packed.bounds[sequence] : packed.bounds[sequence + 1]]:
+            ids, answers = self._files[source][int(member)]
+            end = start + len(ids) - 1
+            tokens[start:end], labels[start:end], mask[start:end] = ids[:-1], ids[1:], answers[1:]
+            positions[start:end] = np.arange(end - start)
+            start = end
+        positions[start:] = np.arange(self._length - start)
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(mask),
+            "position_ids": torch.from_numpy(positions),
+        }
+
+
+def write_order(recipe: Recipe, prepared: Prepared, split: Split, folder: Path, log: Callable[[str], None]) -> None:
+    """Write which conversations share a sequence, and the order of samples: once, in `prepare`.
+
+    Args:
+        recipe: gives length, seed, batch, weights and packing.
+        prepared: the opened folder.
+        split: whose samples.
+        folder: of the arrays.
+        log: receives how full the sequences are.
+    """
+    chat, length, seed = recipe.data.chat, recipe.model.seq_length, recipe.train.seed
+    usable = prepared.usable(split, length)
+    if chat is None or not usable:
+        return
+    sequences, tokens, talks = [], 0, 0
+    for number in usable:
+        file = ConversationFile(prepared.path / stem(number, split), prepared.manifest.dtype)
+        positions = file.lengths.astype(np.int64) - 1
+        packed = best_fit(positions, length, seed) if chat.packing else alone(len(positions))
+        np.save(folder / f"{stem(number, split)}-members.npy", packed.members)
+        np.save(folder / f"{stem(number, split)}-bounds.npy", packed.bounds)
+        sequences.append(len(packed))
+        tokens, talks = tokens + int(positions.sum()), talks + len(positions)
+    weights = [prepared.weights[number] for number in usable]
+    order = _order(sequences, weights, index.samples(recipe, split), (seed, SPLITS.index(split)))
+    np.save(folder / f"{split}-order.npy", order)
+    filled = tokens / (sum(sequences) * length)
+    how = "packed" if chat.packing else "padded, one in each (data.chat.packing is false)"
+    log(f"{split}: {talks:,} conversations in {sum(sequences):,} sequences of {length:,}, {how}; {filled:.1%} filled")
+
+
+def _order(sequences: list[int], weights: list[float], samples: int, seed: tuple[int, int]) -> np.ndarray:
+    """[samples, 2]: source and sequence; each pass over a source is shuffled by itself, so a longer run begins alike.
+
+    Args:
+        sequences: of each source.
+        weights: of each source.
+        samples: to draw.
+        seed: of the run, and a number of the split.
+    """
+    order = np.zeros((samples, 2), np.int64)
+    if len(sequences) > 1:
+        from megatron.core.datasets import helpers
+
+        source, within = np.zeros(samples, np.int16), np.zeros(samples, np.int64)
+        shares = np.array(weights) / sum(weights)
+        helpers.build_blending_indices(source, within, shares, len(sequences), samples, False)
+        order[:, 0], order[:, 1] = source, within
+    else:
+        order[:, 1] = np.arange(samples)
+    for number, count in enumerate(sequences):
+        drawn = order[:, 0] == number
+        passes, places = np.divmod(order[drawn, 1], count)
+        found = np.empty(len(places), np.int64)
+        for each in range(int(passes.max(initial=-1)) + 1):
+            shuffled = np.random.default_rng((*seed, number, each)).permutation(count)
+            found[passes == each] = shuffled[places[passes == each]]
+        order[drawn, 1] = found
+    return order
+
+
+def load(recipe: Recipe, prepared: Prepared, split: Split, folder: Path) -> ConversationDataset | None:
+    """Open a split: its arrays are mapped into memory, none is read as a whole.
+
+    Args:
+        recipe: gives the length of a sequence.
+        prepared: the opened folder.
+        split: to open.
+        folder: of the arrays, checked.
+
+    Returns:
+        The samples; None if no source has a conversation of the split.
+
+    Raises:
+        UserError: an array is damaged.
+    """
+    usable = prepared.usable(split, recipe.model.seq_length)
+    if not usable:
+        return None
+    files = [ConversationFile(prepared.path / stem(number, split), prepared.manifest.dtype) for number in usable]
+    packed = [
+        Packed(*(listing.array(folder / f"{stem(number, split)}-{name}.npy") for name in ("members", "bounds")))
+        for number in usable
+    ]
+    order = listing.array(folder / f"{split}-order.npy")
+    return ConversationDataset(files, packed, order, recipe.model.seq_length, prepared.manifest.tokenizer.eod)

@@ -1,0 +1,162 @@
+"""Adapters as PEFT has them, and a model with its adapters added to its weights.
+
+Megatron's fused matrices have one adapter, transformers' parts of them one each: the rows of a fused product B · A are
+those of the parts, so each part has the same A and its own rows of B.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from llmrecipes.errors import UserError
+from llmrecipes.hf.megatron import weights
+from llmrecipes.hf.table import Family
+from llmrecipes.hf.tensors import TensorSource
+from llmrecipes.hf.transforms import FUSED_QKV, TRANSPOSED
+from llmrecipes.hf.weights import FolderWeights
+from llmrecipes.recipe.lora import Lora
+from llmrecipes.recipe.schema import Model
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+SUFFIX = "_lora"
+"""Follows the name of a matrix in that of its adapter, in checkpoints."""
+
+
+class Written(NamedTuple):
+    """What was written: numbers of adapters and of their parameters, and bytes of the file."""
+
+    adapters: int
+    parameters: int
+    bytes: int
+
+
+class Merged:
+    """Weights with adapters added: W + alpha / rank · B · A, in fp32; see `TensorSource`.
+
+    Args:
+        base: the weights that the adapters were trained on.
+        adapters: a checkpoint's, by the names of megatron-core.
+        model, lora: of the recipe.
+    """
+
+    def __init__(self, base: FolderWeights, adapters: TensorSource, model: Model, lora: Lora) -> None:
+        self._base, self._adapters, self._scale = base, adapters, lora.scale
+        self._sizes = weights(model)
+        self._adapted = set(matrices(adapters))
+
+    def names(self) -> Sequence[str]:
+        """See `TensorSource`."""
+        return list(self._sizes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        return self._sizes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `TensorSource`."""
+        return torch.float32
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `TensorSource`."""
+        size = self._sizes[name]
+        whole = self._base.read(name, tuple(0 for _ in size), size).float()
+        matrix = name.removesuffix(".weight")
+        if matrix not in self._adapted:
+            return whole
+        a, b = (self._adapters.read(f"{matrix}{SUFFIX}.{side}.weight").float() for side in "ab")
+        return whole.addmm_(b, a, alpha=self._scale)
+
+
+def matrices(adapters: TensorSource) -> Iterator[str]:
+    """Matrices that have adapters, by their names without `.weight`."""
+    end = f"{SUFFIX}.a.weight"
+    return (name.removesuffix(end) for name in adapters.names() if name.endswith(end))
+
+
+def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base: str, folder: Path) -> Written:
+    """Write adapter_config.json and adapter_model.safetensors, which `PeftModel.from_pretrained` loads.
+
+    All adapters are in memory, some thousandths of the model.
+
+    Args:
+        adapters: a checkpoint's, by the names of megatron-core.
+        family: of the base model.
+        model, lora: of the recipe.
+        base: folder or name of the base model.
+        folder: an empty folder.
+
+    Raises:
+        UserError: MLPs of a model with experts have adapters.
+        OSError: a disk error.
+    """
+    from safetensors.torch import save_file
+
+    found = sorted(matrices(adapters), key=_order)
+    _refuse_experts(found, model)
+    tensors: dict[str, torch.Tensor] = {}
+    modules: set[str] = set()
+    transposed = False
+    for matrix in found:
+        pair = family.pair(f"{matrix}.weight")
+        a, b = (adapters.read(f"{matrix}{SUFFIX}.{side}.weight") for side in "ab")
+        parts = pair.transform.split(b, model)
+        if pair.transform in (TRANSPOSED, FUSED_QKV):
+            # GPT-2's matrices are transposed on disk, its adapters are not.
+            transposed, parts = True, [part.t() for part in parts]
+        for name, part in zip(pair.theirs, parts, strict=True):
+            module = name.removesuffix(".weight")
+            modules.add(_without_layer(module))
+            tensors[f"base_model.model.{module}.lora_A.weight"] = a.clone()
+            tensors[f"base_model.model.{module}.lora_B.weight"] = part.contiguous().clone()
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    alpha = lora.scale * lora.rank
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules),
+        "fan_in_fan_out": transposed,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    size = sum(each.nbytes for each in tensors.values())
+    return Written(len(tensors) // 2, sum(each.numel() for each in tensors.values()), size)
+
+
+def _refuse_experts(found: Iterable[str], model: Model) -> None:
+    """Refuse what PEFT takes for adapters of experts.
+
+    transformers 5 has all experts of a layer in one tensor. PEFT adapts modules, and in a model with experts turns every
+    `gate_proj`, `up_proj` and `down_proj` into that tensor, those of dense layers and shared experts too.
+    """
+    if model.num_moe_experts is None:
+        return
+    names = sorted({name.rpartition(".")[2] for name in found if name.endswith(("linear_fc1", "linear_fc2"))})
+    if names:
+        raise UserError(
+            f"adapters of {', '.join(names)} in a model with experts",
+            where="lora.target_modules",
+            rule="PEFT has no form for them: it takes each for an adapter of all experts of a layer, which transformers "
+            "holds in one tensor",
+            fix="--to hf --merge-adapter, which writes the whole model; or train without them",
+        )
+
+
+def _order(matrix: str) -> tuple[object, ...]:
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in matrix.split("."))
+
+
+def _without_layer(module: str) -> str:
+    """`self_attn.q_proj` of `model.layers.3.self_attn.q_proj`: PEFT compares the ends of names."""
+    parts = module.split(".")
+    number = next(index for index, part in enumerate(parts) if part.isdecimal())
+    return ".".join(parts[number + 1 :])

@@ -1,0 +1,76 @@
+"""The tokenizer of prepared data as the files that transformers reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmrecipes.data.prepared import TOKENIZER
+from llmrecipes.errors import UserError
+from llmrecipes.hf.export import write_json
+
+if TYPE_CHECKING:
+    from llmrecipes.data.prepared import Prepared
+    from llmrecipes.recipe.schema import Recipe
+
+CONFIG = "tokenizer_config.json"
+
+
+def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
+    """Write the tokenizer that made a run's tokens.
+
+    A `bpe` one is one file and its end-of-text token. A Hugging Face one is written by transformers, with its special
+    tokens and chat template, from where the recipe names it.
+
+    Args:
+        folder: where to.
+        recipe: of the run.
+        prepared: its data.
+
+    Returns:
+        What config.json and generation_config.json say of it: ids of special tokens.
+
+    Raises:
+        UserError: it is damaged, cannot be loaded any more, or is a different one by now.
+    """
+    tokenizer = prepared.tokenizer()
+    if recipe.data.tokenizer.type == "huggingface":
+        return {**_from_transformers(folder, recipe, tokenizer.backend.get_vocab()), "eos_token_id": tokenizer.eod}
+    (folder / TOKENIZER).write_bytes((prepared.path / TOKENIZER).read_bytes())
+    write_json(
+        folder / CONFIG,
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": tokenizer.backend.id_to_token(tokenizer.eod),
+            "model_max_length": recipe.model.max_position_embeddings or recipe.model.seq_length,
+            "clean_up_tokenization_spaces": False,  # ids decode to the text that they were made of
+        },
+    )
+    return {"bos_token_id": None, "eos_token_id": tokenizer.eod, "pad_token_id": None}
+
+
+def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int]) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    section = recipe.data.tokenizer
+    where = "data.tokenizer"
+    try:
+        found = AutoTokenizer.from_pretrained(
+            section.path, revision=section.revision or "main", trust_remote_code=False
+        )
+    except Exception as error:  # HTTP, DNS, missing files, unknown classes: each library below has its own errors
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"cannot load tokenizer {section.path!r}: {reason}",
+            where=where,
+            fix="check that this machine reaches the Hub (HF_ENDPOINT), or --no-tokenizer",
+        ) from error
+    if found.get_vocab() != vocabulary:
+        raise UserError(
+            f"tokenizer {section.path!r} is not the one that the data was prepared with",
+            where=where,
+            rule="a model is written with the tokenizer of its training data",
+            fix="set data.tokenizer.revision to the commit that it was, or --no-tokenizer",
+        )
+    found.save_pretrained(folder)
+    return {"bos_token_id": found.bos_token_id, "pad_token_id": found.pad_token_id}

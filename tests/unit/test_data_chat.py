@@ -1,0 +1,449 @@
+"""Conversations: rows, templates, which tokens are answers, what is dropped and cut, and the sequences they end in."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from llmrecipes.data import sources, tokenizer
+from llmrecipes.data.chat import CHATML, SPECIAL, ChatSpec, Conversations, Template, chat_encoder
+from llmrecipes.data.dataset import build
+from llmrecipes.data.packing import best_fit
+from llmrecipes.data.prepare import Prepared, prepare
+from llmrecipes.data.prepared import fingerprint
+from llmrecipes.data.rows import conversation
+from llmrecipes.data.templates import question
+from llmrecipes.recipe.chat import Chat
+from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.schema import Recipe, Source
+from tests.helpers import tiny
+from tests.refusals import refused
+
+LENGTH = 160
+PREFIX = CHATML.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+"""ChatML that does not mark answers."""
+Messages = list[dict[str, str]]
+
+
+def talk(*contents: str, system: str = "") -> Messages:
+    """Contents of the user and the assistant in turn."""
+    roles = ("user", "assistant")
+    first = [{"role": "system", "content": system}] if system else []
+    return first + [{"role": roles[number % 2], "content": content} for number, content in enumerate(contents)]
+
+
+def jsonl(file: Path, *rows: Any) -> Source:
+    file.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), "utf-8")
+    return Source(type="jsonl", path=str(file))
+
+
+def made(file: Path, chat: Chat | None = None) -> list[Messages | None]:
+    found = sources.documents(Source(type="jsonl", path=str(file)), chat or Chat())
+    return [None if text is None else json.loads(text or "null") for text in found]
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_hold_messages_or_a_prompt_and_its_completion(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    jsonl(file, {"messages": talk("a", "b", system="s"), "id": 1}, {"prompt": "p", "completion": "c"}, {"messages": []})
+    assert made(file) == [talk("a", "b", system="s"), talk("p", "c"), None]
+    jsonl(file, {"talk": talk("a", "b")}, {"question": "p", "answer": "c", "messages": "else"})
+    named = Chat(messages_key="talk", prompt_key="question", completion_key="answer")
+    assert made(file, named) == [talk("a", "b"), talk("p", "c")]
+    table = pa.table({"messages": [talk("ä", "b"), None], "more": [1, 2]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    found = list(sources.documents(Source(type="parquet", path=str(tmp_path / "a.parquet")), Chat()))
+    assert [json.loads(text or "null") for text in found if text is not None] == [talk("ä", "b"), None]
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ('{"text": "no"}', "'messages'"),
+        ('{"messages": "hello"}', "'messages'"),
+        ('{"messages": {"role": "user"}}', "'messages'"),
+        ('{"messages": ["hello"]}', "'messages'"),
+        ('{"messages": [{"from": "human", "value": "a"}]}', "'role'"),
+        ('{"messages": [{"role": "user"}]}', "'content'"),
+        ('{"messages": [{"role": "asistant", "content": "a"}]}', "'asistant'"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "'content'"),
+        ('{"messages": [{"role": "assistant", "content": null}]}', "'content'"),
+        ('{"messages": [{"role": 1, "content": "a"}]}', "'role'"),
+        ('{"prompt": ["a"], "completion": "b"}', "'prompt'"),
+        ('{"prompt": "a"}', "'completion'"),
+        ('{"messages": [', ()),
+        ("[1]", ()),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_refused_with_its_line(
+    tmp_path: Path, row: str, rule: str | tuple[str, ...]
+) -> None:
+    file = tmp_path / "a.jsonl"
+    source = jsonl(file, {"messages": talk("a", "b")}, row)
+    with refused(f"{file}:2", rule=rule):
+        list(sources.documents(source, Chat()))
+
+
+def test_rows_that_are_not_utf8_are_refused_or_counted_as_those_of_text_are(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    surrogate = '{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    source = jsonl(file, surrogate, '{"prompt": null, "completion": "b"}')
+    assert list(sources.documents(source, Chat())) == [None, ""]
+    file.write_bytes(b'{"messages": [{"role": "user", "content": "\xff"}]}\n')
+    with refused(f"{file}:1"):
+        list(sources.documents(source, Chat()))
+
+
+def test_the_embedded_set_is_the_same_every_time_and_has_conversations_of_several_turns() -> None:
+    source = Source(type="docstrings")
+    found = list(sources.documents(source, Chat()))
+    assert found == list(sources.documents(source, Chat()))
+    turns = Counter(len(json.loads(text or "")) for text in found)
+    assert turns[2] > 2000
+    assert turns[4] + turns[6] + turns[8] > 200
+
+
+# -- templates and answers -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def backend() -> tokenizers.Tokenizer:
+    texts = [message["content"] for text in _some(400) for message in json.loads(text)]
+    return tokenizer.train(texts, 600, SPECIAL)[0]
+
+
+def _some(count: int) -> list[str]:
+    return [text for text in islice(sources.documents(Source(type="docstrings"), Chat()), count) if text]
+
+
+def encoded(
+    backend: tokenizers.Tokenizer, talks: Sequence[Messages], template: str = CHATML, longest: int = 10_000,
+    *, truncate: bool = True,
+) -> Conversations:  # fmt: skip
+    spec = ChatSpec(Template(template, "test", (("eos_token", SPECIAL[1]),)), longest, truncate)
+    documents = [(conversation(each) or "").encode() for each in talks]
+    return chat_encoder(backend.to_str(), "uint16", spec)(documents)
+
+
+def rows_of(found: Conversations) -> list[tuple[list[int], list[int]]]:
+    ends = np.cumsum(found.lengths)[:-1]
+    ids = np.split(np.frombuffer(found.ids, np.uint16), ends)
+    answers = np.split(np.frombuffer(found.answers, np.uint8), ends)
+    return [(one.tolist(), other.tolist()) for one, other in zip(ids, answers, strict=True)]
+
+
+TALKS = [
+    talk("What is it?", " a list\nof things "),
+    talk("One", "Zwölf 🥊", "and?", "more", system="be short"),
+    talk("only", "  x", "unanswered at the end"),
+]
+
+
+def test_ids_and_answers_are_those_of_transformers(backend: tokenizers.Tokenizer) -> None:
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, eos_token=SPECIAL[1])
+    for (ids, answers), messages in zip(rows_of(encoded(backend, TALKS)), TALKS, strict=True):
+        expected = theirs.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert ids == expected["input_ids"]
+        assert answers == expected["assistant_masks"]
+
+
+def test_without_marks_an_answer_is_what_follows_the_prompt_for_it(backend: tokenizers.Tokenizer) -> None:
+    marked, found = (rows_of(encoded(backend, TALKS, template)) for template in (CHATML, PREFIX))
+    assert [ids for ids, _ in found] == [ids for ids, _ in marked]
+    for (ids, answers), (_, exact) in zip(found, marked, strict=True):
+        # The line's end behind an answer is the template's, and it cannot be told apart.
+        more = [number for number, (one, other) in enumerate(zip(answers, exact, strict=True)) if one != other]
+        assert {backend.decode([ids[number]]) for number in more} == {"\n"}
+        assert sum(answers) == sum(exact) + len(more)
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused(backend: tokenizers.Tokenizer) -> None:
+    rewriting = "{% for m in messages %}{{ m.role if loop.last else '' }}{{ m.content }}{% endfor %}"
+    with refused("data.chat.chat_template", rule="{% generation %}"):
+        encoded(backend, [talk("a", "b", "c", "d")], rewriting)
+
+
+def test_conversations_without_an_answer_or_with_a_special_token_are_dropped_and_counted(
+    backend: tokenizers.Tokenizer,
+) -> None:
+    strict = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with\nuser') }}{% endif %}" + CHATML
+    talks = [
+        talk("a", "b"), talk("a"), talk("a", " \n"), talk("a <|im_end|>", "b"), talk("a", f"b{SPECIAL[0]}"),
+        talk("a", "b", system="s"), talk("c", "d"),
+    ]  # fmt: skip
+    found = encoded(backend, talks, strict)
+    assert [length > 0 for length in found.lengths] == [True, False, False, False, False, False, True]
+    assert found.tally == {"unanswered": 2, "special_tokens": 2, "rejected": 1}
+    assert found.refusal == "begin with"
+    assert len(found.answers) == sum(found.lengths)
+
+
+def test_long_conversations_are_cut_or_dropped(backend: tokenizers.Tokenizer) -> None:
+    talks = [talk("a", "b"), talk("a", "word " * 500), talk("word " * 500, "never reached")]
+    whole = rows_of(encoded(backend, talks))
+    cut = encoded(backend, talks, longest=40)
+    assert cut.tally == {"cut": 1, "cut_tokens": len(whole[1][0]) - 40, "unanswered": 1}
+    assert rows_of(cut)[1] == (whole[1][0][:40], whole[1][1][:40])
+    dropped = encoded(backend, talks, longest=40, truncate=False)
+    assert dropped.tally == {"too_long": 2}
+    assert rows_of(dropped)[0] == whole[0]
+    exact = encoded(backend, talks, longest=len(whole[1][0]), truncate=False)
+    assert exact.lengths[:2] == [len(ids) for ids, _ in whole[:2]]
+
+
+def test_a_huge_message_is_cut_before_it_is_tokenized(backend: tokenizers.Tokenizer) -> None:
+    huge = talk("a", "word " * 2_000_000)
+    assert encoded(backend, [huge], longest=40).lengths == [40]
+
+
+def test_templates_run_in_a_sandbox(backend: tokenizers.Tokenizer) -> None:
+    escaping = "{{ messages.__class__.__mro__[-1].__subclasses__() }}"
+    found = encoded(backend, [talk("a", "b")], escaping)
+    assert found.tally == {"rejected": 1}
+    assert "unsafe" in found.refusal
+
+
+# -- packing ---------------------------------------------------------------------------------------------------------
+
+
+def test_packing_fills_sequences_as_best_fit_decreasing_does() -> None:
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(1, LENGTH + 1, 300)
+        packed = best_fit(lengths, LENGTH, seed)
+        assert sorted(packed.members.tolist()) == list(range(300))
+        assert np.add.reduceat(lengths[packed.members], packed.bounds[:-1]).max() <= LENGTH
+        rooms: list[int] = []
+        for length in sorted(lengths.tolist(), reverse=True):
+            fits = [number for number, room in enumerate(rooms) if room >= length]
+            if fits:
+                rooms[min(fits, key=lambda number: rooms[number])] -= length
+            else:
+                rooms.append(LENGTH - length)
+        assert len(packed) == len(rooms)
+    assert not np.array_equal(best_fit(lengths, LENGTH, 0).members, best_fit(lengths, LENGTH, 1).members)
+
+
+# -- a prepared folder -----------------------------------------------------------------------------------------------
+
+
+def recipe(*given: Source, **chat: Any) -> Recipe:
+    data = {
+        "sources": [source.model_dump() for source in given], "split": [80.0, 20.0, 0.0], "chat": chat,
+        "num_workers": 0,
+    }  # fmt: skip
+    return tiny(model={"seq_length": LENGTH, "vocab_size": 600}, data=data)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
+    folder = tmp_path_factory.mktemp("rows")
+    texts = [json.loads(text) for text in _some(240)]
+    bad = [talk("no answer"), talk("x", "<|im_start|>"), texts[0]]
+    one = jsonl(folder / "one.jsonl", *({"messages": messages} for messages in [*texts[:160], *bad]))
+    pairs = [messages for messages in texts[160:] if len(messages) == 2]
+    two = jsonl(folder / "two.jsonl", *({"prompt": p["content"], "completion": c["content"]} for p, c in pairs))
+    return [one, two]
+
+
+@pytest.fixture(scope="module")
+def prepared(rows: list[Source], tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepare(recipe(*rows), tmp_path_factory.mktemp("data"), workers=1)
+
+
+def test_the_manifest_has_what_was_dropped_and_what_the_loss_counts(prepared: Prepared) -> None:
+    chat = prepared.manifest.chat
+    assert chat is not None
+    first, second = chat.sources
+    assert (first.unanswered, first.special_tokens, first.rejected) == (1, 1, 0)
+    assert prepared.manifest.sources[0].duplicates == 1
+    answers = sum(file.read_bytes().count(1) for file in prepared.path.glob("*.answers"))
+    assert first.answer_tokens + second.answer_tokens == answers
+    tokens = sum(prepared.manifest.counts(split).tokens for split in ("train", "valid"))
+    assert first.tokens + second.tokens == tokens
+    assert 0.2 < answers / tokens < 0.8
+    assert (prepared.path / "chat_template.jinja").read_text() == CHATML
+    assert not prepared.manifest.held_out
+    assert prepared.verify() == sum(prepared.manifest.counts(split).documents for split in ("train", "valid"))
+
+
+def test_a_damaged_file_of_answers_is_refused(prepared: Prepared, rows: list[Source], tmp_path: Path) -> None:
+    copied = prepare(recipe(*rows), tmp_path, workers=1)
+    file = next(copied.path.glob("*-train.answers"))
+    content = file.read_bytes()
+    file.write_bytes(bytes([1 - content[0]]) + content[1:])
+    with refused(file):
+        build(recipe(*rows), copied, "train")
+
+
+def samples(given: Recipe, prepared: Prepared) -> list[dict[str, torch.Tensor]]:
+    dataset = build(given, prepared, "train")
+    assert dataset is not None
+    return [dataset[number] for number in range(len(dataset))]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_samples_are_whole_conversations(rows: list[Source], prepared: Prepared, packing: bool) -> None:
+    given = recipe(*rows, packing=packing)
+    prepare(given, prepared.path.parent, workers=1)
+    backend = tokenizers.Tokenizer.from_file(str(prepared.path / "tokenizer.json"))
+    spec = ChatSpec(Template(CHATML, ""), LENGTH + 1, True)
+    documents = [text.encode() for source in rows for text in sources.documents(source, Chat()) if text]
+    known = {tuple(ids): answers for ids, answers in rows_of(chat_encoder(backend.to_str(), "uint16", spec)(documents))}
+    most = 0
+    for sample in samples(given, prepared):
+        starts = torch.nonzero(sample["position_ids"] == 0).flatten().tolist()
+        found = 0
+        for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
+            tokens, labels, mask = (sample[key][start:end] for key in ("tokens", "labels", "loss_mask"))
+            assert torch.equal(sample["position_ids"][start:end], torch.arange(end - start))
+            answers = known.get((*tokens.tolist(), labels[-1].item()))
+            if answers is None:  # the padding
+                assert not mask.any()
+                assert end == LENGTH
+                continue
+            found += 1
+            assert torch.equal(tokens[1:], labels[:-1])
+            assert mask.tolist() == answers[1:]
+        assert sample["loss_mask"].any()
+        most = max(most, found)
+    assert (most > 1) == packing
+
+
+def test_every_conversation_is_seen_once_before_any_is_seen_twice(rows: list[Source], tmp_path: Path) -> None:
+    base = recipe(rows[0])
+    longer = base.model_copy(update={"train": base.train.model_copy(update={"train_iters": 24})})
+    prepared = prepare(base, tmp_path, workers=1)
+    prepare(longer, tmp_path, workers=1)
+    first, second = (samples(each, prepared) for each in (base, longer))
+    # A longer run begins alike, so it may be resumed as one.
+    assert all(torch.equal(one["tokens"], other["tokens"]) for one, other in zip(first, second, strict=False))
+    names = [tuple(sample["tokens"].tolist()) for sample in second]
+    count = len(set(names))
+    assert count < len(names)
+    assert len(set(names[:count])) == count
+    assert names[:count] != names[count : 2 * count]
+
+
+def test_sources_are_drawn_by_weight(rows: list[Source], prepared: Prepared) -> None:
+    heavy = [rows[0], rows[1].model_copy(update={"weight": 3.0})]
+    assert fingerprint(recipe(*heavy)) == prepared.manifest.fingerprint
+    used = prepare(recipe(*heavy), prepared.path.parent, workers=1)
+    folder = max(used.path.glob("index/*"), key=lambda path: path.stat().st_mtime_ns)
+    order = np.load(folder / "train-order.npy")
+    assert np.bincount(order[:, 0]).tolist() == [len(order) // 4, len(order) * 3 // 4]
+
+
+def test_packing_needs_no_new_tokens_and_the_length_does(rows: list[Source]) -> None:
+    base = fingerprint(recipe(*rows))
+    assert fingerprint(recipe(*rows, packing=False)) == base
+    assert fingerprint(recipe(*rows, max_length=LENGTH + 1)) == base
+    assert fingerprint(recipe(*rows, max_length=LENGTH)) != base
+    shorter = recipe(*rows)
+    shorter = shorter.model_copy(update={"model": shorter.model.model_copy(update={"seq_length": 32})})
+    assert fingerprint(shorter) != base
+
+
+def test_a_source_without_anything_to_learn_is_refused_with_the_reason(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", *({"messages": talk(f"question {n}")} for n in range(20)))
+    with refused("data.sources[0]", rule="20"):
+        prepare(recipe(source), tmp_path / "data", workers=1)
+    assert not list((tmp_path / "data").glob("[!.]*"))
+
+
+# -- tokenizers of others --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def theirs(backend: tokenizers.Tokenizer, tmp_path: Path) -> transformers.PreTrainedTokenizerFast:
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=tokenizer.EOD)
+    found.save_pretrained(tmp_path / "tokenizer")
+    return found
+
+
+def with_theirs(base: Recipe, folder: Path) -> Recipe:
+    section = base.data.tokenizer.model_copy(update={"type": "huggingface", "path": str(folder)})
+    return base.model_copy(update={"data": base.data.model_copy(update={"tokenizer": section})})
+
+
+def test_a_tokenizer_without_a_template_is_refused_before_anything_is_read(
+    rows: list[Source], theirs: transformers.PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    given = with_theirs(recipe(*rows), tmp_path / "tokenizer")
+    with refused("data.chat.chat_template", rule="FILE.jinja"):
+        prepare(given, tmp_path / "data", workers=1)
+    for content, rule in ((b"{% for", "Jinja"), (b"\xff", "UTF-8")):
+        (tmp_path / "a.jinja").write_bytes(content)
+        named = with_theirs(recipe(*rows, chat_template=str(tmp_path / "a.jinja")), tmp_path / "tokenizer")
+        with refused("data.chat.chat_template", rule=rule):
+            prepare(named, tmp_path / "data", workers=1)
+
+
+def test_a_template_from_a_file_and_its_own_end_of_an_answer(
+    rows: list[Source], theirs: transformers.PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jinja").write_text(PREFIX)
+    given = with_theirs(recipe(*rows, chat_template=str(tmp_path / "a.jinja")), tmp_path / "tokenizer")
+    found = prepare(given, tmp_path / "data", workers=1)
+    assert found.manifest.chat is not None
+    assert found.manifest.chat.origin == str(tmp_path / "a.jinja")
+    assert found.manifest.tokenizer.eod == theirs.eos_token_id
+    asked = question(found, "Why?")
+    message = [{"role": "user", "content": "Why?"}]
+    assert asked.text == theirs.apply_chat_template(
+        message, chat_template=PREFIX, tokenize=False, add_generation_prompt=True
+    )
+    assert asked.end == theirs.convert_tokens_to_ids(SPECIAL[1])
+    lines: list[str] = []
+    (tmp_path / "a.jinja").write_text(CHATML)
+    prepare(given, tmp_path / "data", workers=1, progress=lines.append)
+    assert any(str(tmp_path / "a.jinja") in line for line in lines)
+
+
+# -- rules -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "rule"),
+    [
+        ({"data": {"sources": [{"type": "stdlib"}], "chat": {}}}, "data.sources.0.type", "jsonl"),
+        ({"data": {"sources": [{"type": "docstrings"}]}}, "data.sources.0.type", "data.chat"),
+        ({"data": {"sources": [{"type": "docstrings", "path": "x"}], "chat": {}}}, "data.sources.0.path", "docstrings"),
+        (
+            {"data": {"sources": [{"type": "jsonl", "path": "x", "text_key": "y"}], "chat": {}}},
+            "data.sources.0.text_key", "data.chat.messages_key",
+        ),
+        ({"data": {"sources": [{"type": "docstrings"}], "chat": {"max_length": 66}}}, "data.chat.max_length", "65"),
+        ({"data": {"sources": [{"type": "docstrings"}], "chat": {"max_length": 1}}}, "data.chat.max_length", "65"),
+        ({"model": {"transformer_impl": "transformer_engine"}}, "model.transformer_impl", "data.chat.packing"),
+        ({"model": {"mtp_num_layers": 1, "position_embedding_type": "rope"}}, "model.mtp_num_layers", "next"),
+        ({"parallelism": {"context_parallel_size": 2}}, "parallelism.context_parallel_size", "data.chat.packing"),
+        (
+            {"search": {"space": [{"key": "optimizer.lr", "low": 1e-4, "high": 1e-3}],
+                        "objectives": ["valid_bits_per_byte"]}},
+            "search.objectives", "valid_loss",
+        ),
+    ],
+)  # fmt: skip
+def test_rules(changes: dict[str, Any], where: str, rule: str) -> None:
+    sections = {"data": {"sources": [{"type": "docstrings"}], "chat": {}}, **changes}
+    found = {problem.key: problem for problem in check(tiny(**sections))}
+    assert rule in f"{found[where].what} {found[where].rule} {found[where].fix}"
+    padded = {**sections["data"], "chat": {**sections["data"].get("chat", {}), "packing": False}}
+    if where.startswith(("model", "parallelism")):
+        assert where not in {problem.key for problem in check(tiny(**{**sections, "data": padded}))}

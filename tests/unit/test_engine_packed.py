@@ -1,0 +1,162 @@
+"""Conversations that share a sequence train as if each were alone, and only answers count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmrecipes.data.conversations import ConversationDataset
+from llmrecipes.data.packing import alone, best_fit
+from llmrecipes.engine.base import Batch
+from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
+from llmrecipes.engine.megatron.model.packing import attention_mask
+from tests.helpers import LLAMA, built, engine_of, random_batches, tiny
+from tests.unit import test_model_hf as hf
+
+pytestmark = pytest.mark.usefixtures("world")
+
+BOUND = 1e-5
+LENGTH, PAD = 32, 0
+CHAT = {"sources": [{"type": "docstrings"}], "chat": {}}
+MODELS: dict[str, dict[str, Any]] = {
+    "learned positions": {},
+    "rotary positions, grouped queries": LLAMA,
+    "experts": {**LLAMA, "num_moe_experts": 4},
+    "latent attention": {
+        "position_embedding_type": "rope", "multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8, "v_head_dim": 24, "normalization": "RMSNorm", "add_bias_linear": False,
+    },
+}  # fmt: skip
+Talks = list[tuple[np.ndarray, np.ndarray]]
+
+
+def talks(count: int = 9, vocabulary: int = 512) -> Talks:
+    """Conversations of 2 to 20 tokens, each with an answer."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(2, 21, count)
+    ids = [random.integers(1, vocabulary, n) for n in lengths]
+    return [(each, (np.arange(len(each)) >= random.integers(1, len(each))).astype(np.uint8)) for each in ids]
+
+
+def batch(given: Talks, *, packed: bool) -> Batch:
+    """All of them, in as many sequences as they need."""
+    lengths = np.array([len(ids) - 1 for ids, _ in given])
+    sequences = best_fit(lengths, LENGTH, 0) if packed else alone(len(given))
+    order = np.stack([np.zeros(len(sequences), np.int64), np.arange(len(sequences))], 1)
+    data: Any = given
+    samples = ConversationDataset([data], [sequences], order, LENGTH, PAD)
+    return {key: torch.stack([samples[n][key] for n in range(len(samples))]) for key in samples[0]}
+
+
+def loss_and_gradients(
+    module: RecipeGPTModel, given: Batch, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss summed over what counts, and its gradients."""
+    module.zero_grad(set_to_none=True)
+    weights = given["loss_mask"]
+    losses = module(given["tokens"], given["position_ids"], mask, labels=given["labels"], loss_mask=weights)
+    total = (losses * weights).sum()
+    total.backward()
+    return total.detach(), {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        scale = other[name].norm().clamp(min=1e-3)
+        assert (one[name] - other[name]).norm() / scale < BOUND, name
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["by lengths", "by a mask"])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_conversations_train_as_if_each_were_alone(name: str, dense: bool) -> None:
+    module = built(tiny(model={**MODELS[name], "seq_length": LENGTH}, data=CHAT)).module
+    given = talks()
+    together, apart = batch(given, packed=True), batch(given, packed=False)
+    assert len(together["tokens"]) < len(apart["tokens"])
+    mask = attention_mask(together["position_ids"], dense=dense)
+    ours, gradients = loss_and_gradients(module, together, mask)
+    loss, expected = loss_and_gradients(module, apart, None)
+    assert ours / loss == pytest.approx(1, abs=BOUND)
+    require_same(gradients, expected)
+    # It is the mask that does it.
+    assert abs(loss_and_gradients(module, together, None)[0] / loss - 1) > 3 * BOUND
+
+
+def test_the_loss_is_that_of_transformers_with_labels_of_minus_100(tmp_path: Path) -> None:
+    case = hf.Case("llama", {**hf.LLAMA, "vocab_size": 384})  # which needs no rows of padding
+    ours = hf.randomised(case.model)
+    theirs, _ = hf.exported(case, ours, tmp_path)
+    given = talks(vocabulary=384)
+    longest = max(len(ids) for ids, _ in given)
+    ids, labels = np.zeros((len(given), longest), np.int64), np.full((len(given), longest), -100)
+    for row, (tokens, answers) in enumerate(given):
+        ids[row, : len(tokens)] = tokens
+        labels[row, : len(tokens)] = np.where(answers > 0, tokens, -100)
+    expected = theirs(input_ids=torch.from_numpy(ids), labels=torch.from_numpy(labels)).loss
+    together = batch(given, packed=True)
+    mask = attention_mask(together["position_ids"], dense=False)
+    found = loss_and_gradients(ours, together, mask)[0] / together["loss_mask"].sum()
+    assert found.item() == pytest.approx(expected.item(), rel=BOUND)
+
+
+def test_what_is_not_an_answer_never_counts() -> None:
+    module = built(tiny(model={**LLAMA, "seq_length": LENGTH}, data=CHAT)).module
+    given = batch(talks(), packed=True)
+    mask = attention_mask(given["position_ids"], dense=False)
+    loss, gradients = loss_and_gradients(module, given, mask)
+    other = {**given, "labels": torch.where(given["loss_mask"] > 0, given["labels"], 7)}
+    assert not torch.equal(other["labels"], given["labels"])
+    changed, found = loss_and_gradients(module, other, mask)
+    assert changed == loss
+    assert all(torch.equal(found[name], gradients[name]) for name in gradients)
+    # Nor does the padding reach what counts.
+    padding = given["loss_mask"].flip(1).cumsum(1).flip(1) == 0
+    noise = {**given, "tokens": torch.where(padding, 9, given["tokens"])}
+    assert not torch.equal(noise["tokens"], given["tokens"])
+    assert loss_and_gradients(module, noise, mask)[0] == loss
+
+
+def masked(batches: Iterator[Batch], without: int) -> Iterator[Batch]:
+    """The batches; one of them has nothing that counts."""
+    for number, each in enumerate(batches):
+        yield {**each, "loss_mask": each["loss_mask"] * (number != without)}
+
+
+def test_a_micro_batch_without_an_answer_changes_no_mean() -> None:
+    whole = tiny(train={"micro_batch_size": 8})
+    parts = tiny(train={"micro_batch_size": 2})
+    results = []
+    for recipe in (whole, parts):
+        engine = engine_of(recipe)
+        batches = masked(random_batches(parts), 1)
+        if recipe is whole:
+            four = [next(batches) for _ in range(4)]
+            batches = iter([{key: torch.cat([each[key] for each in four]) for key in four[0]}])
+        results.append(engine.train_step(batches))
+        engine.close()
+    one, other = results
+    assert other.loss == pytest.approx(one.loss, rel=1e-6)
+    assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+
+
+def test_an_evaluation_is_a_mean_over_answers_of_all_batches() -> None:
+    engine = engine_of(tiny(train={"micro_batch_size": 8}))
+    batches = list(masked(random_batches(engine.recipe), -1))[:2]
+    batches[1]["loss_mask"][:, 3:] = 0
+    counts = [float(each["loss_mask"].sum()) for each in batches]
+    apart = [engine.evaluate(iter([each]), 1) or 0.0 for each in batches]
+    expected = sum(loss * count for loss, count in zip(apart, counts, strict=True)) / sum(counts)
+    assert engine.evaluate(iter(batches), 2) == pytest.approx(expected, rel=1e-9)
+    assert abs(sum(apart) / 2 - expected) > 1e-4
+    engine.close()
+
+
+def test_packing_chooses_the_layers_that_keep_conversations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmrecipes.engine.megatron.model.spec._transformer_engine_obstacle", lambda: None)
+    assert built(tiny(data=CHAT)).implementation == "local"

@@ -1,0 +1,145 @@
+"""Adapters leave for PEFT, alone or added to their base model, and compute there what they do here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.base import Progress
+from llmrecipes.engine.megatron.backend import MegatronBackend
+from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.engine.megatron.world import join
+from llmrecipes.hf.match import section_of
+from llmrecipes.hf.reading import read_config
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.load import recipe_hash, to_yaml
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.export import Options, export
+from llmrecipes.workflow.export_adapter import export_adapter
+from llmrecipes.workflow.pretrained import base_weights, with_pretrained
+from tests.helpers import ROOMY, steps
+from tests.hf_models import LENGTH, VOCABULARY, saved
+from tests.refusals import refused
+
+TOKENS = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+CASES: dict[str, dict[str, Any]] = {
+    "gpt2": {"rank": 4, "alpha": 6.0},
+    "llama": {"rank": 4, "dropout": 0.5},
+    "qwen3": {"rank": 4, "target_modules": ["linear_qkv", "linear_fc2"]},
+    "mixtral": {"rank": 4, "target_modules": ["linear_qkv"]},
+    "deepseek_v3": {
+        "rank": 3,
+        "alpha": 9.0,
+        "target_modules": ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"],
+    },
+}
+OF_EXPERTS: dict[str, Any] = {
+    "rank": 3, "target_modules": ["linear_fc1", "linear_fc2", "experts.linear_fc1", "experts.linear_fc2"]
+}  # fmt: skip
+
+
+def lora_recipe(base: Path, lora: dict[str, Any]) -> Recipe:
+    _, model = section_of(read_config(base), base)
+    sections = {
+        "model": {**model, "seq_length": LENGTH},
+        "train": {
+            "train_iters": 3, "micro_batch_size": 2, "global_batch_size": 4, "precision": "fp32",
+            "pretrained": str(base),
+        },
+        "optimizer": {"lr": 1e-2},
+        "lora": lora,
+    }  # fmt: skip
+    return Recipe.model_validate({"name": "adapted", **sections})
+
+
+def new_run(recipe: Recipe, folder: Path) -> RunSpec:
+    """The directory of a run, before its first step."""
+    run_dir = folder / "runs" / "adapted" / "a"
+    run_dir.mkdir(parents=True)
+    (run_dir / "recipe.yaml").write_text(to_yaml(recipe), "utf-8")
+    spec = RunSpec(recipe=recipe, run_dir=run_dir, runs_dir=folder / "runs", data_dir=folder / "data")
+    return with_pretrained(spec, lambda _line: None)
+
+
+@contextmanager
+def engine_of_run(spec: RunSpec) -> Iterator[MegatronEngine]:
+    platform = MegatronBackend().platform()
+    plan = derive(spec.recipe, 1, ROOMY)
+    with (
+        join(platform, 1, spec.recipe.parallelism),
+        base_weights(spec.run_dir, spec.recipe) as weights,
+        closing(MegatronBackend().build(plan, platform, weights)) as engine,
+    ):
+        yield engine
+
+
+def trained(spec: RunSpec) -> torch.Tensor:
+    """Train and save; returns the logits afterwards."""
+    with engine_of_run(spec) as engine:
+        steps(engine, 3)
+        store = CheckpointStore(spec.run_dir / "checkpoints")
+        info = CheckpointInfo(
+            step=3, consumed_samples=12, consumed_tokens=12 * LENGTH, layout=engine.plan.layout.as_dict(),
+            recipe_hash=recipe_hash(spec.recipe), engine="megatron", recipe=spec.recipe.model_dump(mode="json"),
+        )  # fmt: skip
+        with AsyncSaver(store, saver_group(), engine.checkpoint_format()) as saver:
+            saver.save(engine.state(Progress(step=3)), info)
+            (report,) = saver.wait()
+        assert report.path is not None, report.error
+        return ours(engine)
+
+
+@torch.no_grad()
+def ours(engine: MegatronEngine) -> torch.Tensor:
+    (module,) = engine.modules
+    found: torch.Tensor = module.eval()(TOKENS, torch.arange(LENGTH).expand(2, -1), None)
+    return found[..., :VOCABULARY]
+
+
+@torch.no_grad()
+def theirs(model: torch.nn.Module) -> torch.Tensor:
+    found: torch.Tensor = model.eval()(TOKENS).logits
+    return found
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_peft_computes_the_same(kind: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    saved(kind, base)
+    spec = new_run(lora_recipe(base, CASES[kind]), tmp_path)
+    here = trained(spec)
+    made = export_adapter("a", None, tmp_path / "runs")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base)
+    plain = theirs(whole)
+    assert (here - plain).abs().max() > 1e-2, "the adapters have no effect"
+    adapted = peft.PeftModel.from_pretrained(whole, made.path)
+    assert made.parameters == sum(each.numel() for name, each in adapted.named_parameters() if "lora_" in name)
+    assert (theirs(adapted) - here).abs().max() < 1e-5
+    export("a", tmp_path / "merged", tmp_path / "runs", tmp_path, Options(tokenizer=False, merge_adapter=True))
+    ready = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (theirs(ready) - here).abs().max() < 1e-5
+    merged = adapted.merge_and_unload().state_dict()
+    for name, value in ready.state_dict().items():
+        assert torch.allclose(value, merged[name], rtol=0, atol=1e-6), name
+
+
+def test_adapters_of_experts_leave_in_a_whole_model_alone(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    saved("deepseek_v3", base)
+    here = trained(new_run(lora_recipe(base, OF_EXPERTS), tmp_path))
+    with refused("lora.target_modules", rule="--merge-adapter"):
+        export_adapter("a", None, tmp_path / "runs")
+    export("a", tmp_path / "merged", tmp_path / "runs", tmp_path, Options(tokenizer=False, merge_adapter=True))
+    ready = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (theirs(ready) - here).abs().max() < 1e-5
