@@ -108,7 +108,7 @@ def _load(manager: TaskManager, name: str, where: str) -> list[Any]:
     remote = sorted({path for config in _leaves(manager, name, set()) if (path := _on_hub(config, name, where))})
     unreachable = bool(remote) and not _reaches_hub()
     try:
-        with _offline(unreachable):
+        with _quiet(offline=unreachable):
             loaded = manager.load([name])
     except UserError:
         raise
@@ -324,15 +324,19 @@ def _reaches_hub() -> bool:
 
 
 @contextmanager
-def _offline(wanted: bool) -> Iterator[None]:
-    """A block in which the libraries of Hugging Face only use their cache, so that none of them waits and retries."""
+def _quiet(*, offline: bool) -> Iterator[None]:
+    """A block in which `datasets` draws no bars, and, offline, uses its cache alone, so that it never retries."""
     import datasets.config
     from huggingface_hub import constants
 
+    drawing = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
     before = datasets.config.HF_DATASETS_OFFLINE, constants.HF_HUB_OFFLINE
-    if wanted:
+    if offline:
         datasets.config.HF_DATASETS_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
         datasets.config.HF_DATASETS_OFFLINE, constants.HF_HUB_OFFLINE = before
+        if drawing:
+            datasets.enable_progress_bars()

@@ -1,4 +1,4 @@
-"""`llmrecipes eval` and `train.eval_tasks` on runs that are really trained: what is kept, where, and what is refused."""
+"""`llmrecipes eval` and `train.eval_tasks` on trained runs: what is kept, where, and what is refused."""
 
 from __future__ import annotations
 
