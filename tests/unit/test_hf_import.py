@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
-from llmrecipes.cli.app import run
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.checkpoint.loader import load
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel, build, construct
@@ -25,7 +23,6 @@ from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow.importing import import_model
 from tests.hf_models import CONFIGS, LENGTH, VOCABULARY, saved
-from tests.refusals import refused, require_message
 from tests.unit.balance_worker import ROOMY
 
 BPE = "data.tokenizer.type=bpe"

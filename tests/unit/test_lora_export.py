@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ import transformers
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.cli.app import run as command
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.engine import MegatronEngine
@@ -30,9 +28,9 @@ from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.export import Options, export
 from llmrecipes.workflow.export_adapter import export_adapter
 from llmrecipes.workflow.pretrained import base_weights, with_pretrained
-from tests.hf_models import LENGTH, VOCABULARY, saved
 from tests.helpers import ROOMY, steps
-from tests.refusals import refused, require_message
+from tests.hf_models import LENGTH, VOCABULARY, saved
+from tests.refusals import refused
 
 TOKENS = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(4))
 CASES: dict[str, dict[str, Any]] = {
