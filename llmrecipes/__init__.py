@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llmrecipes.api import Checkpoint, Run, TrainResult, load_recipe, open_run, plan_recipe, train_recipe
+    from llmrecipes.api_models import merge_models
     from llmrecipes.errors import UserError
 
 __version__ = "0.1.0"
 
-__all__ = ["Checkpoint", "Run", "TrainResult", "UserError", "load_recipe", "open_run", "plan_recipe", "train_recipe"]
+__all__ = [
+    "Checkpoint", "Run", "TrainResult", "UserError", "load_recipe", "merge_models", "open_run", "plan_recipe",
+    "train_recipe",
+]  # fmt: skip
+
+_ELSEWHERE = {"UserError": "llmrecipes.errors", "merge_models": "llmrecipes.api_models"}
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("llmrecipes.errors" if name == "UserError" else "llmrecipes.api"), name)
+    return getattr(importlib.import_module(_ELSEWHERE.get(name, "llmrecipes.api")), name)
 
 
 def __dir__() -> list[str]:

@@ -215,6 +215,57 @@ class Run:
             (sample,) = samples(self.path, self.data_dir, request)
         return sample.text
 
+    def evaluate(
+        self,
+        *,
+        data: Sequence[str] = (),
+        tasks: Sequence[str] = (),
+        checks: Sequence[str] = (),
+        step: int | None = None,
+        tp: int = 1,
+        nproc: int | None = None,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """Evaluate a checkpoint, as `llmrecipes eval`; results are also kept in evaluations.jsonl and MLflow.
+
+        Args:
+            data: for perplexity: `valid`, `test`, `train`, `stdlib` or `TYPE:PATH`; `valid` if nothing is asked for.
+            tasks: of lm-evaluation-harness, or paths of task files.
+            checks: `repetition`, `memorisation`, `bias`.
+            step: of the checkpoint; default: the newest.
+            tp: ranks that share the model; with more than one rank they are processes of their own.
+            nproc: all ranks; default: `tp`.
+            options: others of the command, such as `limit=100` or `num_fewshot=5`; see `evaluation.request.Request`.
+
+        Returns:
+            A record for each task, with `task`, `metrics`, `settings`, `step`, `time` and `examples`.
+
+        Raises:
+            UserError: no valid checkpoint, tasks or data that are missing, or an unknown option.
+        """
+        from pydantic import ValidationError
+
+        from llmrecipes.evaluation.request import Request
+        from llmrecipes.workflow.evaluate import Layout, evaluate_run
+
+        try:
+            request = Request.model_validate({"data": data, "tasks": tasks, "checks": checks, **options})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UserError(f"{first['input']!r}: {first['msg']}", where=where, rule="see Run.evaluate") from error
+        name = str(self.path) if step is None else f"{self.path}@{step}"
+        with warnings.catch_warnings():
+            ignore_library_warnings()
+            return evaluate_run(name, request, self.path.parents[1], self.data_dir, Layout(tp, nproc)).records
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """All records of `evaluate` and `llmrecipes eval`, oldest first."""
+        from llmrecipes.evaluation.history import read
+
+        return read(self.path)
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -272,8 +323,8 @@ def train_recipe(
 
     loaded = _recipe(recipe)
     paths = Paths(
-        _directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
-        _directory(data_dir, DATA_VARIABLE, DATA_DIR),
+        directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
+        directory(data_dir, DATA_VARIABLE, DATA_DIR),
     )
     name = new_run_id() if run_id is None else run_id
     options = TrainOptions(
@@ -306,8 +357,8 @@ def open_run(name: str | Path, *, runs_dir: str | Path | None = None, data_dir: 
     """
     from llmrecipes.workflow.runs import find_run
 
-    path = find_run(str(name), _directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))
-    return Run(path, _directory(data_dir, DATA_VARIABLE, DATA_DIR))
+    path = find_run(str(name), directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))
+    return Run(path, directory(data_dir, DATA_VARIABLE, DATA_DIR))
 
 
 def _say(line: str) -> None:
@@ -318,7 +369,8 @@ def _recipe(recipe: Recipe | str | Path) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
 
 
-def _directory(given: str | Path | None, variable: str, default: Path) -> Path:
+def directory(given: str | Path | None, variable: str, default: Path) -> Path:
+    """A directory that was given, or that of its environment variable, or its default."""
     return Path(os.environ.get(variable) or default) if given is None else Path(given)
 
 

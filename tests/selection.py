@@ -16,10 +16,11 @@ TESTS = Path(__file__).parent
 
 VERSION = (
     "dist/", "train/", "unit/test_bench.py", "unit/test_benchmark_layouts", "unit/test_checkpoint_",
-    "unit/test_coordinates", "unit/test_data_batches", "unit/test_data_chat", "unit/test_data_prepare", "unit/test_dryrun",
-    "unit/test_engine_", "unit/test_faults_memory", "unit/test_faults_numerics", "unit/test_generate",
-    "unit/test_model_", "unit/test_network.py", "unit/test_plan_model", "unit/test_plan_placement",
-    "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects", "unit/test_rendezvous",
+    "unit/test_chat_", "unit/test_coordinates", "unit/test_data_batches", "unit/test_data_chat",
+    "unit/test_data_prepare", "unit/test_dryrun", "unit/test_engine_", "unit/test_evaluation",
+    "unit/test_faults_memory", "unit/test_faults_numerics", "unit/test_generate", "unit/test_hf_", "unit/test_lora_",
+    "unit/test_merge_", "unit/test_model_", "unit/test_network.py", "unit/test_plan_model", "unit/test_plan_placement",
+    "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects", "unit/test_rendezvous", "unit/test_serve",
     "unit/test_train_", "unit/test_workflow_smoke", "unit/test_workflow_train", "unit/test_workflow_upcycle",
 )  # fmt: skip
 """Path prefixes of tests whose results depend on the versions of Python, torch and megatron-core."""

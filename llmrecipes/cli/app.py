@@ -16,7 +16,21 @@ import typer
 from typer.core import TyperGroup
 
 from llmrecipes import __version__
-from llmrecipes.cli import bench, completion, doctor, dryrun, models, recipes, runs, search, submit, training
+from llmrecipes.cli import (
+    bench,
+    completion,
+    doctor,
+    dryrun,
+    evaluate,
+    merging,
+    models,
+    recipes,
+    runs,
+    search,
+    serving,
+    submit,
+    training,
+)
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
@@ -56,7 +70,10 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "compare": runs.compare,
         "scaling": runs.scaling,
         "generate": runs.generate,
+        "eval": evaluate.evaluate,
         "export": models.export,
+        "merge": merging.merge,
+        "serve": serving.serve,
         "ui": runs.ui,
         "tensorboard": runs.tensorboard,
     },

@@ -20,6 +20,7 @@ from llmrecipes.cli.options import (
     PatienceOption,
     RanksOption,
     RecipeArgument,
+    site_option,
 )
 from llmrecipes.errors import ExitCode, UserError
 
@@ -115,13 +116,7 @@ def collectives(
 def fabric(
     cluster: Annotated[
         str | None,
-        typer.Option(
-            "--cluster",
-            metavar="NAME",
-            envvar="LLMRECIPES_CLUSTER",
-            help="Measure the adapters of this cluster profile, and compare with it. Default: all adapters.",
-            autocompletion=completion.clusters,
-        ),
+        site_option("Measure the adapters of this cluster profile, and compare with it. Default: all adapters."),
     ] = None,
     nodes: HostsOption = None,
     seconds: Annotated[

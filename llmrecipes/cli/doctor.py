@@ -20,6 +20,7 @@ from llmrecipes.cli.options import (
     OverridesArgument,
     PatienceOption,
     RunsOption,
+    site_option,
 )
 from llmrecipes.doctor.finding import Finding, bad_nodes
 from llmrecipes.errors import ExitCode, UserError
@@ -42,16 +43,7 @@ def doctor(
         ),
     ] = None,
     overrides: OverridesArgument = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="NAME",
-            envvar="LLMRECIPES_CLUSTER",
-            help="Check against this cluster profile.",
-            autocompletion=completion.clusters,
-        ),
-    ] = None,
+    cluster: Annotated[str | None, site_option("Check against this cluster profile.")] = None,
     nodes: HostsOption = None,
     run_id: Annotated[
         str | None,

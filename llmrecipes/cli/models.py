@@ -43,6 +43,9 @@ def export(
         typer.Option("--family", metavar="NAME", help="model_type of transformers; default: the first that fits."),
     ] = None,
     tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer too.")] = True,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Write the moving average of the weights (`optimizer.ema_decay`).")
+    ] = False,
     merge_adapter: Annotated[
         bool, typer.Option("--merge-adapter", help="Add the adapters of a LoRA run to its base model.")
     ] = False,
@@ -64,7 +67,7 @@ def export(
     if to == "peft":
         _export_adapter(run, out, runs_dir, as_json=as_json)
         return
-    options = Options(dtype, _bytes(max_shard_size), family, tokenizer, merge_adapter)
+    options = Options(dtype, _bytes(max_shard_size), family, tokenizer, ema, merge_adapter)
     made = make(run, out, runs_dir, data_dir, options)
     if as_json:
         print(json.dumps(asdict(made)))
@@ -114,6 +117,13 @@ def import_model(
         str, typer.Argument(metavar="MODEL", help="Folder with config.json and safetensors, or name on the Hub.")
     ],
     overrides: OverridesArgument = None,
+    of: Annotated[
+        str, typer.Option("--from", metavar="FORM", help="hf, or megatron: a torch_dist checkpoint of Megatron-LM.")
+    ] = "hf",
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", metavar="RECIPE", help="Recipe that describes the model; for --from megatron."),
+    ] = None,
     revision: Annotated[
         str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
     ] = None,
@@ -124,7 +134,7 @@ def import_model(
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
 ) -> None:
-    """Make a run from a Hugging Face model.
+    """Make a run from a Hugging Face model, or from a checkpoint of Megatron-LM.
 
     The run has a recipe, and a checkpoint of step 0 that any layout loads. Example of overrides: model.seq_length=4096.
     """
@@ -136,6 +146,11 @@ def import_model(
 
     setup_logging()
     run_id = new_run_id() if run_id is None else checked_run_id(run_id)
+    if of != "hf":
+        _import_megatron(source, of, recipe, overrides or [], runs_dir, run_id, as_json=as_json)
+        return
+    if recipe is not None:
+        raise UserError(recipe, where="--recipe", rule="config.json describes the model", fix="--from megatron")
     made = make(source, overrides or [], runs_dir, run_id, revision=revision, name=name)
     if as_json:
         print(json.dumps(asdict(made)))
@@ -144,5 +159,35 @@ def import_model(
     print(f"imported {made.source}{commit}: {made.model_type}, {number(made.parameters)} parameters")
     if made.new_rows:
         print(f"         {made.new_rows} rows of the vocabulary are new: the mean of the others")
+    print(f"to       {made.run_dir}, in {made.seconds:.1f} s with {made.peak_memory_bytes / GIB:.2f} GiB of memory")
+    print(f"train:   {resume_command(Path(made.run_dir))}")
+
+
+def _import_megatron(
+    source: str, of: str, recipe: str | None, overrides: list[str], runs_dir: Path, run_id: str, *, as_json: bool
+) -> None:
+    from llmrecipes.commandline import resume_command
+    from llmrecipes.console import number
+    from llmrecipes.units import GIB
+    from llmrecipes.workflow.import_megatron import import_megatron as make
+
+    if of != "megatron":
+        raise UserError(f"{of!r}", where="--from", rule="one of hf, megatron")
+    if recipe is None:
+        raise UserError(
+            "not set",
+            where="--recipe",
+            rule="a checkpoint of Megatron-LM has no description of data and training, and of its model only weights "
+            "and arguments",
+            fix="--recipe FILE.yaml, with a section model for what was trained",
+        )
+    made = make(Path(source), recipe, overrides, runs_dir, run_id)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    iteration = "" if made.iteration is None else f", iteration {made.iteration}"
+    print(f"imported {made.source}{iteration}: {number(made.parameters)} parameters")
+    for note in made.notes:
+        print(f"note     {note}")
     print(f"to       {made.run_dir}, in {made.seconds:.1f} s with {made.peak_memory_bytes / GIB:.2f} GiB of memory")
     print(f"train:   {resume_command(Path(made.run_dir))}")

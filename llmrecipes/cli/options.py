@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -71,6 +71,15 @@ ClusterOption = Annotated[
         autocompletion=completion.clusters,
     ),
 ]
+
+
+def site_option(text: str) -> Any:
+    """`--cluster` of a command that runs on the site itself, which may set LLMRECIPES_CLUSTER for its users."""
+    return typer.Option(
+        "--cluster", metavar="NAME", envvar="LLMRECIPES_CLUSTER", help=text, autocompletion=completion.clusters
+    )
+
+
 NodesOption = Annotated[
     int | None,
     typer.Option("--nodes", metavar="N", min=1, help="Nodes of the cluster; default: the fewest that fit the layout."),

@@ -127,6 +127,9 @@ def generate(
     ] = SAMPLING.top_p,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = SAMPLING.seed,
     num_samples: Annotated[int, typer.Option("--num-samples", metavar="N", min=1, help="Number of continuations.")] = 1,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Use the moving average of the weights (`optimizer.ema_decay`).")
+    ] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a message; the model answers it by the run's chat template.")
     ] = False,
@@ -140,7 +143,7 @@ def generate(
     from llmrecipes.workflow.runs import find_run
 
     setup_logging()
-    request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples, chat)
+    request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples, ema, chat)
     for sample in samples(find_run(run, runs_dir), data_dir, request):
         if as_json:
             print(json.dumps({"step": sample.step, "prompt": prompt, "text": sample.text, "tokens": sample.tokens}))

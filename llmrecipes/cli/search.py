@@ -16,6 +16,7 @@ from llmrecipes.cli.options import (
     OverridesArgument,
     RecipeArgument,
     RunsOption,
+    site_option,
 )
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
@@ -39,15 +40,7 @@ def search(
         bool, typer.Option("--resume", help="Continue the study, or join the processes that work on it.")
     ] = False,
     to: Annotated[str, typer.Option("--to", metavar="WHERE", help="Where trials run: local, slurm or k8s.")] = "local",
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="NAME",
-            envvar="LLMRECIPES_CLUSTER",
-            help="Cluster profile or YAML file, for slurm, k8s.",
-        ),
-    ] = None,
+    cluster: Annotated[str | None, site_option("Cluster profile or YAML file, for slurm, k8s.")] = None,
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes of each trial.")] = 1,
     nproc: Annotated[
         int | None,

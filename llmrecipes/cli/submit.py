@@ -21,6 +21,7 @@ from llmrecipes.cli.options import (
     OverridesArgument,
     RecipeArgument,
     RunsOption,
+    site_option,
 )
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
@@ -40,10 +41,7 @@ def submit(
     nodes: Annotated[
         int, typer.Option("--nodes", metavar="N", min=1, help="Nodes; more of them add data-parallel ranks only.")
     ] = 1,
-    cluster: Annotated[
-        str | None,
-        typer.Option("--cluster", metavar="NAME", envvar="LLMRECIPES_CLUSTER", help="Cluster profile or YAML file."),
-    ] = None,
+    cluster: Annotated[str | None, site_option("Cluster profile or YAML file.")] = None,
     ranks_per_node: Annotated[
         int | None,
         typer.Option("--ranks-per-node", metavar="N", min=1, help="Default: one per GPU, or one without GPUs."),

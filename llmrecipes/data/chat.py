@@ -38,6 +38,8 @@ SPECIAL = ("<|im_start|>", "<|im_end|>")
 """Its special tokens; the last ends an answer."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WHOLE = 1 << 20
+"""Characters of a conversation that are tokenized whatever is kept, so that what is cut off can be counted."""
 Messages = list[dict[str, str]]
 
 REJECTED, FORGED, UNANSWERED, LONG, CUT = "rejected", "special_tokens", "unanswered", "too_long", "cut"
@@ -68,21 +70,21 @@ class Template:
         Raises:
             UserError: it is no Jinja template.
         """
-        from jinja2 import TemplateError
-
         try:
             _render(self, [{"role": "user", "content": ""}])
-        except TemplateError as error:
+        except ImportError as error:
+            raise UserError(
+                str(error), where="transformers", fix="install its dependencies (docs/install.md)"
+            ) from error
+        except Exception as error:
             if type(error).__name__ != "TemplateSyntaxError":
-                return  # it refuses this conversation, perhaps rightly
+                return  # the template refuses this conversation, perhaps rightly
             raise UserError(
                 f"no chat template: {error}",
                 where=f"data.chat.chat_template: {self.origin}",
                 rule="a chat template is written in Jinja",
                 fix="correct it, or name another file in data.chat.chat_template",
             ) from error
-        except Exception:  # raised by an expression of the template
-            return
 
     def prompt(self, messages: Messages) -> str:
         """The text after which the model is to answer.
@@ -172,7 +174,8 @@ class Conversations(Encoded):
 
     Args:
         answers: for each id a byte, 1 where the loss counts it.
-        tally: conversations that were dropped or cut, by reason, and the tokens that were cut off (`cut_tokens`).
+        tally: conversations that were dropped or cut, by reason, and the tokens that were cut off (`cut_tokens`;
+            of more than a million characters, at least).
         refusal: what the template said to the first one that it rejected.
     """
 
@@ -193,9 +196,9 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
     # A name of a special token in a message would become that token: a user's text would end its turn.
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
     forged = re.compile("|".join(map(re.escape, special)) or "(?!)")
-    # No token is longer, so a text of that many characters has more tokens than are kept.
+    # No token is longer, so a text of that many characters has more tokens than are kept; the rest is not tokenized.
     longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-    limit = (spec.max_length + 1) * longest
+    limit = max((spec.max_length + 1) * longest, _WHOLE)
 
     def encode(documents: list[bytes]) -> Conversations:
         tally: Counter[str] = Counter()

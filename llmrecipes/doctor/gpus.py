@@ -195,15 +195,9 @@ def _state(gpu: ElementTree.Element) -> GpuState:
         state=gpu.findtext("performance_state", ""),
         power_watts=_power(gpu),
         clock_mhz=(clocks[0], clocks[1]) if clocks[0] and clocks[1] else None,
-        address=address(gpu.get("id", "")),
+        address=nvidia.pci_address(gpu.get("id", "")).partition(".")[0],
         recovery=gpu.findtext("gpu_recovery_action"),
     )
-
-
-def address(text: str) -> str:
-    """A PCI address as the kernel writes it: `0000:1b:00` of nvidia-smi's `00000000:1B:00.0`."""
-    domain, _, rest = text.lower().partition(".")[0].partition(":")
-    return f"{domain[-4:]}:{rest}"
 
 
 def _power(gpu: ElementTree.Element) -> tuple[float, float] | None:

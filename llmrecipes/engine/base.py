@@ -5,7 +5,6 @@ An engine is a package next to this module with a `Backend`, and one line in `re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from llmrecipes.checkpoint.format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.sampling import Sampling
+from llmrecipes.engine.scoring import Scorer
 from llmrecipes.hardware.profile import Group
 from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.plan.derive import Plan
@@ -143,18 +143,6 @@ class Shard(NamedTuple):
     """Its values, fp32 on the CPU."""
 
 
-def mean_over_tokens(losses: Sequence[tuple[float, float]]) -> float:
-    """Mean loss per token of several batches.
-
-    Args:
-        losses: mean loss of each, and the tokens that it counts.
-    """
-    counts = {tokens for _, tokens in losses}
-    if len(counts) == 1:
-        return math.fsum(loss for loss, _ in losses) / len(losses)
-    return math.fsum(loss * tokens for loss, tokens in losses) / max(math.fsum(tokens for _, tokens in losses), 1.0)
-
-
 class Engine(Protocol):
     """Model, gradients, optimizer and schedule of one rank."""
 
@@ -233,12 +221,18 @@ class Engine(Protocol):
     ) -> Iterator[int]:
         """Token ids that continue a prompt; on a rank that holds the full model."""
 
+    def scorer(self) -> Scorer:
+        """The model for evaluation, for as long as the parameters are synced; training is not affected."""
+
     def close(self) -> None:
         """Release the model and its memory."""
 
 
 class TextModel(Protocol):
     """Weights for sampling, without an optimizer."""
+
+    def scorer(self) -> Scorer:
+        """The model for evaluation."""
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
@@ -285,14 +279,29 @@ class Backend(Protocol):
             base: weights of the model whose adapters the checkpoint has; None: initial ones. Without adapters unused.
         """
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None) -> TextModel:
-        """The weights of a checkpoint in one process; arguments as `construct`."""
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextModel:
+        """The weights of a checkpoint: in one process, or for a `Scorer` on the ranks of any layout.
 
-    def tensors(self, entry: Entry) -> TensorSource:
-        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
+        Arguments as `construct`.
+
+        With `averaged`, their moving average (`optimizer.ema_decay`).
 
         Raises:
-            UserError: the checkpoint is damaged.
+            UserError: the checkpoint does not fit the plan, or has no average.
+        """
+
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
+        """Given weights, for a `Scorer` on the ranks of any layout; each reads its part."""
+
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
+        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
+
+        With `averaged`, their moving average (`optimizer.ema_decay`).
+
+        Raises:
+            UserError: the checkpoint is damaged, or has no average.
         """
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:

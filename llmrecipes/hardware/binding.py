@@ -120,7 +120,7 @@ def visible(listed: Sequence[Mapping[str, str]], chosen: str | None) -> list[str
         listed: nvidia-smi's rows of `FIELDS`.
         chosen: value of the variable: numbers or starts of UUIDs.
     """
-    places = {row["index"]: _address(row["pci.bus_id"]) for row in listed}
+    places = {row["index"]: nvidia.pci_address(row["pci.bus_id"]) for row in listed}
     if chosen is None:
         return list(places.values())
     found = []
@@ -189,12 +189,6 @@ def _common(one: Sequence[str], other: Sequence[str]) -> Iterator[str]:
         if left != right:
             return
         yield left
-
-
-def _address(bus_id: str) -> str:
-    """`00000000:18:00.0` as /sys has it: `0000:18:00.0`."""
-    domain, _, rest = bus_id.strip().lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
 
 
 def _read(path: Path) -> str:

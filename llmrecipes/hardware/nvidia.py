@@ -14,6 +14,12 @@ _VENDOR, _DISPLAY = "0x10de", "0x03"
 """NVIDIA, and the first byte of the class of graphics cards and accelerators without outputs (PCI ID database)."""
 
 
+def pci_address(bus_id: str) -> str:
+    """A PCI address as in /sys: `0000:1b:00.0` of nvidia-smi's `00000000:1B:00.0`."""
+    domain, _, rest = bus_id.strip().lower().partition(":")
+    return f"{domain[-4:]}:{rest}"
+
+
 def report(*arguments: str, timeout: float) -> str | None:
     """Output of nvidia-smi; None if there is no nvidia-smi.
 

@@ -6,6 +6,8 @@ from llmrecipes.recipe.schema import Recipe
 
 # Master weight and Adam's two moments in fp32, per parameter; a checkpoint has the master weight in fp32 runs too.
 _STATE = 12
+# The moving average of the weights.
+_AVERAGE = 4
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
@@ -17,4 +19,5 @@ def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
         recipe: for the precision of the weights.
         parameters: of the full model, or of the adapters if these alone are trained.
     """
-    return parameters * (_STATE + (4 if recipe.train.precision == "fp32" else 2))
+    average = _AVERAGE if recipe.optimizer.ema_decay is not None else 0
+    return parameters * (_STATE + average + (4 if recipe.train.precision == "fp32" else 2))

@@ -105,8 +105,8 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
         return sharded(recipe, zero, n.total, share, layer, layout.data_parallel_size, device)
     half = recipe.train.precision != "fp32"
     element = 2 if half else 4
-    # Adam's two moments in fp32, and fp32 master weights if the model's weights are not fp32.
-    state = 12 if half else 8
+    # Adam's two moments in fp32, fp32 master weights if the model's weights are not fp32, and their average.
+    state = (12 if half else 8) + (4 if recipe.optimizer.ema_decay is not None else 0)
     if recipe.parallelism.use_distributed_optimizer:
         # Dense parameters are replicated on all data- and context-parallel ranks, experts only on some of them.
         dense_ranks = layout.data_parallel_size * layout.context_parallel_size

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.chat import Chat
+from llmrecipes.recipe.evaluation import EvalTasks
 from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
@@ -220,6 +221,8 @@ class Train(Section):
     """Steps between evaluations on the validation split; the last step is always evaluated."""
     eval_iters: PosInt = 10
     """Global batches of one evaluation."""
+    eval_tasks: EvalTasks | None = None
+    """Tasks of lm-evaluation-harness during training; unset: none. Needs the extra `eval`."""
     log_interval: PosInt = 1
     """Steps between lines on the terminal and points in MLflow and TensorBoard; metrics.jsonl has every step."""
     label_smoothing: Probability = 0.0
@@ -264,6 +267,9 @@ class Optimizer(Section):
     """Added to the root of the second moment."""
     clip_grad: NonNegFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 disables clipping."""
+    ema_decay: Beta | None = None
+    """Keep a moving average of the weights in fp32, which has this weight after each update, and the new weights the
+    rest; saved in checkpoints, for `export --ema` and `generate --ema`. Unset: none."""
 
 
 class Scheduler(Section):

@@ -129,6 +129,12 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
             "the expert bias is updated after a step of the engine megatron; deepspeed does not support it",
             f"{bias} false with moe_router_load_balancing_type aux_loss",
         ),
+        "optimizer.ema_decay": (
+            recipe.optimizer.ema_decay is not None,
+            recipe.optimizer.ema_decay,
+            "the engine deepspeed keeps no average of the weights",
+            "leave ema_decay out",
+        ),
         "train.torch_compile": (
             train.torch_compile,
             "true",

@@ -11,6 +11,10 @@ RunStatus = Literal["FINISHED", "KILLED", "FAILED"]
 """How a run ends, in MLflow's terms: finished, stopped from outside with its state saved, or failed."""
 
 
+TASKS_EVALUATED = "tasks_evaluated"
+"""Event of the note whose details are metrics, `eval/<task>/<metric>`: trackers have them as such."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBalance:
     """How evenly the router of one layer spread the tokens of a step over its experts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.tracking.events import TASKS_EVALUATED, EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.tracking.experts import expert_metrics
 
 TRAIN = (
@@ -47,7 +47,10 @@ class TensorBoardSink:
         self._write("valid", VALID, metrics)
 
     def note(self, note: Note) -> None:
-        if note.alarm:
+        if note.event == TASKS_EVALUATED:
+            for key, value in note.details.items():
+                self._writer.add_scalar(key, value, note.step, note.time)
+        elif note.alarm:
             self._writer.add_text(note.event, str(dict(note.details)), note.step, note.time)
 
     def close(self, status: RunStatus) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 
 from llmrecipes.errors import UserError
@@ -52,10 +52,25 @@ def started(
     Raises:
         UserError: it does not start.
     """
-    # A new session: servers start helpers, and killing the process group stops them all.
-    process = subprocess.Popen(command, env=dict(environment), start_new_session=True)
-    try:
+    with running(command, environment) as process:
         _wait(name, port, path, process)
+        yield process
+
+
+@contextmanager
+def running(
+    command: Sequence[str], environment: Mapping[str, str], first: Callable[[], None] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a server; stops it at the end.
+
+    Args:
+        command: starts it.
+        environment: its environment.
+        first: what its process does before it becomes the server.
+    """
+    # A new session: servers start helpers, and killing the process group stops them all.
+    process = subprocess.Popen(command, env=dict(environment), start_new_session=True, preexec_fn=first)
+    try:
         yield process
     finally:
         _stop(process)

@@ -24,6 +24,7 @@ from llmrecipes.train.finite import require_finite
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.pending import is_evaluated
 from llmrecipes.train.reading import HeldOut, ReadAhead, first_failure
+from llmrecipes.train.testing import TaskEvaluations
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Loop:
         recipe_hash: goes into checkpoints' manifests.
         peak_flops: dense FLOP/s of one GPU, for MFU; None if unknown.
         after_step: called after every step.
+    tasks: tasks of the recipe; None for none.
         stop_after: save and stop after this step, as after a signal.
         evaluation_due: whether the step to resume from still has to be evaluated (see `pending`).
         watch: raises an alarm at a loss spike.
@@ -94,6 +96,7 @@ class Loop:
     recipe_hash: str
     peak_flops: float | None
     after_step: Callable[[], None]
+    tasks: TaskEvaluations | None = None
     stop_after: int | None = None
     evaluation_due: bool = False
     watch: LossWatch = field(default_factory=LossWatch)
@@ -126,6 +129,8 @@ class Loop:
             with self.engine.params_synced():
                 if not self._evaluate(progress):
                     return self._stopped(progress)
+        if self.tasks is not None and self.tasks.missing(progress.step) and not self.tasks.run(progress.step):
+            return self._stopped(progress)
         while progress.step < train.train_iters:
             progress, stopping = self._step(progress, batches)
             last = progress.step == train.train_iters
@@ -134,6 +139,8 @@ class Loop:
             if evaluating and not stopping:
                 with self.engine.params_synced():
                     stopping = evaluating = not self._evaluate(progress)
+            if self.tasks is not None and self.tasks.due(progress.step):
+                stopping = evaluating = stopping or not self.tasks.run(progress.step)
             if saving or stopping:
                 self._save(progress)
                 saved = progress.step

@@ -32,10 +32,9 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
         console().print(overfit_verdict(loop.losses, loop.plan.recipe.model.hidden_dropout), markup=False)
         return
     if loop.valid_loss is not None and spec.recipe.data.chat is not None:
-        console().print(
-            f"\nheld-out answers: loss {loop.valid_loss:.4f} nats per token, perplexity {math.exp(loop.valid_loss):.2f}",
-            markup=False,
-        )
+        perplexity = math.exp(loop.valid_loss)
+        text = f"\nheld-out answers: loss {loop.valid_loss:.4f} nats per token, perplexity {perplexity:.2f}"
+        console().print(text, markup=False)
     elif loop.valid_loss is not None:
         for line in learnt(prepared, loop, loop.valid_loss):
             console().print(line, markup=False)
@@ -77,7 +76,10 @@ def sample_prompt(recipe: Recipe) -> str:
 
 def generate_command(spec: RunSpec) -> str:
     """The command that continues the same prompt again, quoted for a shell."""
-    options = {"prompt": sample_prompt(spec.recipe), "chat": spec.recipe.data.chat is not None}
+    options: dict[str, str | bool] = {
+        "prompt": sample_prompt(spec.recipe),
+        "chat": spec.recipe.data.chat is not None,
+    }
     return command_line("generate", spec.run_dir, options=options, data_dir=spec.data_dir)
 
 

@@ -46,8 +46,10 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import choose, resume
     from llmrecipes.train.summary import print_summary
+    from llmrecipes.train.testing import TaskEvaluations, load_tasks
 
     recipe = spec.recipe
+    tasks = load_tasks(recipe)
     engines = backend(recipe)
     platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
     if spec.on_gpus:
@@ -118,6 +120,16 @@ def run(spec: RunSpec) -> ExitCode:
             recipe_hash=recipe_hash(recipe),
             peak_flops=None if peak is None else peak * 1e12,
             after_step=after_step,
+            tasks=TaskEvaluations(
+                recipe,
+                engine,
+                world,
+                prepared.tokenizer(),
+                tasks,
+                tracker,
+                stop,
+                spec.run_dir / "metrics.jsonl",
+            ),
             stop_after=spec.stop_after,
             evaluation_due=evaluation_due(progress.step, recipe, spec.run_dir / "metrics.jsonl", world),
         )

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from llmrecipes.recipe.schema import Recipe
 
 
-def merged(run: Path, entry: Entry, recipe: Recipe) -> Merged:
+def merged(run: Path, entry: Entry, recipe: Recipe, *, averaged: bool = False) -> Merged:
     """Weights of a run's model with its adapters added, by the names of megatron-core.
+
+    With `averaged`, the adapters are their moving average (`optimizer.ema_decay`).
 
     Raises:
         UserError: the run has no base model, or that has changed.
@@ -26,7 +28,7 @@ def merged(run: Path, entry: Entry, recipe: Recipe) -> Merged:
     from llmrecipes.hf.weights import open_weights
 
     base = open_weights(base_of(run, recipe), recipe.model)
-    return Merged(base, backend(recipe).tensors(entry), recipe.model, lora_of(recipe, run))
+    return Merged(base, backend(recipe).tensors(entry, averaged=averaged), recipe.model, lora_of(recipe, run))
 
 
 def require_merge(recipe: Recipe, run: Path, *, asked: bool) -> None:

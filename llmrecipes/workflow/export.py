@@ -31,6 +31,7 @@ class Options:
         shard_bytes: largest file of weights.
         family: `model_type`; None: the first that has the model's form.
         tokenizer: also write the tokenizer.
+        averaged: write the moving average of the weights in their place.
         merge_adapter: add the adapters of a run that has trained them alone to the weights of its base model.
     """
 
@@ -38,6 +39,7 @@ class Options:
     shard_bytes: int = 5 * 10**9
     family: str | None = None
     tokenizer: bool = True
+    averaged: bool = False
     merge_adapter: bool = False
 
 
@@ -97,14 +99,14 @@ def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, opt
     started = time.monotonic()
     _require_options(options)
     run, entry = find_checkpoint(reference, runs_dir)
-    out = run / "hf" / f"step-{entry.step:08d}" if out is None else out
+    out = run / "hf" / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
     require_absent(out)
     require_merge(run_recipe(run), run, asked=options.merge_adapter)
-    opened = open_run(run, entry, options.family)
+    opened = open_run(run, entry, options.family, averaged=options.averaged)
     recipe = opened.recipe
     prepared = _prepared(recipe, data_dir) if options.tokenizer else None
     dtype = options.dtype or recipe.train.precision
-    notes = _notes(recipe)
+    notes = _notes(recipe, averaged=options.averaged)
     with published(out) as folder:
         special = write_tokenizer(folder, recipe, prepared) if prepared else {}
         write_json(folder / "generation_config.json", {**special, "_from_model_config": True})
@@ -128,9 +130,12 @@ def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, opt
     )
 
 
-def _notes(recipe: Recipe) -> tuple[str, ...]:
+def _notes(recipe: Recipe, *, averaged: bool) -> tuple[str, ...]:
     model = recipe.model
     found = []
+    if averaged:
+        decay = recipe.optimizer.ema_decay
+        found.append(f"the weights are their moving average (ema_decay {decay}); losses were measured without it")
     if model.mtp_num_layers:
         found.append("the layers of multi-token prediction are left out, transformers does not use them")
     if model.moe_expert_capacity_factor is not None:

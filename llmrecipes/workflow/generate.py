@@ -26,6 +26,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     num_samples: int = 1
     """Each with the next seed."""
+    averaged: bool = False
+    """By the moving average of the weights."""
     chat: bool = False
     """The prompt is a message, which the run's chat template turns into text."""
 
@@ -66,7 +68,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     platform = engines.platform()
     with engines.join(plan.recipe, platform):
         with base_weights(run_dir, recipe) as base:
-            model = engines.load_weights(plan, platform, entry, base)
+            model = engines.load_weights(plan, platform, entry, base, averaged=request.averaged)
         for number in range(request.num_samples):
             sampling = replace(request.sampling, seed=request.sampling.seed + number)
             ids = model.generate(

@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.io import write_atomic
 from llmrecipes.plan.check import gib
-from llmrecipes.plan.derive import derive
+from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import RESOLVED_NAME, load_values, recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
@@ -25,8 +25,8 @@ from llmrecipes.tracking.status import StatusSink
 from llmrecipes.workflow.run import on_one_rank
 
 if TYPE_CHECKING:
+    from llmrecipes.engine.base import WeightSource
     from llmrecipes.hf.source import Found
-    from llmrecipes.hf.weights import FolderWeights
 
 ORIGIN = "imported.json"
 SEQ_LENGTH = 2048
@@ -110,9 +110,9 @@ def import_model(
     _require_tokenizer(found, recipe, overrides)
     weights = open_weights(found.path, recipe.model)
     plan = derive(on_one_rank(recipe), 1, detect())
-    _require_disk(runs_dir, plan.num_parameters.total * (4 if recipe.train.precision == "fp32" else 2))
+    require_disk(runs_dir, plan.num_parameters.total * (4 if recipe.train.precision == "fp32" else 2))
     with published(run_dir) as hidden:
-        _write(recipe, weights, hidden)
+        write_checkpoint(recipe, weights, hidden)
         weights.close()
         result = Imported(
             run_dir=str(run_dir),
@@ -126,12 +126,7 @@ def import_model(
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             seconds=round(time.monotonic() - started, 3),
         )
-        status = StatusSink(hidden, resumed_step=0, total_steps=recipe.train.train_iters)
-        status.note(Note(step=0, event="checkpoint_saved"))  # without it the run must not start from fresh weights
-        status.close("KILLED")
-        write_atomic(hidden / ORIGIN, json.dumps(asdict(result), indent=2) + "\n")
-        # The recipe makes a directory a run, so it comes last.
-        write_atomic(hidden / RESOLVED_NAME, to_yaml(recipe))
+        finish_run(hidden, recipe, asdict(result))
     return result
 
 
@@ -185,7 +180,12 @@ def _require_tokenizer(found: Found, recipe: Recipe, overrides: Sequence[str]) -
         load_huggingface(tokenizer, recipe.model.vocab_size)
 
 
-def _require_disk(runs_dir: Path, needed: int) -> None:
+def require_disk(runs_dir: Path, needed: int) -> None:
+    """Refuse what does not fit the disk, before anything is written.
+
+    Raises:
+        UserError: there are fewer than `needed` bytes.
+    """
     there = next(folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
@@ -196,7 +196,33 @@ def _require_disk(runs_dir: Path, needed: int) -> None:
         )
 
 
-def _write(recipe: Recipe, weights: FolderWeights, run_dir: Path) -> None:
+def finish_run(run_dir: Path, recipe: Recipe, origin: Mapping[str, Any]) -> None:
+    """Make a directory with a checkpoint of step 0 a run.
+
+    Args:
+        run_dir: the directory.
+        recipe: of the run.
+        origin: what it was made from.
+    """
+    status = StatusSink(run_dir, resumed_step=0, total_steps=recipe.train.train_iters)
+    status.note(Note(step=0, event="checkpoint_saved"))  # without it the run must not start from fresh weights
+    status.close("KILLED")
+    write_atomic(run_dir / ORIGIN, json.dumps(origin, indent=2) + "\n")
+    # The recipe makes a directory a run, so it comes last.
+    write_atomic(run_dir / RESOLVED_NAME, to_yaml(recipe))
+
+
+def write_checkpoint(
+    recipe: Recipe, weights: WeightSource, run_dir: Path, check: Callable[[Plan], None] | None = None
+) -> None:
+    """Write a checkpoint of step 0, in one process that does not hold the model.
+
+    Args:
+        recipe: of the run.
+        weights: of its model.
+        run_dir: its directory.
+        check: called with the plan for one rank before anything is written, in a world of one that has been joined.
+    """
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.engine.registry import backend
@@ -218,6 +244,8 @@ def _write(recipe: Recipe, weights: FolderWeights, run_dir: Path) -> None:
     try:
         temporary = store.temporary_path(0, "import")
         with engines.join(alone, engines.platform()):
+            if check is not None:
+                check(plan)
             written, versions = engines.write_weights(plan, weights, temporary)
         store.publish(temporary, info, versions=versions, known=written.files)
     finally:

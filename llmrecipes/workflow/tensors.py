@@ -69,8 +69,12 @@ def open_tensors(reference: str, runs_dir: Path, family: str | None = None) -> O
     return open_run(run, entry, family)
 
 
-def open_run(run: Path, entry: Entry, family: str | None = None) -> OpenedRun:
-    """Open a checkpoint of a run; arguments and errors as `open_tensors`."""
+def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bool = False) -> OpenedRun:
+    """Open a checkpoint of a run; arguments and errors as `open_tensors`.
+
+    Args:
+        averaged: the moving average of the weights in their place.
+    """
     from llmrecipes.engine.registry import backend
     from llmrecipes.hf.family import config_of, family_of
     from llmrecipes.hf.views import AsHuggingFace
@@ -80,9 +84,9 @@ def open_run(run: Path, entry: Entry, family: str | None = None) -> OpenedRun:
     if recipe.lora is not None:
         from llmrecipes.workflow.adapters import merged
 
-        weights: TensorSource = merged(run, entry, recipe)
+        weights: TensorSource = merged(run, entry, recipe, averaged=averaged)
     else:
-        weights = backend(recipe).tensors(entry)
+        weights = backend(recipe).tensors(entry, averaged=averaged)
     source = AsHuggingFace(weights, found, recipe.model)
     return OpenedRun(source, config_of(found, recipe.model), run, found, recipe, entry)
 

@@ -119,7 +119,7 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
         )
         with AsyncSaver(CheckpointStore(folder), saver_group(), engine.checkpoint_format()) as saver:
             saver.save(engine.state(progress), info)
-            saved = _everything(engine, world)
+            saved = everything(engine, world)
             (report,) = saver.wait()
             assert report.error is None, report.error
         if world.is_first:
@@ -135,7 +135,7 @@ def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
         assert entry is not None
         progress = resume(engine, entry, world)
         assert progress.step == SAVED_AT
-        loaded = _everything(engine, world)
+        loaded = everything(engine, world)
         outcome = _run(engine, world, STEPS - SAVED_AT, progress.consumed_samples)
     return None if outcome is None else replace(outcome, lost=_changed(loaded, _beside(folder)))
 
@@ -184,7 +184,7 @@ def _beside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.npz")
 
 
-def _everything(engine: Engine, world: World) -> dict[str, np.ndarray]:
+def everything(engine: Engine, world: World) -> dict[str, np.ndarray]:
     """Weights, master weights and moments by name, on the first rank; layers are stacked, as in a checkpoint."""
     state = engine.state(Progress())
     del state["random"]

@@ -169,6 +169,9 @@ class PlainEngine:
                 return
             yield token
 
+    def scorer(self) -> NoReturn:
+        raise NotImplementedError
+
     def close(self) -> None: ...
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,10 +204,15 @@ class PlainBackend:
     def construct(self, plan: Plan, platform: Platform, base: object = None) -> PlainEngine:
         return PlainEngine(plan, platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, base: object = None) -> PlainEngine:
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: object = None, *, averaged: bool = False
+    ) -> PlainEngine:
         engine = PlainEngine(plan, platform)
         engine.load_state(entry)
         return engine
+
+    def load_given(self, *_: Any) -> NoReturn:
+        raise NotImplementedError
 
     def tensors(self, *_: Any) -> NoReturn:
         raise NotImplementedError

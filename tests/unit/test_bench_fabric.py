@@ -360,6 +360,10 @@ def test_what_cannot_be_measured_is_refused(
         require_sensible(("n1", "n2"), IB)
 
 
+def test_receivers_of_one_node_listen_on_different_ports() -> None:
+    assert len(set(perftest.free_ports(64))) == 64
+
+
 def test_it_starts_without_torch() -> None:
     script = "import sys, llmrecipes.bench.fabric.meeting, llmrecipes.cli.render.fabric; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

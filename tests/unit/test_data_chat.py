@@ -31,7 +31,7 @@ from llmrecipes.recipe.schema import Recipe, Source
 from tests.helpers import tiny
 from tests.refusals import refused
 
-LENGTH = 64
+LENGTH = 160
 PREFIX = CHATML.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
 """ChatML that does not mark answers."""
 Messages = list[dict[str, str]]
@@ -312,7 +312,7 @@ def test_samples_are_whole_conversations(rows: list[Source], prepared: Prepared,
         for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
             tokens, labels, mask = (sample[key][start:end] for key in ("tokens", "labels", "loss_mask"))
             assert torch.equal(sample["position_ids"][start:end], torch.arange(end - start))
-            answers = known.get((*tokens.tolist(), labels[-1].item()))
+            answers = known.get((*tokens.tolist(), int(labels[-1])))
             if answers is None:  # the padding
                 assert not mask.any()
                 assert end == LENGTH
@@ -363,7 +363,7 @@ def test_a_source_without_anything_to_learn_is_refused_with_the_reason(tmp_path:
     source = jsonl(tmp_path / "a.jsonl", *({"messages": talk(f"question {n}")} for n in range(20)))
     with refused("data.sources[0]", rule="20"):
         prepare(recipe(source), tmp_path / "data", workers=1)
-    assert not list((tmp_path / "data").glob("*"))
+    assert not list((tmp_path / "data").glob("[!.]*"))
 
 
 # -- tokenizers of others --------------------------------------------------------------------------------------------

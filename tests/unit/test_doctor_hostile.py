@@ -109,7 +109,7 @@ def test_an_xid_of_a_gpu_that_was_reset_or_is_another_jobs_does_not_fail_the_nod
     log, now = KMSG.splitlines(), 7_980.0
     assert "fail kernel log" in said(kernel.check(log, now))
     assert set(said(kernel.check(log, now, {"0000:18:00"}))) == {"warn kernel log"}
-    assert gpus.address("00000000:18:00.0") == "0000:18:00"
+    assert nvidia.pci_address("00000000:1B:00.0") == "0000:1b:00.0"
     action = "<gpu_recovery_action>Drain and Reset</gpu_recovery_action>"
     asks = report().replace("<product_name>", f"{action}<product_name>", 1)
     assert "Drain and Reset" in said(gpus.check(gpus.parse(asks)[1], H100))["fail gpu 0"]

@@ -130,6 +130,7 @@ SMALL_WORLDS = {
         "gpt-tiny", "train.precision=bf16", "train.micro_batch_size=2", "parallelism.overlap_grad_reduce=true",
         "parallelism.overlap_param_gather=true", world=4,
     ),
+    "average of weights": spec("gpt-tiny", "train.precision=bf16", "optimizer.ema_decay=0.99", world=2),
     "tensor, pipeline": spec("gpt-tiny-3d", world=8, ranks=(0, 4)),
     "context": spec("gpt-tiny", "parallelism.context_parallel_size=2", world=2),
     "experts": spec("moe-tiny", world=2),
@@ -139,6 +140,9 @@ SMALL_WORLDS = {
     ),
     "adapters of experts": spec(
         "moe-tiny", "lora.rank=8", "lora.target_modules=[linear_qkv,experts.linear_fc1,experts.linear_fc2]", world=2
+    ),
+    "packed conversations, grouped queries": spec(
+        "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false", world=2
     ),
 }  # fmt: skip
 

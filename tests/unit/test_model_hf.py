@@ -99,13 +99,13 @@ CASES = {
         config={"mlp_only_layers": [1], "norm_topk_prob": False},
     ),
     "deepseek-v3": Case("deepseek_v3", DEEPSEEK, config={"first_k_dense_replace": 1, "n_shared_experts": 2}),
-    "deepseek-v3, whole queries": Case(
+    "deepseek-v3, one group": Case(
         "deepseek_v3",
         {
-            **DEEPSEEK, "q_lora_rank": None, "moe_router_num_groups": None, "moe_router_group_topk": None,
+            **DEEPSEEK, "moe_router_num_groups": None, "moe_router_group_topk": None,
             "moe_router_topk_scaling_factor": None, "moe_layer_freq": 1,
         },
-        config={"q_lora_rank": None, "n_group": 1, "routed_scaling_factor": 1.0},
+        config={"n_group": 1, "routed_scaling_factor": 1.0},
     ),
 }  # fmt: skip
 

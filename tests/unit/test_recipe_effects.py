@@ -36,11 +36,12 @@ from llmrecipes.recipe.keys import ITEM, keys
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.tracking import run_tracker
-from llmrecipes.train import loaders, worker
+from llmrecipes.train import loaders, testing, worker
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.resume import Start
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.train.testing import TaskEvaluations
 from llmrecipes.workflow import train as workflow
 from tests.helpers import MODEL, ROOMY, TRAIN, RandomTokens, built, engine_of, random_batches, tiny
 from tests.unit.search_seen import BASE as SEARCH
@@ -242,6 +243,20 @@ def loop(recipe: Recipe, *_: Any) -> dict[str, Any]:
     return asdict(ran)
 
 
+def tested(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    asked: list[Any] = []
+    monkeypatch.setattr("llmrecipes.evaluation.tasks.load_tasks", lambda names, **_: names)
+    monkeypatch.setattr("llmrecipes.evaluation.harness.run_tasks", lambda _, *given, **how: asked.append((given, how)))
+    engine: Any = SimpleNamespace(params_synced=nullcontext, scorer=lambda: SimpleNamespace(positions=8))
+    here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_size=1)
+    nothing: Any = None
+    each = TaskEvaluations(
+        recipe, engine, here, nothing, testing.load_tasks(recipe), nothing, StopRequest(), folder / "metrics.jsonl"
+    )
+    each.run(1)
+    return asked, [step for step in range(1, 13) if each.due(step)]
+
+
 # -- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +290,7 @@ FULL = {
     "train.recompute_granularity": "full", "train.recompute_method": "uniform", "train.recompute_num_layers": 1,
 }  # fmt: skip
 FP16 = {"train.precision": "fp16"}
+TASKS = {"train.eval_tasks": {"tasks": ["arc_easy"], "interval": 4}}
 WSD = {"scheduler.lr_decay_style": "WSD", "scheduler.lr_wsd_decay_iters": 4}
 HUB = {"data.sources.N.type": "hub", "data.sources.N.path": "allenai/c4"}
 FILES = {"data.sources.N.type": "jsonl", "data.sources.N.path": "a"}
@@ -410,6 +426,10 @@ CASES: dict[str, Case] = {
     "train.seed": Case(7, model),
     "train.eval_interval": Case(3, loop),
     "train.eval_iters": Case(1, loop),
+    "train.eval_tasks.tasks": Case(["hellaswag"], tested, TASKS),
+    "train.eval_tasks.interval": Case(5, tested, TASKS),
+    "train.eval_tasks.limit": Case(10, tested, TASKS),
+    "train.eval_tasks.num_fewshot": Case(3, tested, TASKS),
     "train.log_interval": Case(5, tracking),
     "train.label_smoothing": Case(0.5, model),
     "train.recompute_granularity": Case("selective", config_on_cpu, {"model.attention_dropout": 0.1}),
@@ -428,6 +448,7 @@ CASES: dict[str, Case] = {
     "optimizer.adam_beta2": Case(0.5, optimizer),
     "optimizer.adam_eps": Case(1e-4, optimizer),
     "optimizer.clip_grad": Case(0.5, optimizer),
+    "optimizer.ema_decay": Case(0.5, plan),
     "scheduler.lr_decay_style": Case("linear", schedule),
     "scheduler.lr_warmup_iters": Case(3, schedule),
     "scheduler.lr_decay_iters": Case(6, schedule),

@@ -97,4 +97,4 @@ def test_nothing_is_drawn_where_a_checkpoint_is_loaded(
         (entry,) = CheckpointStore(Path(made.run_dir) / "checkpoints").entries()
         model = MegatronBackend().load_weights(derive(recipe, 1, detect()), select(), entry)
         assert drawn == [4 * 32] * 2, "and nothing to sample"
-        assert all(parameter.isfinite().all() for parameter in model._module.parameters())
+        assert all(parameter.isfinite().all() for parameter in model._built.module.parameters())

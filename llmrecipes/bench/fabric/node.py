@@ -94,8 +94,7 @@ class Node:
     def _serve(self, what: perftest.What, rails: list[int]) -> Message:
         listening, errors = {}, {}
         limit = self._limits.transfer + 2 * perftest.LISTEN_SECONDS
-        for rail in rails:
-            tcp = perftest.free_port()
+        for rail, tcp in zip(rails, perftest.free_ports(len(rails)), strict=True):
             words = perftest.command(what, self._rails[rail], self._limits.seconds, tcp, None)
             self._serving[str(rail)] = perftest.Process(words, limit)
             listening[str(rail)] = tcp

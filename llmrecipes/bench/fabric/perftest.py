@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -142,11 +143,13 @@ def failure(output: str) -> str:
     return lines[-1][:200] if lines else "perftest ended without a word"
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as made:
-        made.bind(("", 0))
-        return int(made.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody listens on, all different."""
+    with ExitStack() as held:
+        made = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in made:
+            each.bind(("", 0))
+        return [int(each.getsockname()[1]) for each in made]
 
 
 def listens(tcp: int) -> bool:

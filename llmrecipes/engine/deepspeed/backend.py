@@ -65,13 +65,19 @@ class DeepSpeedBackend:
             built, placements = construct(plan, platform)
             return MetaDeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None) -> TextModel:
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextModel:
         """See `Backend`."""
-        return self._megatron.load_weights(plan, platform, entry)
+        return self._megatron.load_weights(plan, platform, entry, base, averaged=averaged)
 
-    def tensors(self, entry: Entry) -> TensorSource:
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
         """See `Backend`."""
-        return self._megatron.tensors(entry)
+        return self._megatron.load_given(plan, platform, weights)
+
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
+        """See `Backend`."""
+        return self._megatron.tensors(entry, averaged=averaged)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """See `Backend`."""

@@ -22,7 +22,6 @@ from llmrecipes.engine.base import (
     Shard,
     StepResult,
     StopQuestion,
-    mean_over_tokens,
 )
 from llmrecipes.engine.deepspeed import state
 from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
@@ -30,6 +29,7 @@ from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
+from llmrecipes.engine.losses import mean_over_tokens
 from llmrecipes.engine.megatron import shards
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
@@ -39,6 +39,7 @@ from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.engine.megatron.model.init import global_name
 from llmrecipes.engine.megatron.model.packing import masks
 from llmrecipes.engine.megatron.schedule import scheduler
+from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
@@ -190,6 +191,10 @@ class DeepSpeedEngine:
             self.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
+    def scorer(self) -> MegatronScorer:
+        """See `Engine`."""
+        return MegatronScorer(self.modules, self.plan, self.platform)
+
     def close(self) -> None:
         """Release the model, its memory and its process groups.
 
@@ -228,7 +233,9 @@ class DeepSpeedEngine:
     def _read(
         self, loss: torch.Tensor, counts: torch.Tensor, norm: torch.Tensor | float | None = None
     ) -> tuple[float, float, bool, float]:
-        """Mean loss, its tokens, whether to stop, and the norm: the one time in a step that the host waits here for the device.
+        """Mean loss, its tokens, whether to stop, and the norm.
+
+        It is the one time in a step that the host waits here for the device.
 
         Args:
             loss: summed over the micro-batches of this rank.

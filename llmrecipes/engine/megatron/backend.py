@@ -11,14 +11,15 @@ import torch.distributed as dist
 from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Platform, WeightSource, World
-from llmrecipes.engine.megatron import generate, schedule, world
+from llmrecipes.engine.megatron import ema, generate, schedule, world
 from llmrecipes.engine.megatron.checkpoint import initial
-from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
 from llmrecipes.engine.megatron.checkpoint.tensors import StoredWeights
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
 from llmrecipes.engine.megatron.model.upcycle import ROUTER, copy_into_experts
 from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.megatron.state import load_model, model_state
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
@@ -59,13 +60,19 @@ class MegatronBackend:
         """See `MetaBackend`."""
         return MegatronEngine(plan, construct(plan, platform), platform)
 
-    def load_weights(self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None) -> TextGPT:
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextGPT:
         """See `Backend`."""
-        return TextGPT(_loaded(plan, platform, entry, base))
+        return TextGPT(_loaded(plan, platform, entry, base, averaged=averaged), plan, platform)
 
-    def tensors(self, entry: Entry) -> StoredWeights:
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextGPT:
         """See `Backend`."""
-        return StoredWeights(entry)
+        return TextGPT(build(plan, platform, weights), plan, platform)
+
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> StoredWeights:
+        """See `Backend`."""
+        return StoredWeights(entry, averaged=averaged)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         """See `Backend`."""
@@ -92,21 +99,31 @@ class MegatronBackend:
 class TextGPT:
     """See `engine.base.TextModel`."""
 
-    def __init__(self, built: BuiltModel) -> None:
-        self._module = built.module
+    def __init__(self, built: BuiltModel, plan: Plan, platform: Platform) -> None:
+        self._built, self._plan, self._platform = built, plan, platform
+
+    def scorer(self) -> MegatronScorer:
+        """See `TextModel`."""
+        return MegatronScorer(self._built.modules, self._plan, self._platform)
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
         """See `TextModel`."""
         return generate.generate(
-            self._module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
+            self._built.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
 
-def _loaded(plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None) -> BuiltModel:
+def _loaded(
+    plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+) -> BuiltModel:
+    index = read_index(entry)
+    if averaged:
+        ema.require(index, entry)
     built = _to_be_loaded(plan, platform, base)
-    load_model(built.modules, load(entry, model_state(built.modules)))
+    wanted = model_state(built.modules)
+    load_model(built.modules, load(entry, ema.in_place_of_weights(wanted) if averaged else wanted, index))
     return built
 
 

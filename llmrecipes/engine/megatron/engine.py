@@ -28,9 +28,9 @@ from llmrecipes.engine.base import (
     Shard,
     StepResult,
     StopQuestion,
-    mean_over_tokens,
 )
-from llmrecipes.engine.megatron import shards, state, update
+from llmrecipes.engine.losses import mean_over_tokens
+from llmrecipes.engine.megatron import ema, shards, state, update
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.generate import generate
@@ -40,6 +40,7 @@ from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.megatron.model.mup import optimizer_overrides
 from llmrecipes.engine.megatron.model.packing import masks
 from llmrecipes.engine.megatron.schedule import scheduler
+from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.megatron.versions import auxiliary_losses
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
@@ -81,6 +82,8 @@ class MegatronEngine:
             use_gloo_process_groups=False,
         )
         _allocate_optimizer_state(self.optimizer)
+        if recipe.optimizer.ema_decay is not None:
+            ema.start(self.optimizer)
         self.scheduler = scheduler(recipe, self.optimizer)
         self.local_loss = 0.0
         config = built.config
@@ -111,6 +114,8 @@ class MegatronEngine:
             return StepResult(loss, None, lr, None, False, stopping)
         update.clip(self.optimizer, self.recipe.optimizer.clip_grad or math.inf, norm)
         update.step(self.optimizer, self.chunks)
+        if self.recipe.optimizer.ema_decay is not None:
+            ema.update(self.optimizer, self.recipe.optimizer.ema_decay)
         self.scheduler.step(increment=1)
         return StepResult(loss, norm, lr, scale_then, False, stopping)
 
@@ -203,6 +208,10 @@ class MegatronEngine:
         return generate(
             module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
+
+    def scorer(self) -> MegatronScorer:
+        """See `Engine`."""
+        return MegatronScorer(self.modules, self.plan, self.platform)
 
     def close(self) -> None:
         """Release the model, its memory and its process groups.

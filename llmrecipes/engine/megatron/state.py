@@ -10,12 +10,16 @@ every update: nothing is read more than once for the data-parallel ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
+from llmrecipes.engine.megatron import ema
 from llmrecipes.engine.megatron.checkpoint.loader import load, read_index, rehearse
 from llmrecipes.engine.megatron.checkpoint.optimizer_state import (
     finish_load,
@@ -38,6 +42,8 @@ from llmrecipes.engine.megatron.random_states import load_random_states, same_ra
 if TYPE_CHECKING:
     from llmrecipes.engine.megatron.engine import MegatronEngine
 
+logger = logging.getLogger(__name__)
+
 
 def sharded_state(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
     """The state to save; the engine's tensors are referenced, not copied, and no other rank is asked for anything.
@@ -57,28 +63,37 @@ def sharded_state(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
 def load_state(engine: MegatronEngine, entry: Entry) -> Progress:
     """Load a checkpoint into the engine and the random generators; a collective of all ranks.
 
-    Without random states, which only the layout that saved them can use, dropout is reseeded for this step.
+    Without random states, which only the layout that saved them can use, dropout is reseeded for this step. Without an
+    average of the weights, one that the recipe wants begins with the loaded weights.
 
     Returns:
         Progress of the run.
     """
     index = read_index(entry)
     random = same_random_states(engine.recipe, entry, index)
-    return _restore(engine, load(entry, _wanted(engine, random=random), index))
+    averaged = ema.is_in(index)
+    progress = _restore(engine, load(entry, _wanted(engine, random=random, averaged=averaged), index))
+    if engine.recipe.optimizer.ema_decay is not None and not averaged:
+        ema.start(engine.optimizer)
+        if dist.get_rank() == 0:
+            logger.info("%s has no average of the weights: optimizer.ema_decay begins with them", entry.path)
+    return progress
 
 
 def rehearse_load(engine: MegatronEngine) -> list[int]:
     """`load_state` without reading; returns the bytes of each part that this rank would read."""
-    loaded, sizes = rehearse(_wanted(engine, random=False))
+    loaded, sizes = rehearse(_wanted(engine, random=False, averaged=True))
     _restore(engine, loaded)
     return sizes
 
 
-def _wanted(engine: MegatronEngine, *, random: bool) -> dict[str, Any]:
+def _wanted(engine: MegatronEngine, *, random: bool, averaged: bool) -> dict[str, Any]:
     """What this rank needs of a checkpoint; it is read into the engine's tensors."""
     distributed = engine.recipe.parallelism.use_distributed_optimizer
     model = _states(engine.modules)
     needed = needed_state(engine.optimizer, _placements(model))
+    if not averaged:
+        needed = {number: ema.left_out(part) for number, part in needed.items()}
     weights = [] if distributed else [each.weight_shards(exclusive=False) for part in needed.values() for each in part]
     return _state(engine, model, weights, needed, Progress(), exclusive=distributed, random=random)
 

@@ -6,6 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.experts import expert_metrics
 from llmrecipes.tracking.mirror import Ending, Mirror, numbers, serve
 from llmrecipes.tracking.mlflow.config import MlflowConfig
@@ -88,6 +89,9 @@ def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
     """A line of metrics.jsonl as MLflow metrics, or for a note as a tag with its last occurrence."""
     from mlflow.entities import Metric, RunTag
 
+    if values.get("event") == TASKS_EVALUATED:
+        when = int(values.get("time", 0) * 1000)
+        return [Metric(key, value, when, values["step"]) for key, value in values["details"].items()], []
     if "event" in values:
         text = json.dumps({"step": values["step"], **(values.get("details") or {})})
         return [], [RunTag(f"note.{values['event']}"[:250], text[:5000])]

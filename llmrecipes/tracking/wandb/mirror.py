@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.io import write_atomic
+from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.experts import expert_metrics
 from llmrecipes.tracking.mirror import Mirror, MirrorConfig, numbers, serve
 
@@ -92,11 +93,14 @@ class WandbRun:
     def has(self, values: dict[str, Any]) -> bool:
         """Whether an earlier attempt at this run has sent this point. Notes overwrite each other, and may be resent."""
         kind = _kind(values)
-        return kind != "event" and values["step"] <= self._earlier.get(kind, -1)
+        points = kind != "event" or values["event"] == TASKS_EVALUATED
+        return points and values["step"] <= self._earlier.get(kind, -1)
 
     def log(self, values: dict[str, Any]) -> None:
         """Send a line of metrics.jsonl to W&B; only the last note of each kind is kept."""
-        if "event" in values:
+        if values.get("event") == TASKS_EVALUATED:
+            self.run.log({"step": values["step"], **values["details"]})
+        elif "event" in values:
             self.run.summary[f"note/{values['event']}"] = {"step": values["step"], **(values.get("details") or {})}
         else:
             self.run.log({"step": values["step"], **expert_metrics(values.get("experts", ())), **numbers(values)})

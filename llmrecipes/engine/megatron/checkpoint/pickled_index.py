@@ -7,6 +7,7 @@ or instantiated, and torch never reads the file.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
 from llmrecipes.engine.megatron.checkpoint.index import DTYPES, Span
@@ -27,14 +28,14 @@ class _Sealed(type):
         raise pickle.UnpicklingError(f"it alters the class {cls.__name__}")
 
 
-class _Record(metaclass=_Sealed):
+class Record(metaclass=_Sealed):
     """Replaces every object: holds its arguments and its state, without behaviour."""
 
     __slots__ = ("arguments", "state")
     arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *arguments: Any) -> _Record:
+    def __new__(cls, *arguments: Any) -> Record:
         made = super().__new__(cls)
         made.arguments, made.state = arguments, None
         return made
@@ -43,15 +44,16 @@ class _Record(metaclass=_Sealed):
         self.state = state
 
 
-def _kind(name: str) -> _Sealed:
-    return _Sealed(name, (_Record,), {"__slots__": ()})
+def record_kind(name: str, base: type[Record] = Record) -> _Sealed:
+    """A class of records, in place of one that a pickle names."""
+    return _Sealed(name, (base,), {"__slots__": ()})
 
 
-_GETATTR = _kind("getattr")
+_GETATTR = record_kind("getattr")
 """Python 3.11.0 to 3.11.3 (Debian 12's) write the member of an enumeration as a call of it."""
 
 _KINDS: dict[tuple[str, str], _Sealed] = {
-    (module, name): _kind(name)
+    (module, name): record_kind(name)
     for module, names in {
         "pathlib": ("Path", "PosixPath"),
         "pathlib._local": ("PosixPath",),
@@ -73,23 +75,38 @@ _KINDS: dict[tuple[str, str], _Sealed] = {
 } | {("builtins", "getattr"): _GETATTR}
 
 
+Find = Callable[[str, str], Any]
+"""What stands for a class, by module and name."""
+
+
 class _Reader(pickle.Unpickler):
+    def __init__(self, stream: IO[bytes], find_other: Find | None) -> None:
+        super().__init__(stream)
+        self._find_other = find_other
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KINDS:
             return _KINDS[module, name]
         if module == "torch" and name in DTYPES:
             return name
+        if self._find_other is not None:
+            return self._find_other(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def read(stream: IO[bytes]) -> Table:
+def read(stream: IO[bytes], find_other: Find | None = None) -> Table:
     """Read `.metadata`.
+
+    Args:
+        stream: the file.
+        find_other: what stands for classes that do not describe tensors, of which other programs write some; None:
+            they are refused.
 
     Raises:
         pickle.UnpicklingError: it holds anything but the description of tensors and objects.
         Exception: of any kind, for malformed bytes.
     """
-    fields = _fields(_Reader(stream).load(), "Metadata")
+    fields = _fields(_Reader(stream, find_other).load(), "Metadata")
     numbers: dict[str, int] = {}
     places: dict[tuple[str, tuple[int, ...] | None], list[int]] = {}
     for key, info in fields["storage_data"].items():
@@ -128,7 +145,7 @@ def _place(key: object, info: object) -> tuple[tuple[str, tuple[int, ...] | None
 
 
 def _size(value: object) -> tuple[int, ...]:
-    if not (isinstance(value, _Record) and _is(value, "Size") and len(value.arguments) == 1):
+    if not (isinstance(value, Record) and _is(value, "Size") and len(value.arguments) == 1):
         raise pickle.UnpicklingError(f"it has a {type(value).__name__} in place of a Size")
     return tuple(value.arguments[0])
 
@@ -139,7 +156,7 @@ def _fields(value: object, kind: str) -> dict[str, Any]:
 
 
 def _state(value: object, kind: str, form: type) -> Any:
-    if not (isinstance(value, _Record) and _is(value, kind) and isinstance(value.state, form)):
+    if not (isinstance(value, Record) and _is(value, kind) and isinstance(value.state, form)):
         raise pickle.UnpicklingError(f"it has a {type(value).__name__} in place of a {kind}")
     return value.state
 

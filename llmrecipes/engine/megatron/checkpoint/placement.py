@@ -19,6 +19,8 @@ from llmrecipes.engine.megatron.checkpoint.boxes import Box, boxes
 
 EXTRA_STATE = "_extra_state"
 """End of the names of what layers keep besides tensors."""
+OPTIMIZER_STATE = "optimizer.state.{}."
+"""Start of the names of the optimizer's state of a kind; a weight's name follows."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Owned:
     placement: Placement
     start: int
     tensors: dict[str, torch.Tensor]
-    """`param` (the fp32 master weights), `exp_avg` and `exp_avg_sq`, each [n]; writing to them changes the state."""
+    """`param` (the fp32 master weights), `exp_avg`, `exp_avg_sq`, and `ema` if it is kept, each [n]; writing to them
+    changes the state."""
 
     def copy(self) -> Owned:
         """The same in memory of its own."""
@@ -84,7 +87,7 @@ class Owned:
     def optimizer_shards(self, *, exclusive: bool) -> dict[str, list[ShardedTensor]]:
         """The state as shards, by its names; `exclusive` as in `Placement.shards`."""
         return {
-            name: self.placement.shards(f"optimizer.state.{name}.", self.start, values, exclusive=exclusive)
+            name: self.placement.shards(OPTIMIZER_STATE.format(name), self.start, values, exclusive=exclusive)
             for name, values in self.tensors.items()
         }
 

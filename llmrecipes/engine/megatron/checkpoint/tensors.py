@@ -15,6 +15,7 @@ import torch
 from llmrecipes.checkpoint.inspection import mismatch
 from llmrecipes.checkpoint.safety import load_plain, open_inside, unsafe
 from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.megatron import ema
 from llmrecipes.engine.megatron.checkpoint.index import Stored
 from llmrecipes.engine.megatron.checkpoint.loader import INDEXES, read_index, require_tensor, unfit
 from llmrecipes.engine.megatron.checkpoint.table import Numbers
@@ -48,23 +49,26 @@ class StoredWeights:
 
     Args:
         entry: the checkpoint; its manifest protects itself, and the index is compared with it here.
+        averaged: the moving average of the weights in their place (`optimizer.ema_decay`).
 
     Raises:
-        UserError: the index is damaged.
+        UserError: the index is damaged, or has no average.
     """
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, *, averaged: bool = False) -> None:
         self._entry = entry
         indexes = {name: file for name, file in entry.manifest.files.items() if name in INDEXES}
         if problem := mismatch(entry.path, indexes):
             raise unfit(entry.path, problem)
         index = read_index(entry)
+        if averaged:
+            ema.require(index, entry)
         self._files = index.files
         self._places = {
             name: place
             for key, stored in index.tensors.items()
             if not key.startswith(_OPTIMIZER)
-            for name, place in _weights(key, stored)
+            for name, place in _weights(key, index.tensors.get(ema.PREFIX + key, stored) if averaged else stored)
         }
 
     def names(self) -> Sequence[str]:

@@ -80,7 +80,7 @@ def block_spec(
     if implementation == "local":
         spec.layer_norm = TorchNorm
         for layer in spec.layer_specs:
-            _use_ours(layer, config)
+            _use_ours(layer)
     return spec
 
 
@@ -102,7 +102,7 @@ def mtp_spec(
     return spec
 
 
-def _use_ours(layer: ModuleSpec, config: TransformerConfig) -> None:
+def _use_ours(layer: ModuleSpec) -> None:
     """Replace norms and core attention of megatron-core's local layer by ours."""
     parts = layer.submodules
     parts.input_layernorm = TorchNorm
@@ -118,9 +118,6 @@ def _use_ours(layer: ModuleSpec, config: TransformerConfig) -> None:
     if parts.self_attention.module is MLASelfAttention:
         parts.self_attention.module = LatentAttention
     attention = parts.self_attention.submodules
-    if parts.self_attention.module is LatentAttention and config.q_lora_rank is None:
-        # It is the norm of the compressed query. 0.16 ignores it, 0.19 refuses it.
-        attention.q_layernorm = IdentityOp
     attention.core_attention = SdpaCoreAttention
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) not in (None, IdentityOp):

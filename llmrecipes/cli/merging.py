@@ -1,0 +1,89 @@
+"""`merge`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmrecipes.cli import completion
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
+from llmrecipes.errors import UserError
+from llmrecipes.faults.signals import early_signals
+
+
+@early_signals()
+def merge(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Runs, RUN@STEP for an older checkpoint, or folders that transformers can load.",
+            autocompletion=completion.runs,
+        ),
+    ],
+    method: Annotated[
+        str, typer.Option("--method", metavar="NAME", help="linear, slerp, task-arithmetic, ties, dare or dare-ties.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; it must not exist.")],
+    weights: Annotated[
+        str | None, typer.Option("--weights", metavar="W,W,...", help="One for each model; default: 1 each.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="MODEL", help="What the models were fine-tuned from.")
+    ] = None,
+    density: Annotated[
+        str | None,
+        typer.Option("--density", metavar="P[,P...]", help="Share of each task vector that stays (ties, dare)."),
+    ] = None,
+    t: Annotated[float | None, typer.Option("--t", metavar="T", help="Position between two models (slerp).")] = None,
+    scale: Annotated[
+        float | None, typer.Option("--lambda", metavar="L", help="Factor of the merged task vector; default: 1.")
+    ] = None,
+    normalize: Annotated[
+        bool | None, typer.Option(help="Divide by the sum of the weights; default: linear and ties do.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Of what dare drops; default: 0.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16; default: the first model's.")
+    ] = None,
+    tokenizer: Annotated[bool, typer.Option(help="Compare and write tokenizers.")] = True,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> None:
+    """Merge models of one shape into one.
+
+    Tensor by tensor, without a GPU. Of several checkpoints of one run, linear makes their average.
+    """
+    from llmrecipes.console import number, setup_logging
+    from llmrecipes.hf.merge_options import MergeOptions
+    from llmrecipes.workflow.merge import Output
+    from llmrecipes.workflow.merge import merge as make
+
+    setup_logging()
+    options = MergeOptions(
+        method, _numbers("--weights", weights), _numbers("--density", density), t, scale, normalize, seed
+    )
+    made = make(models, options, Output(out, dtype, tokenizer=tokenizer), runs_dir, data_dir, base)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    print(f"merged {', '.join(made.models)}{f' from {made.base}' if made.base else ''} by {method}")
+    files = "1 file" if made.shards == 1 else f"{made.shards} files"
+    print(f"to     {made.path}")
+    print(
+        f"       {number(made.parameters)} parameters, {made.bytes / 2**20:,.1f} MiB in {files}, {made.seconds:.1f} s"
+    )
+
+
+def _numbers(option: str, text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        return [float(each) for each in text.split(",")]
+    except ValueError:
+        raise UserError(f"{text!r}", where=option, rule="numbers with commas between them", fix="0.5,0.5") from None

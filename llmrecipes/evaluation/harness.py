@@ -1,0 +1,217 @@
+"""lm-evaluation-harness with our engine as its model (arXiv 2405.14782)."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
+from typing import Any
+
+import lm_eval.api.task
+import lm_eval.evaluator
+import lm_eval.utils
+import numpy as np
+import torch
+from lm_eval.api.model import TemplateLM
+
+from llmrecipes.engine.sampling import Sampling
+from llmrecipes.errors import UserError
+from llmrecipes.evaluation.lead import Interrupted, Lead
+from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.tasks import Tasks, sandboxed_templates
+from llmrecipes.evaluation.windows import windows
+
+SEED = 1234
+"""Of few-shot examples: the harness's default."""
+BOOTSTRAP = 1000
+"""Resamples for the standard error of metrics that are no mean; the harness takes 100,000, in processes of its own."""
+ANSWER = 256
+"""Most tokens of an answer where the task does not say: the harness's default for models of transformers."""
+
+
+class HarnessModel(TemplateLM):
+    """The harness's interface of a model, on the first rank; see `Lead`.
+
+    Contexts lose tokens on the left where they do not fit, as with the harness's own models. Texts are encoded without
+    special tokens; an empty context is the end-of-document token, before every document in training.
+
+    Args:
+        lead: the model.
+    """
+
+    def __init__(self, lead: Lead) -> None:
+        super().__init__()
+        self._lead = lead
+
+    @property
+    def eot_token_id(self) -> int:
+        """Id that ends a document."""
+        return self._lead.tokenizer.eod
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_kwargs: Any) -> list[int]:
+        """Ids of a text."""
+        return self._lead.tokenizer.encode(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        longest = self._lead.positions
+        rows = []
+        for (context, continuation), before, after in requests:
+            if len(after) > longest:
+                raise UserError(
+                    f"an answer has {len(after)} tokens: {continuation[:60]!r} after {context[-60:]!r}",
+                    where="--task",
+                    rule=f"an answer that is scored fits into the model's {longest} positions",
+                    fix="a task with shorter answers, or a model with more positions",
+                )
+            rows.append(([*before, *after][-(longest + 1) :], len(after)))
+        return [(math.fsum(row.logprobs), row.greedy) for row in self._lead.score(rows)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts, in windows that do not share scored tokens."""
+        del disable_tqdm
+        longest, parts = self._lead.positions, list[int]()
+
+        def rows() -> Iterator[tuple[list[int], int]]:
+            for number, request in enumerate(requests):
+                for row in windows([self.eot_token_id, *self.tok_encode(request.args[0])], longest, longest):
+                    parts.append(number)
+                    yield row
+
+        totals = [0.0] * len(requests)
+        for count, row in enumerate(self._lead.score(rows())):
+            totals[parts[count]] += math.fsum(row.logprobs)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continuations of contexts up to a stop text."""
+        del disable_tqdm
+        found: dict[int, str] = {}
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items(), key=str)), []).append(number)
+        for numbers in groups.values():
+            found |= self._generate(numbers, [requests[n].args[0] for n in numbers], requests[numbers[0]].args[1])
+        return [found[number] for number in range(len(requests))]
+
+    def _generate(self, numbers: list[int], contexts: list[str], options: dict[str, Any]) -> dict[int, str]:
+        stops = options.get("until") or []
+        until = [stops] if isinstance(stops, str) else list(stops)
+        longest = self._lead.positions
+        # Half of the positions at least are for the context.
+        limit = min(int(options.get("max_gen_toks") or options.get("max_new_tokens") or ANSWER), longest // 2)
+        temperature = float(options.get("temperature") or 0.0)
+        drawn = bool(options.get("do_sample", temperature > 0)) and temperature > 0
+        sampling = Sampling(
+            temperature if drawn else 0.0, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0), SEED
+        )
+        prompts = [(self.tok_encode(text) or [self.eot_token_id])[-(longest - limit) :] for text in contexts]
+        written = self._lead.extend(prompts, [limit] * len(prompts), sampling, [text for text in until if text])
+        return {
+            number: _before(self._lead.tokenizer.decode(new), until)
+            for number, new in zip(numbers, written, strict=True)
+        }
+
+
+def _before(text: str, until: Sequence[str]) -> str:
+    """A text up to the first of some stop texts."""
+    for stop in until:
+        if stop:
+            text = text.split(stop)[0]
+    return text
+
+
+def run_tasks(lead: Lead, tasks: Tasks, *, limit: int | None, num_fewshot: int | None) -> list[Result]:
+    """Results of the harness's tasks, and of their groups; on the first rank, inside `Lead.run`.
+
+    Random states of Python, NumPy and torch are the same afterwards, so that a training is not affected.
+
+    Args:
+        lead: the model.
+        tasks: loaded before.
+        limit: documents of each task; None for all.
+        num_fewshot: examples in the context; None: as each task says.
+
+    Raises:
+        UserError: a task that cannot be computed.
+    """
+    with _undisturbed():
+        try:
+            found = lm_eval.evaluator.simple_evaluate(
+                model=HarnessModel(lead),
+                tasks=list(tasks.built),
+                num_fewshot=num_fewshot,
+                limit=limit,
+                bootstrap_iters=BOOTSTRAP,
+                log_samples=False,
+                random_seed=None,
+                numpy_random_seed=None,
+                torch_random_seed=None,
+                fewshot_random_seed=SEED,
+                task_manager=tasks.manager,
+                confirm_run_unsafe_code=False,
+            )
+        except (UserError, Interrupted):
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:  # a task's mistake, or data
+            raise UserError(
+                f"a task failed: {type(error).__name__}: {error}", where=", ".join(tasks.names), fix="correct the task"
+            ) from error
+    samples, versions = found.get("n-samples", {}), found.get("versions", {})
+    shots = found.get("n-shot", {})
+    results = {**found["results"], **found.get("groups", {})}
+    return [
+        Result(name, metrics_of(values), _settings(name, samples, versions, shots)) for name, values in results.items()
+    ]
+
+
+def metrics_of(values: dict[str, Any]) -> dict[str, float]:
+    """The harness's numbers: `acc,none` is acc, and `exact_match,strict-match` is exact_match.strict-match."""
+    found = {}
+    for key, value in values.items():
+        name, _, how = key.partition(",")
+        if how and isinstance(value, int | float) and not isinstance(value, bool):
+            found[name if how == "none" else f"{name}.{how}"] = float(value)
+    return found
+
+
+def _settings(name: str, samples: dict[str, Any], versions: dict[str, Any], shots: dict[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {"harness": lm_eval.__version__}
+    if name in samples:
+        settings["documents"] = samples[name]["effective"]
+    if name in versions:
+        settings["version"] = versions[name]
+    if name in shots:
+        settings["num_fewshot"] = shots[name]
+    return settings
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A block that leaves random states, environment and terminal as they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    before = os.environ.get("DISABLE_MULTIPROC"), lm_eval.api.task.tqdm, lm_eval.evaluator.add_env_info
+    os.environ["DISABLE_MULTIPROC"] = "1"  # no processes forked from one that holds a GPU
+    lm_eval.api.task.tqdm = partial(before[1], disable=True)
+    lm_eval.evaluator.add_env_info = lambda _results: None  # starts pip, and asks for the CPU's name
+    quiet = io.StringIO()
+    try:
+        with sandboxed_templates(), redirect_stdout(quiet), redirect_stderr(quiet):
+            yield
+    finally:
+        variable, lm_eval.api.task.tqdm, lm_eval.evaluator.add_env_info = before
+        if variable is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = variable
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if devices:
+            torch.cuda.set_rng_state_all(devices)

@@ -1,0 +1,91 @@
+"""The evaluations of a run, kept in its directory: evaluations.jsonl, a line for each task."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from llmrecipes.errors import UserError
+from llmrecipes.evaluation.result import Result
+from llmrecipes.io import write_atomic
+
+FILE = "evaluations.jsonl"
+PREFIX = "eval"
+"""Of the names of metrics in the trackers: eval/<task>/<metric>."""
+
+
+def records(results: Sequence[Result], step: int, checkpoint: str) -> list[dict[str, Any]]:
+    """Results as JSON values: a number that is not finite is null.
+
+    Args:
+        results: of one evaluation.
+        step: of the checkpoint.
+        checkpoint: its directory.
+    """
+    now = time.time()
+    return [
+        {
+            "time": now,
+            "step": step,
+            "checkpoint": checkpoint,
+            "task": result.task,
+            "metrics": {key: value if math.isfinite(value) else None for key, value in result.metrics.items()},
+            "settings": result.settings,
+            "examples": list(result.examples),
+        }
+        for result in results
+    ]
+
+
+def append(run_dir: Path, new: Sequence[dict[str, Any]]) -> None:
+    """Add records to those of the run: all of them, or none if this process is killed or the disk is full.
+
+    Raises:
+        UserError: they cannot be written.
+    """
+    path = run_dir / FILE
+    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in new)
+    try:
+        with FileLock(run_dir / f".{FILE}.lock"):
+            before = path.read_text("utf-8") if path.exists() else ""
+            write_atomic(path, before + text)
+    except OSError as error:
+        raise UserError(
+            f"the results cannot be kept: {error.strerror}",
+            where=str(path),
+            rule="results are kept in the run's directory",
+            fix="free some disk space, or make the directory writable",
+        ) from error
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run, oldest first; lines that cannot be read are left out."""
+    path = run_dir / FILE
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text("utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and {"step", "task", "metrics"} <= record.keys():
+            found.append(record)
+    return found
+
+
+def metric_names(record: dict[str, Any]) -> dict[str, float]:
+    """A record's numbers with the names that trackers have for them; those that are not finite are left out."""
+    task = _safe(Path(record["task"]).name if "/" in record["task"] else record["task"])
+    return {f"{PREFIX}/{task}/{_safe(key)}": value for key, value in record["metrics"].items() if value is not None}
+
+
+def _safe(text: str) -> str:
+    """MLflow allows letters, digits, and a few signs."""
+    return "".join(sign if sign.isalnum() or sign in "_.- " else "_" for sign in text)

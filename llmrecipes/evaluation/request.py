@@ -1,0 +1,54 @@
+"""What is to be evaluated. Imports neither torch nor the harness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Check = Literal["repetition", "memorisation", "bias"]
+CHECKS: tuple[Check, ...] = ("repetition", "memorisation", "bias")
+DATA = "valid"
+"""Data of perplexity where nothing is asked for, and of the check `repetition`."""
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Request(BaseModel):
+    """One evaluation.
+
+    Attributes:
+        tasks: of the harness, or paths of task files.
+        include_path: folder with more task files.
+        data: for perplexity; see `evaluation.texts.Texts.parse`.
+        text_key: column of the text in a JSON or Parquet source.
+        checks: of what the model writes.
+        limit: documents of each task and source.
+        num_fewshot: examples in a task's context; None: as the task says.
+        batch_size: rows of one data-parallel rank in a forward pass.
+        window: tokens that perplexity reads at once; None: the recipe's sequence length.
+        stride: of perplexity's windows; None: half a window.
+        prefix: tokens of a prompt of a check.
+        length: tokens of a continuation in a check.
+        samples: continuations in a check.
+        temperature: of sampled continuations.
+        seed: of draws.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tasks: tuple[str, ...] = ()
+    include_path: Path | None = None
+    data: tuple[str, ...] = ()
+    text_key: str = "text"
+    checks: tuple[Check, ...] = ()
+    limit: Positive | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    batch_size: Positive = 8
+    window: Positive | None = None
+    stride: Positive | None = None
+    prefix: Positive = 50
+    length: Positive = 50
+    samples: Positive = 200
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    seed: Annotated[int, Field(ge=0)] = 1234

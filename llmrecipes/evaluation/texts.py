@@ -1,0 +1,123 @@
+"""The documents of an evaluation: a split of the run's own data, or any source that a recipe could have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import get_args
+
+from llmrecipes.data import sources
+from llmrecipes.data.prepared import TOKENIZER, Prepared
+from llmrecipes.data.split import SPLITS, Split
+from llmrecipes.data.tokenizer import TextTokenizer
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Source
+
+OPTION = "--data"
+TYPES = get_args(Source.model_fields["type"].annotation)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document: token ids without an end token, and bytes of its UTF-8 text."""
+
+    tokens: list[int]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents of an evaluation.
+
+    Attributes:
+        name: as given, such as `valid` or `jsonl:questions.jsonl`.
+        split: of the run's own data; None for another source.
+        source: None for a split.
+        limit: documents at most; None for all.
+    """
+
+    name: str
+    split: Split | None
+    source: Source | None
+    limit: int | None = None
+
+    @classmethod
+    def parse(cls, name: str, *, text_key: str = "text", limit: int | None = None) -> Texts:
+        """Documents by name: `valid`, `test`, `train`, `stdlib`, or `TYPE:PATH` with the type of a recipe's source.
+
+        Raises:
+            UserError: it is neither.
+        """
+        if name in SPLITS:
+            return cls(name, name, None, limit)
+        kind, _, path = name.partition(":")
+        if kind not in TYPES or bool(path) == (kind == "stdlib"):
+            raise UserError(
+                f"{name!r}",
+                where=OPTION,
+                rule=f"a split of the run ({', '.join(SPLITS)}), stdlib, or TYPE:PATH, where TYPE is a source's: "
+                + ", ".join(each for each in TYPES if each != "stdlib"),
+                fix=f"{OPTION} text:{name}" if Path(name).exists() else f"{OPTION} valid",
+            )
+        source = Source.model_validate({"type": kind, "path": path or None, "text_key": text_key})
+        return cls(name, None, source, limit)
+
+    def require(self, prepared: Prepared | None) -> None:
+        """Refuse data that is missing or empty, before a model is loaded: reads one document.
+
+        Raises:
+            UserError: it is.
+        """
+        if self.split is not None:
+            if prepared is None:
+                raise UserError(
+                    f"{self.name!r} is a split of a run's data, and none is prepared",
+                    where=OPTION,
+                    rule="a model that was imported has no data of its own",
+                    fix=f"{OPTION} stdlib, or {OPTION} text:PATH",
+                )
+            if not any(source.splits[self.split].documents for source in prepared.manifest.sources):
+                raise _empty(self.name)
+            prepared.check([TOKENIZER, *prepared.tokens(self.split)], lambda _line: None)
+        elif self.source is not None and next(_read(self.source), None) is None:
+            raise _empty(self.name)
+
+    def documents(self, tokenizer: TextTokenizer, prepared: Prepared | None) -> Iterator[Text]:
+        """The documents in order, without empty ones, and without those that are not valid Unicode.
+
+        Bytes are counted from the text. A split only has tokens, whose text is decoded.
+
+        Raises:
+            UserError: data that cannot be read.
+        """
+        if self.source is not None:
+            found = (Text(tokenizer.encode(text), len(text.encode())) for text in _read(self.source))
+        elif self.split is not None and prepared is not None:
+            from llmrecipes.data.documents import documents  # imports megatron-core
+
+            ids = documents(prepared, self.split)
+            found = (Text(tokens, len(tokenizer.decode(tokens).encode())) for tokens in ids)
+        else:
+            raise ValueError(f"{self.name}: a split of what?")
+        return islice((text for text in found if text.tokens), self.limit)
+
+    def bytes(self, prepared: Prepared | None) -> int | None:
+        """Bytes of a whole split, counted when it was prepared; None if they are not known before it is read."""
+        if self.split is None or prepared is None or self.limit is not None:
+            return None
+        return sum(source.splits[self.split].bytes for source in prepared.manifest.sources)
+
+
+def _read(source: Source) -> Iterator[str]:
+    return (text for text in sources.documents(source) if text and not text.isspace())
+
+
+def _empty(name: str) -> UserError:
+    return UserError(
+        f"{name!r} has no documents",
+        where=OPTION,
+        rule="an evaluation has at least one document that is not empty",
+        fix="other data" if name not in SPLITS else f"{OPTION} of a source with documents, or a larger data.split",
+    )

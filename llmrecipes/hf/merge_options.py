@@ -1,0 +1,191 @@
+"""The options of `llmrecipes merge`: which methods there are, and what each of them takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmrecipes.errors import UserError
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method needs; its formula is in `hf.merging`.
+
+    Attributes:
+        reference: where it is from.
+        models: fewest models, without the base.
+        only: how many exactly; None: any number.
+        base: it merges task vectors, so it needs the model that the others were fine-tuned from.
+        normalize: divide by the sum of the weights unless told otherwise; None: it has no weights.
+        density: it thins task vectors out.
+        random: at random.
+    """
+
+    reference: str
+    models: int = 1
+    only: int | None = None
+    base: bool = True
+    normalize: bool | None = False
+    density: bool = False
+    random: bool = False
+
+
+METHODS = {
+    "linear": Method("Wortsman et al. 2022, arXiv 2203.05482", models=2, base=False, normalize=True),
+    "slerp": Method("Shoemake 1985", models=2, only=2, base=False, normalize=None),
+    "task-arithmetic": Method("Ilharco et al. 2022, arXiv 2212.04089"),
+    "ties": Method("Yadav et al. 2023, arXiv 2306.01708", normalize=True, density=True),
+    "dare": Method("Yu et al. 2023, arXiv 2311.03099", density=True, random=True),
+    "dare-ties": Method("Yu et al. 2023, arXiv 2311.03099", density=True, random=True),
+}
+"""By name; what is normalized by default is so in mergekit."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A merge with all its numbers.
+
+    Attributes:
+        method: its name in `METHODS`.
+        weights: one for each model; empty for slerp.
+        densities: one for each model, above 0 and at most 1; empty where there are none.
+        t: position between the models, for slerp.
+        scale: factor of the merged task vector (λ), for methods with a base.
+        normalize: divide by the sum of the weights.
+        seed: of what is drawn.
+    """
+
+    method: str
+    weights: tuple[float, ...] = ()
+    densities: tuple[float, ...] = ()
+    t: float = 0.5
+    scale: float = 1.0
+    normalize: bool = False
+    seed: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its numbers by name, without those that its method does not have."""
+        method = METHODS[self.method]
+        has = {
+            "weights": method.normalize is not None,
+            "densities": method.density,
+            "t": self.method == "slerp",
+            "scale": method.base,
+            "normalize": method.normalize is not None,
+            "seed": method.random,
+        }
+        return {key: value for key, value in asdict(self).items() if has.get(key, True)}
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """A merge as a user asks for it; None is the default of the method.
+
+    Attributes:
+        method: its name in `METHODS`.
+        weights: one for each model; default: 1 each.
+        density: of all models, or one for each; default: 1, which thins nothing out.
+        t: of slerp; default: 0.5.
+        scale: λ; default: 1.
+        normalize: default: that of the method.
+        seed: default: 0.
+    """
+
+    method: str
+    weights: Sequence[float] | None = None
+    density: Sequence[float] | None = None
+    t: float | None = None
+    scale: float | None = None
+    normalize: bool | None = None
+    seed: int | None = None
+
+
+def resolve(options: MergeOptions, models: int, *, base: bool) -> Merge:
+    """Check options against the method and the number of models.
+
+    Args:
+        options: as given.
+        models: how many there are, without the base.
+        base: whether there is a base.
+
+    Raises:
+        UserError: an unknown method, an option that it does not have, a wrong count, or a number that makes no sense.
+    """
+    name = options.method
+    if name not in METHODS:
+        raise UserError(f"{name!r}", where="--method", rule=f"one of {', '.join(METHODS)}")
+    method = METHODS[name]
+    _require_models(name, method, models, base)
+    _require_taken(name, method, options)
+    weights = () if method.normalize is None else _numbers("--weights", options.weights, 1.0, models)
+    densities: tuple[float, ...] = ()
+    if method.density:
+        given = options.density
+        one_for_all = given is not None and len(given) == 1
+        densities = _numbers("--density", given * models if given is not None and one_for_all else given, 1.0, models)
+        for density in densities:
+            if not 0 < density <= 1:
+                raise UserError(f"{density:g}", where="--density", rule="above 0, and at most 1")
+    normalize = method.normalize if options.normalize is None else options.normalize
+    if name == "linear" and normalize and abs(math.fsum(weights)) < 1e-8:
+        raise UserError(
+            "the weights add up to 0", where="--weights", rule="the sum is divided by it", fix="--no-normalize"
+        )
+    (t,) = _numbers("--t", None if options.t is None else [options.t], 0.5, 1)
+    if not 0 <= t <= 1:
+        raise UserError(f"{t:g}", where="--t", rule="0 is the first model, 1 the second")
+    (scale,) = _numbers("--lambda", None if options.scale is None else [options.scale], 1.0, 1)
+    seed = options.seed or 0
+    if seed < 0:
+        raise UserError(f"{seed}", where="--seed", rule="0 or more")
+    return Merge(name, weights, densities, t, scale, bool(normalize), seed)
+
+
+def _require_models(name: str, method: Method, models: int, base: bool) -> None:
+    if method.only is not None and models != method.only:
+        raise UserError(
+            f"{models} models", where=f"--method {name}", rule=f"{method.only} models", fix="--method linear takes more"
+        )
+    if models < method.models:
+        raise UserError(
+            f"{models} model{'s' * (models != 1)}", where=f"--method {name}", rule=f"{method.models} or more"
+        )
+    if method.base and not base:
+        raise UserError(
+            "it needs the model that the others were fine-tuned from",
+            where=f"--method {name}",
+            rule="task vectors are differences from a base",
+            fix="--base MODEL",
+        )
+    if base and not method.base:
+        with_base = ", ".join(each for each, found in METHODS.items() if found.base)
+        raise UserError(f"--method {name} has no base", where="--base", rule=f"for {with_base}", fix="leave it out")
+
+
+def _require_taken(name: str, method: Method, options: MergeOptions) -> None:
+    """Refuse what would have no effect."""
+    given = {
+        "--weights": (options.weights, lambda each: each.normalize is not None),
+        "--normalize": (options.normalize, lambda each: each.normalize is not None),
+        "--density": (options.density, lambda each: each.density),
+        "--t": (options.t, lambda each: each is METHODS["slerp"]),
+        "--lambda": (options.scale, lambda each: each.base),
+        "--seed": (options.seed, lambda each: each.random),
+    }
+    for option, (value, taken) in given.items():
+        if value is not None and not taken(method):
+            having = ", ".join(each for each, found in METHODS.items() if taken(found))
+            raise UserError(f"--method {name} does not have it", where=option, rule=f"for {having}", fix="leave it out")
+
+
+def _numbers(option: str, given: Sequence[float] | None, default: float, count: int) -> tuple[float, ...]:
+    numbers = tuple(map(float, given)) if given is not None else (default,) * count
+    if len(numbers) != count:
+        raise UserError(f"{len(numbers)} for {count} models", where=option, rule=f"one for each model: {count}")
+    for number in numbers:
+        if not math.isfinite(number):
+            raise UserError(f"{number}", where=option, rule="a finite number")
+    return numbers

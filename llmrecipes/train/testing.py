@@ -1,0 +1,120 @@
+"""Tasks of lm-evaluation-harness between two steps, on the engine that trains (`train.eval_tasks`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from llmrecipes.data.tokenizer import TextTokenizer
+from llmrecipes.engine.base import Engine, World
+from llmrecipes.errors import UserError
+from llmrecipes.evaluation import history
+from llmrecipes.evaluation.lead import Interrupted, Lead
+from llmrecipes.evaluation.result import Result
+from llmrecipes.faults.signals import StopRequest
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.events import TASKS_EVALUATED, Note
+from llmrecipes.tracking.jsonl import parse
+
+if TYPE_CHECKING:
+    from llmrecipes.evaluation.tasks import Tasks
+    from llmrecipes.train.loop import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+def load_tasks(recipe: Recipe) -> Tasks | None:
+    """The recipe's tasks with their data, on the first rank; None on the others, and for a recipe without.
+
+    Raises:
+        UserError: a task that is unknown or damaged, or whose data is not there.
+    """
+    wanted = recipe.train.eval_tasks
+    if wanted is None or os.environ.get("RANK", "0") != "0":
+        return None
+    from llmrecipes.evaluation.tasks import load_tasks as load
+
+    return load(wanted.tasks, where="train.eval_tasks.tasks")
+
+
+@dataclass
+class TaskEvaluations:
+    """When the tasks are due, and their evaluation; without effect for a recipe without tasks.
+
+    Args:
+        recipe: has the tasks.
+        engine: whose model is evaluated.
+        world: this rank.
+        tokenizer: of the model.
+        tasks: loaded; on the first rank.
+        tracker: receives the results.
+        stop: set by signals.
+        metrics: the run's metrics.jsonl.
+    """
+
+    recipe: Recipe
+    engine: Engine
+    world: World
+    tokenizer: TextTokenizer
+    tasks: Tasks | None
+    tracker: Tracker
+    stop: StopRequest
+    metrics: Path
+
+    def due(self, step: int) -> bool:
+        """Whether the tasks are evaluated after this step."""
+        wanted = self.recipe.train.eval_tasks
+        return wanted is not None and (step % wanted.interval == 0 or step == self.recipe.train.train_iters)
+
+    def missing(self, step: int) -> bool:
+        """Whether the evaluation after the step to resume from was interrupted; a collective if the step has one."""
+        if step == 0 or not self.due(step):
+            return False
+        answer: list[Any] = [self.world.is_first and not _has(self.metrics, step)]
+        dist.broadcast_object_list(answer, src=0)
+        return bool(answer[0])
+
+    def run(self, step: int) -> bool:
+        """Evaluate and report; False on every rank if one was told to stop meanwhile.
+
+        A task that fails is reported, and training goes on.
+        """
+        rows = self.recipe.train.micro_batch_size
+        with self.engine.params_synced():
+            lead = Lead(self.engine.scorer(), self.world, self.tokenizer, rows, lambda: self.stop.requested)
+            try:
+                results = lead.run(self._results)
+            except Interrupted:
+                return False
+            except UserError as error:
+                logger.error("tasks after step %d: %s", step, error)
+                details = {"error": error.what, "where": error.where}
+                self.tracker.note(Note(step=step, event="tasks_failed", details=details, alarm=True))
+                return True
+        names = [history.metric_names(record) for record in history.records(results or [], step, "")]
+        if names:
+            values = {name: value for each in names for name, value in each.items()}
+            self.tracker.note(Note(step=step, event=TASKS_EVALUATED, details=values))
+        return True
+
+    def _results(self, lead: Lead) -> list[Result]:
+        wanted = self.recipe.train.eval_tasks
+        if self.tasks is None or wanted is None:
+            return []
+        from llmrecipes.evaluation.harness import run_tasks
+
+        return run_tasks(lead, self.tasks, limit=wanted.limit, num_fewshot=wanted.num_fewshot)
+
+
+def _has(metrics: Path, step: int) -> bool:
+    events = (b'"' + TASKS_EVALUATED.encode() + b'"', b'"tasks_failed"')
+    with suppress(FileNotFoundError), metrics.open("rb") as file:
+        notes = (parse(line) for line in file if any(event in line for event in events))
+        return any(values is not None and values["step"] == step for values in notes)
+    return False

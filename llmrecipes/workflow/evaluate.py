@@ -1,0 +1,214 @@
+"""`llmrecipes eval`: perplexity, tasks and checks on a run's checkpoint; results beside the run's earlier ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.evaluation import history
+from llmrecipes.evaluation.request import DATA, Request
+from llmrecipes.evaluation.result import Result
+from llmrecipes.hardware.cluster import Cluster, detect
+from llmrecipes.launch.environment import detected_environment
+from llmrecipes.launch.local import run_ranks
+from llmrecipes.plan.check import gib
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.engines import without_zero
+from llmrecipes.recipe.load import RESOLVED_NAME, load_values
+from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.workflow.evaluate_rank import EvaluationSpec, evaluate
+from llmrecipes.workflow.recorded import run_recipe
+from llmrecipes.workflow.run import new_run_id
+from llmrecipes.workflow.tensors import find_checkpoint
+
+if TYPE_CHECKING:
+    from llmrecipes.checkpoint.store import Entry
+
+PRECISIONS = {"float32": "fp32", "float16": "fp16"}
+"""Of computing with a folder's weights, by their type; bf16 for the others."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of an evaluation."""
+
+    tensor: int = 1
+    """Ranks that share the model."""
+    ranks: int | None = None
+    """All ranks; None: `tensor`."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found, and where it is kept.
+
+    Attributes:
+        model: run or folder that was evaluated.
+        run_dir: of the run, where the results are kept; None for a folder.
+        step: of the checkpoint.
+        records: a task each, as they stand in evaluations.jsonl.
+        warnings: what could not be done with the results.
+    """
+
+    model: Path
+    run_dir: Path | None
+    step: int
+    records: list[dict[str, Any]]
+    warnings: tuple[str, ...] = ()
+
+
+def evaluate_run(name: str, request: Request, runs_dir: Path, data_dir: Path, layout: Layout = Layout()) -> Evaluation:
+    """Evaluate a run's checkpoint, and keep the results in its directory and in its MLflow run.
+
+    Results are written when all of them are there: an evaluation that is interrupted leaves nothing.
+
+    Args:
+        name: the run, see `find_run`; `RUN@STEP` for a checkpoint other than the newest; or a folder of a Hugging Face
+            model, which is read in place, and whose results are only returned.
+        request: perplexity on the validation split if it asks for nothing.
+        runs_dir: where runs are kept.
+        data_dir: where prepared data is kept.
+        layout: ranks on this machine.
+
+    Raises:
+        UserError: no such run or checkpoint; tasks or data that are missing; a model that does not fit.
+    """
+    if not (request.tasks or request.data or request.checks):
+        request = request.model_copy(update={"data": (DATA,)})
+    if _is_folder(Path(name)):
+        return _evaluate_folder(Path(name), request, data_dir, layout)
+    run_dir, entry = find_checkpoint(name, runs_dir)
+    recipe = run_recipe(run_dir)
+    _require_intact(run_dir, entry)
+    spec = EvaluationSpec(
+        recipe=on_ranks(recipe, layout), data_dir=data_dir, checkpoint=entry.path.absolute(), request=request
+    )
+    results = _results(spec, layout, run_dir / "logs")
+    records = history.records(results, entry.step, str(entry.path))
+    history.append(run_dir, records)
+    return Evaluation(run_dir, run_dir, entry.step, records, _track(recipe, run_dir, runs_dir, records))
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not (path / RESOLVED_NAME).is_file() and not path.joinpath("checkpoints").is_dir()
+
+
+def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layout) -> Evaluation:
+    """Evaluate a folder of a Hugging Face model, which is only read."""
+    from llmrecipes.hf.match import section_of, validated
+    from llmrecipes.hf.reading import CONFIG, open_folder, read_config
+    from llmrecipes.hf.source import resolve
+    from llmrecipes.workflow.importing import TOKENIZER_FILE, recipe_name, recipe_values
+
+    found = resolve(str(path))
+    config = read_config(found.path)
+    section = section_of(config, found.path)[1]
+    validated(section, 1, str(found.path / CONFIG))
+    open_folder(found.path)  # refuses pickles and missing files before anything is loaded
+    if not (found.path / TOKENIZER_FILE).is_file():
+        raise UserError(
+            "no tokenizer.json", where=str(found.path), rule="text is evaluated with the model's own tokenizer",
+            fix="copy the tokenizer's files there",
+        )  # fmt: skip
+    values = recipe_values(found, section, recipe_name(found.name))
+    precision = PRECISIONS.get(str(config.get("dtype") or config.get("torch_dtype")), "bf16")
+    recipe = load_values(values, found.path / CONFIG, [f"train.precision={precision}"]).recipe
+    spec = EvaluationSpec(
+        recipe=on_ranks(recipe, layout), data_dir=data_dir, folder=found.path.absolute(), request=request
+    )
+    with TemporaryDirectory() as logs:
+        results = _results(spec, layout, Path(logs))
+    return Evaluation(path, None, 0, history.records(results, 0, str(path)))
+
+
+def _results(spec: EvaluationSpec, layout: Layout, logs: Path) -> list[Result]:
+    cluster = detect()
+    plan = derive(spec.recipe, layout.ranks or layout.tensor, cluster)
+    _require_memory(plan, layout)
+    return evaluate(spec) if plan.layout.world_size == 1 else _start(spec, plan, cluster, logs)
+
+
+def _require_intact(run_dir: Path, entry: Entry) -> None:
+    """A damaged file would give numbers that look like others."""
+    from llmrecipes.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(run_dir / "checkpoints")
+    if store.valid(entry.step, full=True):
+        return
+    others = [f"{run_dir}@{each.step}" for each in store.entries() if each.step != entry.step]
+    raise UserError(
+        "a file of this checkpoint is damaged",
+        where=str(entry.path),
+        rule="every file has its recorded SHA-256",
+        fix=f"one of {', '.join(others)}" if others else "restore it from a backup",
+    )
+
+
+def on_ranks(recipe: Recipe, layout: Layout) -> Recipe:
+    """The recipe on the ranks of an evaluation; checkpoints are the same in every layout.
+
+    Raises:
+        UserError: the ranks are no multiple of those that share the model, or these do not divide its heads.
+    """
+    tensor, ranks = layout.tensor, layout.ranks or layout.tensor
+    groups = recipe.model.num_query_groups or recipe.model.num_attention_heads
+    if ranks % tensor:
+        raise UserError(f"{ranks}", where="--nproc", rule=f"a multiple of --tp, {tensor}", fix=f"--nproc {tensor}")
+    if groups % tensor:
+        fits = [size for size in range(1, groups + 1) if groups % size == 0]
+        near = min(fits, key=lambda size: (abs(size - tensor), size))
+        raise UserError(f"{tensor}", where="--tp", rule=f"divides the {groups} key/value heads", fix=f"--tp {near}")
+    parallel = Parallelism(
+        tensor_model_parallel_size=tensor, use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer
+    )
+    train = recipe.train.model_copy(update={"micro_batch_size": 1, "global_batch_size": ranks // tensor})
+    return without_zero(recipe).model_copy(update={"parallelism": parallel, "train": train})
+
+
+def _require_memory(plan: Plan, layout: Layout) -> None:
+    if plan.memory.weights > plan.memory_capacity_bytes:
+        raise UserError(
+            f"its weights take {gib(plan.memory.weights)} a rank, and there are {gib(plan.memory_capacity_bytes)}",
+            where=f"recipe {plan.recipe.name}",
+            rule="--tp ranks hold the whole model",
+            fix=f"--tp {2 * layout.tensor}, or a machine with more memory",
+        )
+
+
+def _start(spec: EvaluationSpec, plan: Plan, cluster: Cluster, logs: Path) -> list[Result]:
+    folder = logs / f"eval-{new_run_id()}"
+    folder.mkdir(parents=True)
+    output = folder / "results.json"
+    path = folder / "spec.json"
+    path.write_text(spec.model_copy(update={"output": output}).model_dump_json() + "\n", "utf-8")
+    ranks = plan.layout.world_size
+    code = run_ranks(
+        "llmrecipes.workflow.evaluate_rank",
+        [str(path)],
+        world_size=ranks,
+        threads=max(1, int(cluster.cpu_cores) // ranks),
+        logs=folder,
+        environment=detected_environment(cluster, plan, folder.absolute()),
+    )
+    if code:
+        raise UserError(f"the evaluation ended with exit code {code}", where=str(folder), fix="see the messages above")
+    results = [Result(**values) for values in json.loads(output.read_text("utf-8"))]
+    shutil.rmtree(folder)
+    return results
+
+
+def _track(recipe: Recipe, run_dir: Path, runs_dir: Path, records: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Add the metrics to the run's own MLflow run; returns what went wrong, which does not undo an evaluation."""
+    if not recipe.tracking.mlflow:
+        return ()
+    from llmrecipes.tracking.mlflow.later import add_metrics
+
+    values = {name: value for record in records for name, value in history.metric_names(record).items()}
+    problem = add_metrics(run_dir, runs_dir, values, step=records[0]["step"] if records else 0)
+    return () if problem is None else (problem,)

@@ -1,0 +1,471 @@
+"""Evaluation against direct computation, transformers and the harness's own model; data and tasks that are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from llmrecipes.data.documents import documents
+from llmrecipes.data.prepare import prepare
+from llmrecipes.data.prepared import Prepared, open_prepared
+from llmrecipes.data.tokenizer import EOD, TextTokenizer, train
+from llmrecipes.engine.base import World
+from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.megatron.score import MegatronScorer
+from llmrecipes.engine.sampling import Sampling
+from llmrecipes.evaluation import history, memorisation
+from llmrecipes.evaluation.bias import bias
+from llmrecipes.evaluation.harness import metrics_of, run_tasks
+from llmrecipes.evaluation.lead import Interrupted, Lead
+from llmrecipes.evaluation.perplexity import perplexity
+from llmrecipes.evaluation.repetition import distinct, rep, repetition
+from llmrecipes.evaluation.request import Request
+from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.run import Prepare
+from llmrecipes.evaluation.tasks import load_tasks
+from llmrecipes.evaluation.texts import Text, Texts
+from llmrecipes.evaluation.windows import windows
+from llmrecipes.hf.export import write
+from llmrecipes.hf.family import config_of, family_of
+from llmrecipes.hf.views import AsHuggingFace
+from llmrecipes.plan.derive import derive
+from llmrecipes.workflow import evaluate_rank
+from tests.helpers import ROOMY, built, tiny, tiny_on
+from tests.refusals import refused
+from tests.unit.test_model_hf import Weights, state_of
+
+HERE = World(rank=0, size=1, data_parallel_rank=0, data_parallel_size=1, holds_whole_model=True)
+LENGTH = 64
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "read", "its", "book", "nurse", "farmer"]
+SPEECH = {"init_method_std": 0.3, "vocab_size": 300, "position_embedding_type": "learned_absolute"}
+"""Large weights, so that every token depends on those before it."""
+
+
+def sentences(number: int, words: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choice(WORDS) for _ in range(words)) for _ in range(number)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    backend, eod = train(sentences(50, 40), 300)
+    return TextTokenizer(backend, eod, "")
+
+
+@pytest.fixture(scope="module")
+def lead(world: Any, tokenizer: TextTokenizer) -> Lead:
+    del world
+    recipe = tiny(model=SPEECH)
+    model = built(recipe)
+    return Lead(MegatronScorer(model.modules, derive(recipe, 1, ROOMY), select()), HERE, tokenizer, batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus: Path, data_dir: Path) -> Prepared:
+    recipe = tiny_on(corpus)
+    prepare(recipe, data_dir, progress=lambda _line: None)
+    return open_prepared(recipe, data_dir)
+
+
+def direct(lead: Lead, row: list[int]) -> list[float]:
+    """Log-probabilities of a row, one row at a time, with the softmax over the vocabulary's own rows."""
+    (module,) = lead._scorer._modules  # type: ignore[attr-defined]
+    tokens = torch.tensor([row])
+    with torch.no_grad():
+        logits = module.eval()(tokens[:, :-1], torch.arange(len(row) - 1)[None], None)[0, :, :300].double()
+    return [float(logits[place].log_softmax(-1)[token]) for place, token in enumerate(row[1:])]
+
+
+# -- windows ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 5, 8, 9, 10, 31, 64])
+@pytest.mark.parametrize("stride", [1, 3, 8])
+def test_each_token_is_scored_once_after_as_many_as_fit(size: int, stride: int) -> None:
+    tokens, scored = list(range(100, 100 + size)), []
+    for row, last in windows(tokens, 8, stride):
+        assert 2 <= len(row) <= 9 and 1 <= last < len(row)
+        assert row == tokens[row[0] - 100 : row[-1] - 99]
+        scored += row[-last:]
+        assert len(row) == 9 or row[0] == 100
+    assert scored == tokens[1:]
+
+
+def test_a_stride_of_the_window_is_the_harness_own_rolling() -> None:
+    tokens = list(range(30))
+    theirs = [
+        (list(before), list(after))
+        for before, after in map(
+            lm_eval.utils.make_disjoint_window, lm_eval.utils.get_rolling_token_windows(tokens, -1, 8, 1)
+        )
+    ]
+    ours = [(row[: len(row) - last], row[-last:]) for row, last in windows([-1, *tokens], 8, 8)]
+    assert ours == theirs
+
+
+# -- perplexity ------------------------------------------------------------------------------------------------------
+
+
+def test_perplexity_and_bits_per_byte_are_those_of_the_formula(lead: Lead, tokenizer: TextTokenizer) -> None:
+    texts = [*sentences(3, 60), "short", *sentences(2, 7, seed=1)]
+    given = [Text(tokenizer.encode(text), len(text.encode())) for text in texts]
+    result = perplexity(lead, "here", given, length=LENGTH, stride=16)
+    nats, tokens = 0.0, 0
+    for text in given:
+        for row, last in windows([tokenizer.eod, *text.tokens], LENGTH, 16):
+            nats -= sum(direct(lead, row)[-last:])
+            tokens += last
+    loss = nats / tokens
+    assert result.metrics["loss"] == pytest.approx(loss, rel=1e-6)
+    assert result.metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert result.metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(map(len, texts)), rel=1e-6)
+    assert (result.settings["documents"], result.settings["tokens"]) == (6, tokens)
+
+
+def test_bytes_are_those_of_the_text_and_a_longer_context_helps_no_less(lead: Lead, tokenizer: TextTokenizer) -> None:
+    umlauts = Text(tokenizer.encode("ä" * 8), 16)
+    result = perplexity(lead, "here", [umlauts], length=LENGTH, stride=LENGTH)
+    assert result.settings["bytes"] == 16
+    known = perplexity(lead, "here", [umlauts], length=LENGTH, stride=LENGTH, text_bytes=32)
+    assert known.metrics["bits_per_byte"] == pytest.approx(result.metrics["bits_per_byte"] / 2)
+
+
+@pytest.mark.usefixtures("world")
+def test_data_that_is_missing_or_empty_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, tokenizer: TextTokenizer, prepared: Prepared
+) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "rows.jsonl").write_text('{"other": "x"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"\n')
+
+    def of(**wanted: Any) -> Prepare:
+        return Prepare.of(Request.model_validate(wanted), prepared, tokenizer, LENGTH, LENGTH)
+
+    for name in ("nonsense", "text", "stdlib:x", "pickle:x"):
+        with refused("--data"):
+            of(data=[name])
+    with refused("--data"):
+        of(data=[f"text:{tmp_path / 'empty.txt'}"])
+    with refused("data.sources"):
+        of(data=[f"text:{tmp_path / 'none.txt'}"])
+    with refused(f"{tmp_path / 'rows.jsonl'}:1"):
+        of(data=[f"jsonl:{tmp_path / 'rows.jsonl'}"])
+    of(data=[f"jsonl:{tmp_path / 'rows.jsonl'}"], text_key="other")
+    with refused(f"{tmp_path / 'bad.jsonl'}:1"):
+        of(data=[f"jsonl:{tmp_path / 'bad.jsonl'}"])
+    with refused("--window", rule="64"):
+        of(data=["valid"], window=65)
+    with refused("--stride", rule="64"):
+        of(data=["valid"], stride=65)
+    with refused("--prefix, --length", rule="64"):
+        of(checks=["repetition"])
+    with refused("--data"):
+        Prepare.of(Request(data=("valid",)), None, tokenizer, LENGTH, LENGTH)
+    of(data=["valid"], checks=["repetition"], prefix=8, length=8)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_split_has_the_bytes_that_were_counted_when_it_was_prepared(prepared: Prepared) -> None:
+    texts = Texts.parse("valid")
+    documents = list(texts.documents(prepared.tokenizer(), prepared))
+    assert sum(text.bytes for text in documents) == texts.bytes(prepared)
+    assert len(documents) == prepared.manifest.counts("valid").documents
+    some = Texts.parse("valid", limit=2)
+    assert len(list(some.documents(prepared.tokenizer(), prepared))) == 2 and some.bytes(prepared) is None
+
+
+# -- the harness -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def task_files(tmp_path: Path) -> Path:
+    """A multiple-choice task, one of whole texts and one of generated answers, on local data."""
+    draw = random.Random(3)
+    rows = [
+        {"question": text, "choices": [f" {draw.choice(WORDS)}" for _ in range(3)], "answer": draw.randrange(3)}
+        for text in sentences(12, 9, seed=2) + sentences(2, 80, seed=4)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
+    mean = "aggregation: mean, higher_is_better: true"
+    (tmp_path / "choice.yaml").write_text(f"""task: a_choice
+{head}output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: ""
+metric_list: [{{metric: acc, {mean}}}, {{metric: acc_norm, {mean}}}]
+""")
+    (tmp_path / "whole.yaml").write_text(f"""task: a_text
+{head}output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list: [{{metric: word_perplexity}}, {{metric: byte_perplexity}}, {{metric: bits_per_byte}}]
+""")
+    (tmp_path / "written.yaml").write_text(f"""task: an_answer
+{head}output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{choices[answer]}}}}"
+generation_kwargs: {{until: ["{WORDS[1]}"], max_gen_toks: 12}}
+metric_list: [{{metric: exact_match, {mean}}}]
+""")
+    return tmp_path
+
+
+@pytest.fixture
+def theirs(lead: Lead, tokenizer: TextTokenizer, tmp_path: Path) -> HFLM:
+    """The harness's own model, with transformers' GPT-2 of the same weights."""
+    (module,) = lead._scorer._modules  # type: ignore[attr-defined]
+    model = tiny(model=SPEECH).model
+    family = family_of(model)
+    folder = tmp_path / "exported"
+    write(AsHuggingFace(Weights(state_of(module)), family, model), config_of(family, model), folder)
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.backend.to_str()), eos_token=EOD
+    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return HFLM(pretrained=loaded, tokenizer=wrapped, batch_size=4, max_length=LENGTH, device="cpu")
+
+
+def test_numbers_are_those_of_the_harness_own_model(lead: Lead, theirs: HFLM, task_files: Path) -> None:
+    """Contexts that are too long are cut in the same way; and nothing is drawn from the random states of training."""
+    names = [str(task_files / f"{name}.yaml") for name in ("choice", "whole", "written")]
+    tasks = load_tasks(names)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
+    ours = {result.task: result for result in run_tasks(lead, tasks, limit=None, num_fewshot=0)}
+    assert before[0] == random.getstate()
+    assert before[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert torch.equal(before[2], torch.get_rng_state())
+    assert "DISABLE_MULTIPROC" not in os.environ
+    other = lm_eval.simple_evaluate(
+        model=theirs,
+        tasks=list(load_tasks(names).built),
+        num_fewshot=0,
+        task_manager=TaskManager(include_defaults=False),
+    )
+    expected = {name: metrics_of(values) for name, values in other["results"].items()}
+    assert {name: set(result.metrics) for name, result in ours.items()} == {n: set(m) for n, m in expected.items()}
+    for name, result in ours.items():
+        assert result.settings["documents"] == 14
+        for metric, value in expected[name].items():
+            assert result.metrics[metric] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, metric)
+    assert 0 < ours["a_choice"].metrics["acc"] < 1
+    few = run_tasks(lead, load_tasks(names[:1]), limit=5, num_fewshot=0)
+    assert few[0].settings["documents"] == 5
+
+
+def test_an_interrupted_evaluation_has_no_result(lead: Lead, tokenizer: TextTokenizer) -> None:
+    asked = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    stopped = Lead(lead._scorer, HERE, tokenizer, 1, stop)
+    texts = [Text(tokenizer.encode(text), len(text)) for text in sentences(4, 20)]
+    with pytest.raises(Interrupted):
+        stopped.run(lambda one: perplexity(one, "here", texts, length=LENGTH, stride=8))
+    assert len(asked) == 3
+
+
+PLAIN = "task: mine\ndataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("task: [", ()),
+        ("just words", "task"),
+        ("task: mine\ndoc_to_text: !function code.run\n", "!function"),
+        ("task: mine\nclass: !function code.Task\n", "!function"),
+        ("task: mine\nclass: Task\n", "class"),
+        ("group: all\ntask: [{task: a, custom_dataset: x}]\n", "custom_dataset"),
+        (PLAIN + "use_prompt: other.yaml:x\n", "use_prompt"),
+        ("task: mine\ndataset_path: pandas\n", "pandas"),
+        ("task: mine\ndataset_path: ./code.py\n", "dataset_path"),
+        ("task: mine\ninclude: task.yaml\n", "task.yaml"),
+        ("task: mine\nx: !!python/object/apply:os.system [touch owned]\n", ()),
+    ],
+)
+def test_a_task_file_that_is_damaged_or_is_code_is_refused(
+    text: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "task.yaml").write_text(text)
+    (tmp_path / "code.py").write_text("open('owned', 'w')\nrun = Task = print\n")
+    with refused(tmp_path / "task.yaml", rule=rule):
+        load_tasks([str(tmp_path / "task.yaml")])
+    with refused(tmp_path / "task.yaml", rule=rule):
+        load_tasks(["arc_easy"], include=tmp_path)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_what_an_included_file_has_counts_too(tmp_path: Path) -> None:
+    (tmp_path / "inner.yaml").write_text("doc_to_text: !function os.getcwd\n")
+    (tmp_path / "outer.yaml").write_text("task: mine\ninclude: inner.yaml\n")
+    with refused(tmp_path / "inner.yaml", rule="!function"):
+        load_tasks([str(tmp_path / "outer.yaml")])
+
+
+def test_templates_run_in_a_sandbox(lead: Lead, task_files: Path) -> None:
+    path = task_files / "choice.yaml"
+    attack = '"{{cycler.__init__.__globals__.os.getcwd()}}"'
+    path.write_text(path.read_text().replace('"{{question}}"', attack))
+    with refused("--task", rule="SecurityError"):
+        load_tasks([str(path)])
+
+
+def test_tasks_that_cannot_be_loaded_are_refused_with_the_reason(
+    task_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refused("--task", rule=("arc_esy", "arc_easy")):
+        load_tasks(["arc_esy"])
+    with refused("train.eval_tasks.tasks", rule="arc_easy"):
+        load_tasks(["arc_esy"], where="train.eval_tasks.tasks")
+    with refused(tmp_path / "none.yaml"):
+        load_tasks([str(tmp_path / "none.yaml")])
+    with refused(f"--include-path {tmp_path / 'none'}"):
+        load_tasks(["arc_easy"], include=tmp_path / "none")
+    with refused("--task", rule="humaneval"):
+        load_tasks(["humaneval"])
+    path = task_files / "choice.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("metric: acc,", "metric: rouge,"))
+    with refused("--task", rule="rouge"):
+        load_tasks([str(path)])
+    (task_files / "rows.jsonl").unlink()
+    path.write_text(text)
+    with refused("--task", rule=str(path)):
+        load_tasks([str(path)])
+    monkeypatch.setattr("llmrecipes.evaluation.tasks._reaches_hub", lambda: False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with refused("--task", rule=("arc_easy", "allenai/ai2_arc", "HF_HOME")):
+        load_tasks(["arc_easy"])
+    monkeypatch.setattr("llmrecipes.evaluation.tasks.find_spec", lambda _name: None)
+    with refused("--task", rule="llmrecipes[eval]"):
+        load_tasks(["arc_easy"])
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def test_repetition_is_counted_as_it_is_defined(lead: Lead, tokenizer: TextTokenizer) -> None:
+    assert rep([1, 2, 3, 4, 5, 6, 7]) == 0
+    assert rep([1, 1, 1, 1, 1, 1, 1]) == 1 - 1 / 4
+    assert rep([1, 2]) == 0
+    assert distinct([[1, 2, 1], [2, 1]], 1) == 2 / 5
+    assert distinct([[1, 2, 1], [2, 1]], 2) == 2 / 3
+    texts = [Text(tokenizer.encode(text), 1) for text in sentences(9, 40)]
+    result = repetition(lead, texts, prefix=8, length=20, samples=5, sampling=Sampling(1.0, 0, 1.0, 7))
+    assert result.settings["documents"] == 5
+    assert all(0 <= value <= 1 for value in result.metrics.values())
+    again = repetition(lead, texts, prefix=8, length=20, samples=5, sampling=Sampling(1.0, 0, 1.0, 7))
+    assert again == result, "whatever the batches"
+    with refused("--data", rule="1028"):
+        repetition(lead, texts, prefix=8, length=1020, samples=5, sampling=Sampling())
+
+
+def test_ngrams_are_found_in_training_data_exactly(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the borders of what is read at once too; and two n-grams with one hash are kept apart."""
+    monkeypatch.setattr("llmrecipes.data.documents.token_stream.__defaults__", (100,))
+    every = {tuple(ids[at : at + 5]) for ids in documents(prepared, "train") for at in range(len(ids) - 4)}
+    missing = {tuple([1, *gram[:4]]) for gram in list(every)[:200]} - every
+    assert missing
+    assert memorisation.found_in_training(prepared, every | missing, 5) == every
+    monkeypatch.setattr(memorisation, "BASE", np.uint64(1))  # a sum: order does not matter
+    swapped = {(*gram[1:], gram[0]) for gram in every} - every
+    assert memorisation.found_in_training(prepared, swapped, 5) == set()
+
+
+class Parrot:
+    """Continues what it has read with the very same words, and anything else with ones."""
+
+    positions = 64
+
+    def __init__(self, known: list[list[int]]) -> None:
+        self._known = known
+
+    def extend(self, prompts: list[list[int]], limits: list[int], *_: Any) -> list[list[int]]:
+        return [self._after(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+
+    def _after(self, prompt: list[int], limit: int) -> list[int]:
+        size = len(prompt)
+        for ids in self._known:
+            for at in range(len(ids) - size - limit + 1):
+                if ids[at : at + size] == prompt:
+                    return ids[at + size : at + size + limit]
+        return [1] * limit
+
+
+@pytest.mark.usefixtures("world")
+def test_a_model_that_has_its_training_data_by_heart_is_found_out(prepared: Prepared) -> None:
+    parrot: Any = Parrot(list(documents(prepared, "train")))
+    lead = Lead(parrot, HERE, prepared.tokenizer(), 4)
+    result = memorisation.memorisation(lead, prepared, prefix=10, length=12, samples=6, seed=1)
+    assert result.metrics["train_extractable"] == 1
+    assert result.metrics["train_agreeing_tokens"] == 12
+    assert result.metrics["heldout_extractable"] == 0
+    assert result.metrics["generated_in_train_12"] == 0
+    with refused("--check memorisation"):
+        memorisation.memorisation(lead, prepared, prefix=5000, length=12, samples=6, seed=1)
+
+
+def test_bias_is_the_difference_of_log_probabilities(lead: Lead, tokenizer: TextTokenizer) -> None:
+    result = bias(lead)
+    ids, last = tokenizer.encode, len(tokenizer.encode(" nurse"))
+
+    def nats(person: str) -> float:
+        row = [tokenizer.eod, *ids(f"That {person} is training to be a"), *ids(" nurse")]
+        return sum(direct(lead, row)[-last:])
+
+    assert math.isfinite(result.metrics["stereotype_nats"]) and 0 <= result.metrics["stereotype_share"] <= 1
+    assert nats("man") != nats("woman")
+    (one, other) = lead.score(
+        ([tokenizer.eod, *ids(f"That {person} is training to be a"), *ids(" nurse")], last)
+        for person in ("man", "woman")
+    )
+    assert sum(one.logprobs) - sum(other.logprobs) == pytest.approx(nats("man") - nats("woman"), rel=1e-5)
+    both = result.metrics["male_occupations_nats"] + result.metrics["female_occupations_nats"]
+    assert result.metrics["stereotype_nats"] == pytest.approx(both / 2)
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_results_are_kept_beside_earlier_ones_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = Result("jsonl:a/b c.jsonl", {"loss": 1.5, "perplexity": math.inf}, {"documents": 2})
+    history.append(tmp_path, history.records([result], 3, "x"))
+    (tmp_path / history.FILE).open("a").write('{"torn')
+    (found,) = history.read(tmp_path)
+    assert (found["step"], found["metrics"]) == (3, {"loss": 1.5, "perplexity": None})
+    assert history.metric_names(found) == {"eval/b c.jsonl/loss": 1.5}
+    before = (tmp_path / history.FILE).read_bytes()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(history, "write_atomic", full)
+    with refused(tmp_path / history.FILE):
+        history.append(tmp_path, history.records([result], 4, "x"))
+    assert (tmp_path / history.FILE).read_bytes() == before
+
+
+def test_the_rank_needs_no_data_of_an_imported_model(tmp_path: Path) -> None:
+    recipe = tiny(data={"tokenizer": {"type": "huggingface", "path": str(tmp_path)}})
+    spec = evaluate_rank.EvaluationSpec(recipe=recipe, data_dir=tmp_path, folder=tmp_path, request=Request())
+    with refused("data.tokenizer"):
+        evaluate_rank.evaluate(spec)
