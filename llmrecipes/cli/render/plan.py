@@ -141,6 +141,9 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
     if parameters.experts or parameters.mtp:
         extra = f"; {parameters.mtp:,} predict more tokens" if parameters.mtp else ""
         lines.append(("active parameters", f"{parameters.active:,}", f"{parameters.experts:,} in experts{extra}"))
+    if lora := plan.recipe.lora:
+        share = f"{plan.num_adapter_parameters / parameters.total:.2%} in adapters of rank {lora.rank}"
+        lines.append(("trained parameters", f"{plan.num_adapter_parameters:,}", share))
     if plan.num_parameters_on_rank != parameters.total:
         lines.append(("parameters of a rank", f"{plan.num_parameters_on_rank:,}", "of the rank that has most"))
     lines += [
