@@ -73,7 +73,13 @@ def print_plan(
     table.add_column("from", style="dim")
     measure = command_line("bench step", asked[0], overrides=asked[1:])
     time = _time(loaded.recipe, plan, cluster, step_seconds, measure)
-    for row in [*rows(plan, cluster), *_start(loaded.recipe), *_disk(loaded.recipe, plan), *_communication(plan, sent), *time]:
+    for row in [
+        *rows(plan, cluster),
+        *_start(loaded.recipe),
+        *_disk(loaded.recipe, plan),
+        *_communication(plan, sent),
+        *time,
+    ]:
         table.add_row(*row)
     out.print(table)
     configured = configuration(plan)
