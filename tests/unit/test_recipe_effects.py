@@ -84,6 +84,18 @@ def model(recipe: Recipe, *_: Any) -> Any:
     return made.module.train()(ids, ids, None, labels=ids, loss_mask=torch.ones_like(ids).float()).tolist()
 
 
+def adapted(recipe: Recipe, *_: Any) -> Any:
+    """What a model with adapters computes after some training: at first they add nothing."""
+    made = built(recipe)
+    with torch.no_grad():
+        for name, parameter in made.module.named_parameters():
+            if name.endswith("_lora.b.weight"):
+                parameter.fill_(0.1)
+    torch.manual_seed(0)
+    ids = torch.arange(recipe.model.seq_length)[None] % 97
+    return made.module.train()(ids, ids, None, labels=ids, loss_mask=torch.ones_like(ids).float()).tolist()
+
+
 def implementation(recipe: Recipe, *_: Any) -> tuple[str, str]:
     made = built(recipe)
     return made.implementation, made.reason
@@ -278,6 +290,7 @@ MLA = {
     "model.qk_pos_emb_head_dim": 16, "model.v_head_dim": 16, "model.add_bias_linear": False,
 }  # fmt: skip
 MUP = {"model.use_mup": True}
+LORA = {"lora.rank": 4}
 MTP = {**ROPE, "model.mtp_num_layers": 1}
 TP = {"parallelism.tensor_model_parallel_size": 2}
 PP = {"parallelism.pipeline_model_parallel_size": 2, "model.num_layers": 8, "train.global_batch_size": 8}
@@ -394,6 +407,10 @@ CASES: dict[str, Case] = {
     "parallelism.overlap_grad_reduce": Case(True, optimizer),
     "parallelism.overlap_param_gather": Case(True, optimizer, {"parallelism.overlap_grad_reduce": True}),
     "parallelism.grad_reduce_in_fp32": Case(False, optimizer, {"train.precision": "bf16"}),
+    "lora.rank": Case(8, plan, LORA),
+    "lora.alpha": Case(32.0, adapted, LORA),
+    "lora.dropout": Case(0.5, adapted, LORA),
+    "lora.target_modules": Case(["linear_qkv"], plan, LORA),
     "zero.stage": Case(3, deepspeed, ZERO1),
     "zero.offload_optimizer": Case("cpu", deepspeed, ZERO2),
     "zero.offload_param": Case("cpu", deepspeed, ZERO3),
