@@ -145,7 +145,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
     shutil.copy(model / "tokenizer_config.json", tmp_path)
     arguments = ["import", str(model), f"data.tokenizer.path={tmp_path}", "--runs-dir", str(tmp_path / "runs")]
     assert run(arguments) == 2
-    require_message(capsys.readouterr().err, "model.vocab_size", rule="401")
+    require_message(capsys.readouterr().err, "model.vocab_size", rule=str(VOCABULARY + 1))
     assert not (tmp_path / "runs").exists()
 
 
@@ -155,7 +155,7 @@ def test_a_run_id_in_use_is_refused_and_a_full_disk_leaves_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, refused(tmp_path / "a", rule=()):
+    with monkeypatch.context() as patch, refused(tmp_path / "with-tokenizer" / "a"):
         patch.setattr("llmrecipes.checkpoint.store.CheckpointStore.publish", full)
         import_model(str(model), [], tmp_path, "a")
     assert not list(tmp_path.rglob("*recipe.yaml"))
