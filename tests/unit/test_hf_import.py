@@ -136,12 +136,10 @@ def test_training_starts_alike_from_an_import_and_from_the_recipe_s_key(
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = json.loads((model / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(
-        json.dumps(
-            {**text, "added_tokens": [*text["added_tokens"], {**text["added_tokens"][0], "id": 400, "content": "<x>"}]}
-        )
-    )
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    first, ids = tokenizer["added_tokens"][0], range(len(tokenizer["model"]["vocab"]), VOCABULARY + 1)
+    tokenizer["added_tokens"] += [{**first, "id": number, "content": f"<{number}>"} for number in ids]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     shutil.copy(model / "tokenizer_config.json", tmp_path)
     arguments = ["import", str(model), f"data.tokenizer.path={tmp_path}", "--runs-dir", str(tmp_path / "runs")]
     assert run(arguments) == 2
