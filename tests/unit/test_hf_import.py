@@ -184,7 +184,7 @@ def test_an_import_that_ends_in_the_middle_leaves_no_run(before: str, code: int,
     if code == 2:
         require_message(done.stderr[done.stderr.index("error: ") :], tmp_path)
     assert not list(tmp_path.rglob("recipe.yaml")) and not (tmp_path / "one/a").exists()
-    with refused("one"):
+    with refused(tmp_path):
         find_run("one", tmp_path)
     assert run(arguments) == 0
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["a"]
