@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from llmrecipes.data.tokenizer import TextTokenizer
-from llmrecipes.engine.base import Scorer, World
+from llmrecipes.engine.base import World
 from llmrecipes.engine.sampling import Sampling
+from llmrecipes.engine.scoring import Scorer
 
 T = TypeVar("T")
 BATCHES_AT_ONCE = 32

@@ -115,7 +115,7 @@ def test_a_model_for_sampling_has_it_in_place_of_the_weights(tmp_path: Path) -> 
     here = derive(engine.recipe, 1, ROOMY)
     for averaged in (True, False):
         model = MegatronBackend().load_weights(here, engine.platform, entry, averaged=averaged)
-        found = whole(model._module.sharded_state())
+        found = whole(model._built.module.sharded_state())
         same = [torch.equal(found[name], average[name].to(torch.bfloat16)) for name in average]
         assert all(same) == averaged
     plain = engine_of(recipe("bf16", decay=None))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from llmrecipes.data.conversations import ConversationDataset
 from llmrecipes.data.packing import alone, best_fit
@@ -88,12 +88,11 @@ def test_packed_conversations_train_as_if_each_were_alone(name: str, dense: bool
     assert abs(loss_and_gradients(module, together, None)[0] / loss - 1) > 3 * BOUND
 
 
-def test_the_loss_is_that_of_transformers_with_labels_of_minus_100() -> None:
-    ours = hf.randomised(hf.LLAMA)
-    config = transformers.LlamaConfig(**hf.THEIRS)
-    theirs = transformers.LlamaForCausalLM(config)
-    theirs.load_state_dict(hf.as_llama(dict(ours.named_parameters())))
-    given = talks(vocabulary=hf.VOCABULARY)
+def test_the_loss_is_that_of_transformers_with_labels_of_minus_100(tmp_path: Path) -> None:
+    case = hf.Case("llama", {**hf.LLAMA, "vocab_size": 384})  # which needs no rows of padding
+    ours = hf.randomised(case.model)
+    theirs, _ = hf.exported(case, ours, tmp_path)
+    given = talks(vocabulary=384)
     longest = max(len(ids) for ids, _ in given)
     ids, labels = np.zeros((len(given), longest), np.int64), np.full((len(given), longest), -100)
     for row, (tokens, answers) in enumerate(given):

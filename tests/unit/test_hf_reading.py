@@ -225,7 +225,8 @@ def test_links_lead_into_the_cache_of_the_hub_and_nowhere_else(model: Path, tmp_
         ("model.num_query_groups=4", ("4", "2")), ("model.ffn_hidden_size=100", ("100", "96")),
         ("model.rotary_base=500000", ("500000.0", "10000.0")), ("model.add_qkv_bias=true", ()),
         ("model.vocab_size=299", ("299", "300")), ("model.seq_length=65", ("65", "64")),
-        ("model.normalization=LayerNorm", ("LayerNorm", "RMSNorm")), ("model.layernorm_epsilon=1.0e-5", ("1e-05", "1e-06")),
+        ("model.normalization=LayerNorm", ("LayerNorm", "RMSNorm")),
+        ("model.layernorm_epsilon=1.0e-5", ("1e-05", "1e-06")),
         ("model.num_moe_experts=4", ("4", "None")), ("model.mtp_num_layers=1", ("1", "None")),
     ],
 )  # fmt: skip

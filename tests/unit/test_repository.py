@@ -41,9 +41,10 @@ LAYERS = (
     ("workflow",),
     ("search",),
     ("api",),
+    ("api_models",),
     ("cli",),
 )
-LIGHT = (*LAYERS[0], "recipe", "hardware", "plan", "launch", "doctor", "api", "cli")
+LIGHT = (*LAYERS[0], "recipe", "hardware", "plan", "launch", "doctor", "api_models", "api", "cli")
 HEAVY = {
     "torch",
     "megatron",

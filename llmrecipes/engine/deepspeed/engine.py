@@ -22,7 +22,6 @@ from llmrecipes.engine.base import (
     Shard,
     StepResult,
     StopQuestion,
-    mean_over_tokens,
 )
 from llmrecipes.engine.deepspeed import state
 from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
@@ -30,6 +29,7 @@ from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
+from llmrecipes.engine.losses import mean_over_tokens
 from llmrecipes.engine.megatron import shards
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat

@@ -28,8 +28,8 @@ from llmrecipes.engine.base import (
     Shard,
     StepResult,
     StopQuestion,
-    mean_over_tokens,
 )
+from llmrecipes.engine.losses import mean_over_tokens
 from llmrecipes.engine.megatron import ema, shards, state, update
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
