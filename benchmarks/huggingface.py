@@ -1,4 +1,5 @@
 """Seconds and memory of an export: of a checkpoint of gpt-1b, and of llama3-8b's shape with values made on the way.
+And of an import: of a folder of gpt-1b, and of llama3-8b's shape, likewise.
 
     python -m benchmarks.huggingface [--folder DIR]
 
@@ -136,6 +137,53 @@ def save_pretrained(folder: Path) -> dict[str, float]:
     return {"seconds": time.perf_counter() - started, "bytes": sum(files), "shard": max(files)}
 
 
+class MadeBoxes(MadeWeights):
+    """The same in boxes; see `engine.base.WeightSource`."""
+
+    def read(self, name: str, offset: tuple[int, ...] = (), shape: tuple[int, ...] = ()) -> Any:
+        import torch
+
+        return torch.full(shape or self._shapes[name], 0.01, dtype=torch.bfloat16)
+
+
+def import_small(folder: Path) -> dict[str, float]:
+    """`llmrecipes import` of a folder that is written first, one tensor at a time; the peak is that of both."""
+    from llmrecipes.hf.export import write
+    from llmrecipes.hf.family import config_of, family_of
+    from llmrecipes.hf.views import AsHuggingFace
+    from llmrecipes.workflow.importing import import_model
+
+    model = load(SMALL).recipe.model
+    family = family_of(model)
+    source = AsHuggingFace(MadeWeights(SMALL), family, model)
+    (folder / "model").mkdir()
+    written = write(source, config_of(family, model), folder / "model")
+    started = time.perf_counter()
+    made = import_model(str(folder / "model"), ["data.tokenizer.type=bpe"], folder / "runs", "made")
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "bytes": made.checkpoint_bytes, "shard": written.largest_shard}
+
+
+def import_large(folder: Path) -> dict[str, float]:
+    """The writer of the checkpoint alone, on values made on the way."""
+    from llmrecipes.engine.registry import backend
+    from llmrecipes.hardware.cluster import detect
+    from llmrecipes.plan.derive import derive
+    from llmrecipes.workflow.run import on_one_rank
+
+    recipe = on_one_rank(load(LARGE).recipe)
+    engines = backend(recipe)
+    started = time.perf_counter()
+    with engines.join(recipe, engines.platform()):
+        written, _ = engines.write_weights(derive(recipe, 1, detect()), MadeBoxes(LARGE), folder / "checkpoint")
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "bytes": sum(each.size for each in written.files.values()), "shard": 5e9}
+
+
+IMPORTS: dict[str, Callable[[Path], dict[str, float]]] = {
+    f"llmrecipes import {SMALL}": import_small,
+    f"{LARGE}, values made on the way": import_large,
+}
 CASES: dict[str, Callable[[Path], dict[str, float]]] = {
     f"llmrecipes export {SMALL}": export_small,
     f"save_pretrained of the same model ({SMALL})": save_pretrained,
@@ -143,12 +191,13 @@ CASES: dict[str, Callable[[Path], dict[str, float]]] = {
 }
 
 
-def run_case(name: str, folder: Path) -> dict[str, float]:
+def run_case(name: str, folder: Path, *, imports: bool = False) -> dict[str, float]:
     """One case in a process of its own, with a folder that is deleted."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        if CASES[name] is export_small:
+        if not imports and CASES[name] is export_small:
             subprocess.run([sys.executable, "-m", "benchmarks.huggingface", "--checkpoint", place], check=True)
         command = [sys.executable, "-m", "benchmarks.huggingface", "--case", name, "--folder", place]
+        command += ["--imports"] if imports else []
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         return found
@@ -157,10 +206,20 @@ def run_case(name: str, folder: Path) -> dict[str, float]:
 def main(arguments: argparse.Namespace) -> None:
     """Measure every case and print the figures."""
     started_on = machine()
-    figures = {name: run_case(name, arguments.folder) for name in CASES}
-    columns = ["export, bf16", "seconds", "MiB/s", "GiB", "largest shard, GiB", "peak, GiB", "peak / largest shard"]
+    figures = {}
+    if not arguments.imports:
+        figures["export"] = {name: run_case(name, arguments.folder) for name in CASES}
+        show_figures("Export to Hugging Face", "export, bf16", figures["export"])
+    figures["import"] = {name: run_case(name, arguments.folder, imports=True) for name in IMPORTS}
+    show_figures("Import from Hugging Face", "import, bf16", figures["import"])
+    close(figures, started_on, arguments.json)
+
+
+def show_figures(title: str, what: str, figures: dict[str, dict[str, float]]) -> None:
+    """Print a table; of an import of made values, the shard is the largest that an export writes, 5 GB."""
+    columns = [what, "seconds", "MiB/s", "GiB", "largest shard, GiB", "peak, GiB", "peak / largest shard"]
     show(
-        "Export to Hugging Face",
+        title,
         columns,
         [
             [
@@ -173,19 +232,19 @@ def main(arguments: argparse.Namespace) -> None:
             for name, each in figures.items()
         ],
     )
-    close({"export": figures}, started_on, arguments.json)
 
 
 if __name__ == "__main__":
     made = parser(__doc__)
     made.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where files are written")
+    made.add_argument("--imports", action="store_true", help="the imports alone")
     made.add_argument("--case", help=argparse.SUPPRESS)
     made.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     given = made.parse_args()
     if given.checkpoint is not None:
         write_checkpoint(given.checkpoint)
     elif given.case is not None:
-        figures = CASES[given.case](given.folder)
+        figures = (IMPORTS if given.imports else CASES)[given.case](given.folder)
         print(json.dumps({**figures, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
     else:
         main(given)

@@ -70,21 +70,21 @@ class Template:
         Raises:
             UserError: it is no Jinja template.
         """
-        from jinja2 import TemplateError
-
         try:
             _render(self, [{"role": "user", "content": ""}])
-        except TemplateError as error:
+        except ImportError as error:
+            raise UserError(
+                str(error), where="transformers", fix="install its dependencies (docs/install.md)"
+            ) from error
+        except Exception as error:
             if type(error).__name__ != "TemplateSyntaxError":
-                return  # it refuses this conversation, perhaps rightly
+                return  # the template refuses this conversation, perhaps rightly
             raise UserError(
                 f"no chat template: {error}",
                 where=f"data.chat.chat_template: {self.origin}",
                 rule="a chat template is written in Jinja",
                 fix="correct it, or name another file in data.chat.chat_template",
             ) from error
-        except Exception:  # raised by an expression of the template
-            return
 
     def prompt(self, messages: Messages) -> str:
         """The text after which the model is to answer.

@@ -132,8 +132,9 @@ def _fill(
         sources=records,
         held_out=held_out,
         files={name: File(bytes=content.bytes, sha256=content.sha256) for name, content in contents.items()},
-        chat=spec_of_chat
-        and ChatRecord(
+        chat=None
+        if spec_of_chat is None
+        else ChatRecord(
             origin=spec_of_chat.template.origin,
             special_tokens=dict(spec_of_chat.template.special_tokens),
             sources=talks,

@@ -135,8 +135,8 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
 def _refuse_experts(found: Iterable[str], model: Model) -> None:
     """Refuse what PEFT takes for adapters of experts.
 
-    transformers 5 has all experts of a layer in one tensor. PEFT adapts modules, and in a model with experts turns every
-    `gate_proj`, `up_proj` and `down_proj` into that tensor, those of dense layers and shared experts too.
+    transformers 5 has all experts of a layer in one tensor. PEFT adapts modules, and in a model with experts it turns
+    every `gate_proj`, `up_proj` and `down_proj` into that tensor, those of dense layers and shared experts too.
     """
     if model.num_moe_experts is None:
         return
@@ -145,8 +145,8 @@ def _refuse_experts(found: Iterable[str], model: Model) -> None:
         raise UserError(
             f"adapters of {', '.join(names)} in a model with experts",
             where="lora.target_modules",
-            rule="PEFT has no form for them: it takes each for an adapter of all experts of a layer, which transformers "
-            "holds in one tensor",
+            rule="PEFT has no form for them: it takes each for an adapter of all experts of a layer, which "
+            "transformers holds in one tensor",
             fix="--to hf --merge-adapter, which writes the whole model; or train without them",
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmrecipes.plan.adapters import keeps_input, kept_by_adapters, own_layers
-from llmrecipes.plan.attention import keeps_scores, recompute_granularity
+from llmrecipes.plan.attention import copies_keys, keeps_scores, mask_per_token, recompute_granularity
 from llmrecipes.plan.layout import Layout
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
@@ -64,6 +64,7 @@ def _moments(
         chunks.append(_chunk(recipe, per, [per.layer(index) for index in range(first, first + layers)]))
     if stage == 0:
         chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
+    chunks = [(kept + mask_per_token(recipe, device), again) for kept, again in chunks]
     last = stage == layout.pipeline_model_parallel_size - 1
     predictions, recomputed_prediction = _mtp(recipe, per)
     ends = per.norm + per.edge * (recipe.lora is None) + predictions
@@ -341,14 +342,16 @@ class _PerToken:
         outside = self.norm + self.edge * max(keeps_input(self.recipe, name) for name in down) + self.mask
         gathered = self.layout.context_parallel_size > 1 and own_layers(self.recipe, self.device) and not self._in_parts
         rope = model.position_embedding_type == "rope"
-        inner = float(element * (s.context_size + self._projected(gathered=gathered)))
+        copied = copies_keys(self.recipe, s, self.device)
+        own = (s.query_size + s.context_size) * copied  # a key and a value for each query
+        inner = float(element * (s.context_size + own + self._projected(gathered=gathered or copied)))
         if model.multi_latent_attention:
             outside += self._latent / self._sequence_ranks
             tables = 4.0 * element * model.qk_pos_emb_head_dim
         else:
             # Rotation or norm allocate new queries and keys, while the values keep the full projection alive.
             if not self._in_parts and (rope or model.qk_layernorm):
-                inner += element * (s.query_size + (0 if gathered else s.key_size))
+                inner += element * (s.query_size + (0 if gathered or copied else s.key_size))
             inner += self._heads(rotated=rope)
             tables = 4.0 * element * s.kv_channels if rope else 0.0  # cosines and sines, for queries and for keys
         tables /= self.recipe.train.micro_batch_size  # all sequences have the same

@@ -20,6 +20,19 @@ def keeps_scores(recipe: Recipe, s: Shape, device: str) -> bool:
     return (recipe.model.attention_dropout > 0 and device == "cpu") or not has_fused_kernel(s, device)
 
 
+def mask_per_token(recipe: Recipe, device: str) -> int:
+    """Bytes per token of the mask that keeps packed conversations apart, which all layers share: one for each token of
+    the sequence. 0 on a CPU, where each conversation is attended to by itself, and where there is none."""
+    chat = recipe.data.chat
+    packed = chat is not None and chat.packing
+    return recipe.model.seq_length if packed and (device == "cuda" or recipe.train.torch_compile) else 0
+
+
+def copies_keys(recipe: Recipe, s: Shape, device: str) -> bool:
+    """Whether keys and values of groups are copied for each query, because there is such a mask."""
+    return mask_per_token(recipe, device) > 0 and s.num_query_groups < s.num_attention_heads
+
+
 def recompute_granularity(recipe: Recipe, s: Shape, device: str) -> str | None:
     """What is recomputed: as in the recipe, but core attention only where that saves memory."""
     wanted = recipe.train.recompute_granularity

@@ -7,6 +7,7 @@ from typing import Any
 
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.names import suffixed
 from llmrecipes.recipe.proxy_model import Device, small_layout, small_model
 from llmrecipes.recipe.schema import (
@@ -28,6 +29,7 @@ ITERS = 20
 MAX_BUCKET = 1_000_000
 MAX_GATHERED = 100_000
 MAX_WHOLE = 100
+MAX_RANK = 4
 
 
 def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
@@ -58,6 +60,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "data": _data(recipe.data, model),
             "checkpoint": _checkpoint(recipe.checkpoint),
             "tracking": _tracking(recipe.tracking),
+            "lora": recipe.lora and _lora(recipe.lora),
         }
     )
 
@@ -81,6 +84,12 @@ def _zero(recipe: Recipe, zero: Zero, device: Device) -> Zero:
             update["zero_quantized_weights"] = False
     update |= {name: min(limit, getattr(zero, name)) for name, limit in limits.items()}
     return zero.model_copy(update=update)
+
+
+def _lora(lora: Lora) -> Lora:
+    """The same matrices and scale, with a rank that every small matrix has."""
+    rank = min(lora.rank, MAX_RANK)
+    return lora.model_copy(update={"rank": rank, "alpha": lora.scale * rank})
 
 
 def _train(train: Train, model: Model, parallel: Parallelism) -> Train:

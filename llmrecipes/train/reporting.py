@@ -46,6 +46,7 @@ def describe(
     rows = {
         "run": str(run_dir),
         "model": f"{number(plan.num_parameters.total)} parameters, {layers}",
+        **_adapters(plan),
         "device": f"{plan.layout.world_size} × {device}, {train.precision}, about {gib(plan.memory.total)} a rank",
         "batch": f"{train.global_batch_size} × {recipe.model.seq_length} = {number(plan.tokens_per_step)} tokens, "
         f"micro-batch {train.micro_batch_size} × {plan.num_microbatches} × "
@@ -87,3 +88,11 @@ def open_tracker(
         if spec.restart:
             tracker.note(Note(step=progress.step, event="restarted", details={"restart": spec.restart, **spec.tags}))
         yield tracker
+
+
+def _adapters(plan: Plan) -> dict[str, str]:
+    lora, added = plan.recipe.lora, plan.num_adapter_parameters
+    if lora is None:
+        return {}
+    share = f"{added / plan.num_parameters.total:.2%}"
+    return {"trained": f"{number(added)} parameters in adapters of rank {lora.rank}, {share} of the model"}

@@ -76,7 +76,10 @@ def sample_prompt(recipe: Recipe) -> str:
 
 def generate_command(spec: RunSpec) -> str:
     """The command that continues the same prompt again, quoted for a shell."""
-    options = {"prompt": sample_prompt(spec.recipe), "chat": spec.recipe.data.chat is not None}
+    options: dict[str, str | bool] = {
+        "prompt": sample_prompt(spec.recipe),
+        "chat": spec.recipe.data.chat is not None,
+    }
     return command_line("generate", spec.run_dir, options=options, data_dir=spec.data_dir)
 
 

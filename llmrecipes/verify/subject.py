@@ -28,8 +28,10 @@ def subject(recipe: Recipe, iters: int, device: Device) -> Recipe:
     """
     small = proxy(recipe, device)
     _require_same_meaning(small)
+    lora = small.lora and small.lora.model_copy(update={"dropout": 0.0})
     return small.model_copy(
         update={
+            "lora": lora,
             "model": small.model.model_copy(
                 update={"hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None}
             ),

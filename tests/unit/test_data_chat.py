@@ -312,7 +312,7 @@ def test_samples_are_whole_conversations(rows: list[Source], prepared: Prepared,
         for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
             tokens, labels, mask = (sample[key][start:end] for key in ("tokens", "labels", "loss_mask"))
             assert torch.equal(sample["position_ids"][start:end], torch.arange(end - start))
-            answers = known.get((*tokens.tolist(), labels[-1].item()))
+            answers = known.get((*tokens.tolist(), int(labels[-1])))
             if answers is None:  # the padding
                 assert not mask.any()
                 assert end == LENGTH

@@ -134,6 +134,16 @@ SMALL_WORLDS = {
     "tensor, pipeline": spec("gpt-tiny-3d", world=8, ranks=(0, 4)),
     "context": spec("gpt-tiny", "parallelism.context_parallel_size=2", world=2),
     "experts": spec("moe-tiny", world=2),
+    "adapters": spec(
+        "gpt-tiny", "lora.rank=8", "lora.dropout=0.1", "parallelism.tensor_model_parallel_size=2",
+        "parallelism.sequence_parallel=true", "train.micro_batch_size=2", world=4,
+    ),
+    "adapters of experts": spec(
+        "moe-tiny", "lora.rank=8", "lora.target_modules=[linear_qkv,experts.linear_fc1,experts.linear_fc2]", world=2
+    ),
+    "packed conversations, grouped queries": spec(
+        "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false", world=2
+    ),
 }  # fmt: skip
 
 

@@ -112,10 +112,12 @@ SITES = {
     "llama3-405b": ("h100-ib", 64, 405e9),
     "llama3-70b": ("h100-ib", 8, 70.6e9),
     "llama3-8b": ("h100-ib", 1, 8.03e9),
+    "llama3-8b-sft": ("h100-ib", 1, 8.03e9),
     "llama3-8b-zero2": ("h100-ib", 1, 8.03e9),
     "mixtral-8x7b": ("h100-ib", 8, 46.7e9),
     "moe-tiny": ("laptop", 2, None),
     "qwen3-30b-a3b": ("h100-ib", 2, 30.5e9),
+    "sft-tiny": ("laptop", 1, None),
 }
 """Of each shipped recipe: a profile, the fewest of its nodes (1, 2, 4, …) that hold it, and the published size."""
 

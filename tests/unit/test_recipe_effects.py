@@ -37,6 +37,7 @@ from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.tracking import run_tracker
 from llmrecipes.train import loaders, testing, worker
+from llmrecipes.train.given import given_weights
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.resume import Start
@@ -78,6 +79,18 @@ def config_on_cpu(recipe: Recipe, *_: Any) -> dict[str, Any]:
 def model(recipe: Recipe, *_: Any) -> Any:
     """What a model computes, from the weights it starts with."""
     made = built(recipe)
+    torch.manual_seed(0)
+    ids = torch.arange(recipe.model.seq_length)[None] % 97
+    return made.module.train()(ids, ids, None, labels=ids, loss_mask=torch.ones_like(ids).float()).tolist()
+
+
+def adapted(recipe: Recipe, *_: Any) -> Any:
+    """What a model with adapters computes after some training: at first they add nothing."""
+    made = built(recipe)
+    with torch.no_grad():
+        for name, parameter in made.module.named_parameters():
+            if name.endswith("_lora.b.weight"):
+                parameter.fill_(0.1)
     torch.manual_seed(0)
     ids = torch.arange(recipe.model.seq_length)[None] % 97
     return made.module.train()(ids, ids, None, labels=ids, loss_mask=torch.ones_like(ids).float()).tolist()
@@ -175,6 +188,15 @@ def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return found.value.args[1]
 
 
+def given(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """The folder whose weights a new run starts from."""
+    monkeypatch.setattr(
+        "llmrecipes.hf.weights.open_weights", lambda path, _: SimpleNamespace(path=str(path), close=lambda: None)
+    )
+    with given_weights(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder, runs_dir=folder)) as found:
+        return None if found is None else str(found.path)
+
+
 def backend_of(recipe: Recipe, *_: Any) -> str:
     return type(registry.backend(recipe)).__name__
 
@@ -268,6 +290,7 @@ MLA = {
     "model.qk_pos_emb_head_dim": 16, "model.v_head_dim": 16, "model.add_bias_linear": False,
 }  # fmt: skip
 MUP = {"model.use_mup": True}
+LORA = {"lora.rank": 4}
 MTP = {**ROPE, "model.mtp_num_layers": 1}
 TP = {"parallelism.tensor_model_parallel_size": 2}
 PP = {"parallelism.pipeline_model_parallel_size": 2, "model.num_layers": 8, "train.global_batch_size": 8}
@@ -384,6 +407,10 @@ CASES: dict[str, Case] = {
     "parallelism.overlap_grad_reduce": Case(True, optimizer),
     "parallelism.overlap_param_gather": Case(True, optimizer, {"parallelism.overlap_grad_reduce": True}),
     "parallelism.grad_reduce_in_fp32": Case(False, optimizer, {"train.precision": "bf16"}),
+    "lora.rank": Case(8, plan, LORA),
+    "lora.alpha": Case(32.0, adapted, LORA),
+    "lora.dropout": Case(0.5, adapted, LORA),
+    "lora.target_modules": Case(["linear_qkv"], plan, LORA),
     "zero.stage": Case(3, deepspeed, ZERO1),
     "zero.offload_optimizer": Case("cpu", deepspeed, ZERO2),
     "zero.offload_param": Case("cpu", deepspeed, ZERO3),
@@ -405,6 +432,7 @@ CASES: dict[str, Case] = {
     "train.train_iters": Case(4, loop),
     "train.micro_batch_size": Case(4, plan),
     "train.global_batch_size": Case(4, loop),
+    "train.pretrained": Case("./model", given),
     "train.precision": Case("bf16", config),
     "train.seed": Case(7, model),
     "train.eval_interval": Case(3, loop),

@@ -34,6 +34,7 @@ MAY_CHANGE = {
     "scheduler.lr_warmup_iters", "scheduler.lr_wsd_decay_iters", "tracking.mlflow", "tracking.tensorboard",
     "tracking.wandb", "tracking.system_metrics_interval", "train.eval_interval", "train.eval_iters",
     "train.global_batch_size", "train.log_interval", "train.micro_batch_size", "train.train_iters",
+    "train.pretrained", "lora.rank", "lora.alpha", "data.chat.chat_template",
     "train.recompute_num_layers", "train.torch_compile", *(f"parallelism.{name}" for name in DEGREES),
     "parallelism.expert_tensor_parallel_size", "parallelism.num_layers_in_first_pipeline_stage",
     "parallelism.num_layers_in_last_pipeline_stage",

@@ -73,7 +73,13 @@ def print_plan(
     table.add_column("from", style="dim")
     measure = command_line("bench step", asked[0], overrides=asked[1:])
     time = _time(loaded.recipe, plan, cluster, step_seconds, measure)
-    for row in [*rows(plan, cluster), *_disk(loaded.recipe, plan), *_communication(plan, sent), *time]:
+    for row in [
+        *rows(plan, cluster),
+        *_start(loaded.recipe),
+        *_disk(loaded.recipe, plan),
+        *_communication(plan, sent),
+        *time,
+    ]:
         table.add_row(*row)
     out.print(table)
     configured = configuration(plan)
@@ -82,6 +88,11 @@ def print_plan(
         out.print(json.dumps(configured, indent=2), markup=False, highlight=False)
     for warning in plan.warnings:
         out.print(f"\nwarning: {warning}", markup=False)
+
+
+def _start(recipe: Recipe) -> list[tuple[str, str, str]]:
+    found = recipe.train.pretrained
+    return [] if found is None else [("starts from the weights of", found, "train.pretrained")]
 
 
 def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
@@ -136,6 +147,9 @@ def rows(plan: Plan, cluster: Cluster) -> list[tuple[str, str, str]]:
     if parameters.experts or parameters.mtp:
         extra = f"; {parameters.mtp:,} predict more tokens" if parameters.mtp else ""
         lines.append(("active parameters", f"{parameters.active:,}", f"{parameters.experts:,} in experts{extra}"))
+    if lora := plan.recipe.lora:
+        share = f"{plan.num_adapter_parameters / parameters.total:.2%} in adapters of rank {lora.rank}"
+        lines.append(("trained parameters", f"{plan.num_adapter_parameters:,}", share))
     if plan.num_parameters_on_rank != parameters.total:
         lines.append(("parameters of a rank", f"{plan.num_parameters_on_rank:,}", "of the rank that has most"))
     lines += [
