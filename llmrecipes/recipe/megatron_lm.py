@@ -86,6 +86,8 @@ def notes(arguments: Arguments, recipe: Recipe) -> Iterator[str]:
     """What differs without being refused, a sentence each."""
     if not arguments:
         yield "the checkpoint has no arguments: only names and shapes of its weights were compared with the recipe"
+    if recipe.data.tokenizer.type == "bpe":
+        yield "data.tokenizer.type bpe trains a new tokenizer: token ids mean something else than they did"
     plain = recipe.model.activation_func == "gelu" and not recipe.model.gated_linear_unit
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear"):
         yield "its GELU was the tanh approximation (bias_gelu_fusion); here it is exact"
