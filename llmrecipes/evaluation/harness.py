@@ -56,6 +56,15 @@ class HarnessModel(TemplateLM):
         """Ids of a text."""
         return self._lead.tokenizer.encode(string)
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The harness's, which encodes both together, and so has no token left to score where they end in one token:
+        there, and where the context is nothing but spaces, each is encoded by itself.
+        """
+        before, after = super()._encode_pair(context, continuation)
+        if after and before:
+            return before, after
+        return self.tok_encode(context) or [self.eot_token_id], self.tok_encode(continuation)
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_kwargs: Any
     ) -> list[tuple[float, bool]]:

@@ -103,7 +103,7 @@ class Lead:
         """Score the last tokens of rows, lazily and in order.
 
         Args:
-            rows: 2 to `positions` + 1 tokens, and how many of the last ones are asked for.
+            rows: 2 to `positions` + 1 tokens, and how many of the last ones are asked for: 1 to all but one.
         """
         source = iter(rows)
         while block := list(islice(source, BATCHES_AT_ONCE * self._rows)):
