@@ -27,7 +27,7 @@ from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.evaluation import history, memorisation
 from llmrecipes.evaluation.bias import bias
-from llmrecipes.evaluation.harness import BOOTSTRAP, metrics_of, run_tasks
+from llmrecipes.evaluation.harness import BOOTSTRAP, HarnessModel, metrics_of, run_tasks
 from llmrecipes.evaluation.lead import Interrupted, Lead
 from llmrecipes.evaluation.perplexity import perplexity
 from llmrecipes.evaluation.repetition import distinct, rep, repetition
@@ -264,6 +264,14 @@ def test_numbers_are_those_of_the_harness_own_model(lead: Lead, theirs: HFLM, ta
     assert 0 < ours["a_choice"].metrics["acc"] < 1
     few = run_tasks(lead, load_tasks(names[:1]), limit=5, num_fewshot=0)
     assert few[0].settings["documents"] == 5
+
+
+def test_an_answer_that_ends_in_a_token_of_the_context_is_scored_by_itself(lead: Lead) -> None:
+    model, encode = HarnessModel(lead), lead.tokenizer.encode
+    assert len(encode("the ca")) >= len(encode("the cat")), "one token, which begins in the context"
+    assert model._encode_pair("the ca", "t") == (encode("the ca"), encode("t"))
+    assert model._encode_pair("  ", "cat") == (encode("  "), encode("cat"))
+    assert model._encode_pair("the", " cat") == (encode("the"), encode(" cat"))
 
 
 def test_an_interrupted_evaluation_has_no_result(lead: Lead, tokenizer: TextTokenizer) -> None:
