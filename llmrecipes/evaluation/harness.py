@@ -205,20 +205,27 @@ def _undisturbed() -> Iterator[None]:
     """A block that leaves random states, environment and terminal as they were."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    before = os.environ.get("DISABLE_MULTIPROC"), lm_eval.api.task.tqdm, lm_eval.evaluator.add_env_info
+    before = os.environ.get("DISABLE_MULTIPROC")
+    changed: list[tuple[Any, str, Any]] = [
+        (lm_eval.api.task, "tqdm", partial(lm_eval.api.task.tqdm, disable=True)),
+        (lm_eval.evaluator, "add_env_info", lambda _results: None),  # starts pip, and asks for the CPU's name
+        (lm_eval.evaluator, "get_git_commit_hash", lambda: None),  # of the working directory
+    ]
+    kept = [(module, name, getattr(module, name)) for module, name, _ in changed]
+    for module, name, value in changed:
+        setattr(module, name, value)
     os.environ["DISABLE_MULTIPROC"] = "1"  # no processes forked from one that holds a GPU
-    lm_eval.api.task.tqdm = partial(before[1], disable=True)
-    lm_eval.evaluator.add_env_info = lambda _results: None  # starts pip, and asks for the CPU's name
     quiet = io.StringIO()
     try:
         with sandboxed_templates(), redirect_stdout(quiet), redirect_stderr(quiet):
             yield
     finally:
-        variable, lm_eval.api.task.tqdm, lm_eval.evaluator.add_env_info = before
-        if variable is None:
+        for module, name, value in kept:
+            setattr(module, name, value)
+        if before is None:
             del os.environ["DISABLE_MULTIPROC"]
         else:
-            os.environ["DISABLE_MULTIPROC"] = variable
+            os.environ["DISABLE_MULTIPROC"] = before
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
