@@ -96,7 +96,7 @@ def evaluate_run(name: str, request: Request, runs_dir: Path, data_dir: Path, la
 
 
 def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not (path / RESOLVED_NAME).is_file() and not path.joinpath("checkpoints").is_dir()
+    return (path / "config.json").is_file() and not (path / RESOLVED_NAME).is_file()
 
 
 def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layout) -> Evaluation:
