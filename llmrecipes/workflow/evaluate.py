@@ -165,7 +165,9 @@ def on_ranks(recipe: Recipe, layout: Layout) -> Recipe:
         near = min(fits, key=lambda size: (abs(size - tensor), size))
         raise UserError(f"{tensor}", where="--tp", rule=f"divides the {groups} key/value heads", fix=f"--tp {near}")
     parallel = Parallelism(
-        tensor_model_parallel_size=tensor, use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=tensor > 1 and recipe.model.num_moe_experts is not None,  # experts need it
+        use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer,
     )
     train = recipe.train.model_copy(update={"micro_batch_size": 1, "global_batch_size": ranks // tensor})
     return without_zero(recipe).model_copy(update={"parallelism": parallel, "train": train})

@@ -30,7 +30,6 @@ ROWS = [
             Row("llama", "tp2 sp pp2 vpp2"),
             Row("llama", "cp2 dp2"),
             Row("moe", "ep2 dp2"),
-            Row("moe", "tp2 dp2"),
             Row("deepseek", "tp2 sp ep2 etp1"),
         )
     ),
