@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -16,6 +20,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import machine, show
+from llmrecipes.hf.export import write
+from llmrecipes.hf.folder import published
+from llmrecipes.hf.merge_options import METHODS
 from llmrecipes.hf.merging import keep
 
 SEED = 7
@@ -109,13 +117,76 @@ def golden(path: Path) -> None:
     path.write_text(json.dumps(content, indent=None, separators=(",", ":")).replace('{"method"', '\n{"method"') + "\n")
 
 
+LLAMA_1B = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+class RandomWeights:
+    """Weights of `LLAMA_1B` in bf16, other ones for each seed; see `TensorSource`."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        layer = {
+            "self_attn.q_proj": (2048, 2048), "self_attn.k_proj": (512, 2048), "self_attn.v_proj": (512, 2048),
+            "self_attn.o_proj": (2048, 2048), "mlp.gate_proj": (8192, 2048), "mlp.up_proj": (8192, 2048),
+            "mlp.down_proj": (2048, 8192), "input_layernorm": (2048,), "post_attention_layernorm": (2048,),
+        }  # fmt: skip
+        layers = {f"model.layers.{n}.{name}.weight": shape for n in range(16) for name, shape in layer.items()}
+        self._shapes = {"model.embed_tokens.weight": (128256, 2048), **layers, "model.norm.weight": (2048,)}
+
+    def names(self) -> Sequence[str]:
+        """See `TensorSource`."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        return self._shapes[name]
+
+    def dtype(self, _name: str) -> torch.dtype:
+        """See `TensorSource`."""
+        return torch.bfloat16
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `TensorSource`."""
+        generator = torch.Generator().manual_seed(hash((self._seed, self._shapes[name])))
+        return torch.randn(self._shapes[name], generator=generator, dtype=torch.bfloat16).mul_(0.02)
+
+
+def measure(folder: Path) -> None:
+    """Merge models of 1.2 billion parameters by every method, each in a process of its own."""
+    models = [folder / name for name in ("one", "two", "base")]
+    for seed, model in enumerate(models):
+        if not model.exists():
+            with published(model) as part:
+                write(RandomWeights(seed), LLAMA_1B, part)
+    rows = []
+    for method, found in METHODS.items():
+        out = folder / method
+        options = ["--base", str(models[2])] if found.base else []
+        options += ["--density", "0.5"] if found.density else []
+        command = [sys.executable, "-m", "llmrecipes.cli", "merge", str(models[0]), str(models[1]), "--method", method]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        done = subprocess.run([*command, *options, "--no-tokenizer", "--json", "--out", str(out)], capture_output=True)
+        if done.returncode:
+            raise SystemExit(done.stderr.decode())
+        result = json.loads(done.stdout)
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # the largest so far
+        rows.append((method, f"{result['seconds']:.1f}", f"{peak / 2**20:.2f}{'' if peak > before else ' or less'}"))
+        shutil.rmtree(out)
+    show("two models of 1.24 billion parameters in bf16", ["method", "seconds", "GiB at most"], rows)
+    print(json.dumps(machine()))
+
+
 def main() -> None:
     """Run the named part."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["golden"])
+    parser.add_argument("what", choices=["golden", "measure"])
     parser.add_argument("path", type=Path)
     given = parser.parse_args()
-    parts: dict[str, Callable[[Path], None]] = {"golden": golden}
+    parts: dict[str, Callable[[Path], None]] = {"golden": golden, "measure": measure}
     parts[given.what](given.path)
 
 

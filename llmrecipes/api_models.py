@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from llmrecipes.api import directory
+from llmrecipes.api import Run, directory
 from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIABLE
 
 
@@ -63,3 +63,41 @@ def merge_models(
         None if base is None else str(base),
     )
     return Path(made.path)
+
+
+def import_model(
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    revision: str | None = None,
+    name: str | None = None,
+    run_id: str | None = None,
+    runs_dir: str | Path | None = None,
+    data_dir: str | Path | None = None,
+) -> Run:
+    """Make a run from a Hugging Face model, with a checkpoint of step 0 that any layout loads.
+
+    Args:
+        source: folder with config.json and safetensors, or name on the Hub.
+        overrides: of the recipe, as on the command line: `["train.train_iters=20"]`.
+        revision: branch, tag or commit on the Hub.
+        name: of the recipe; default: that of the model.
+        run_id: of the new run; default: a new name.
+        runs_dir: default: `LLMRECIPES_RUNS`, else `runs`.
+        data_dir: default: `LLMRECIPES_DATA`, else `data`.
+
+    Raises:
+        UserError: the model cannot be found, read or described by a recipe; a run id in use; a full disk.
+    """
+    from llmrecipes.workflow.importing import import_model as make
+    from llmrecipes.workflow.run import checked_run_id, new_run_id
+
+    made = make(
+        str(source),
+        overrides,
+        directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
+        new_run_id() if run_id is None else checked_run_id(run_id),
+        revision=revision,
+        name=name,
+    )
+    return Run(Path(made.run_dir), directory(data_dir, DATA_VARIABLE, DATA_DIR))

@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron-LM's training saves them, by megatron-core's own `dist_checkpointing.save`."""
+"""Checkpoints as Megatron-LM's training saves them: by megatron-core's own `dist_checkpointing.save`, or by itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,36 @@ def save(engine: MegatronEngine, folder: Path, args: Namespace | None, *, optimi
         (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION), "utf-8")
     dist.barrier()
     return path
+
+
+TRAINS = find_spec("megatron.training") is not None
+"""Whether Megatron-LM's training is there: PyPI's megatron-core has it since 0.19."""
+
+
+def save_by_training(engine: MegatronEngine, folder: Path) -> Path:
+    """Save by Megatron-LM's own `save_checkpoint`, with all of its arguments; of a model like Llama, in one process."""
+    from megatron.core import rerun_state_machine
+    from megatron.training import checkpointing, global_vars
+    from megatron.training.arguments import parse_args
+
+    model, sizes = engine.recipe.model, shape(engine.recipe.model)
+    command = (
+        f"train --num-layers {model.num_layers} --hidden-size {model.hidden_size} --lr 1e-3 --train-iters 1 "
+        f"--num-attention-heads {model.num_attention_heads} --ffn-hidden-size {model.ffn_hidden_size} --swiglu "
+        f"--group-query-attention --num-query-groups {model.num_query_groups} --seq-length {model.seq_length} "
+        f"--max-position-embeddings {model.seq_length} --position-embedding-type rope --normalization RMSNorm "
+        "--disable-bias-linear --untie-embeddings-and-output-weights --micro-batch-size 1 --use-distributed-optimizer "
+        f"--dist-ckpt-optim-fully-reshardable --no-one-logger --save {folder}"
+    )
+    with pytest.MonkeyPatch.context() as patch, helpers_allowed():
+        patch.setattr("sys.argv", command.split())
+        args = parse_args()
+        args.vocab_size, args.padded_vocab_size = model.vocab_size, sizes.vocab_size
+        args.use_dist_ckpt, args.ckpt_fully_parallel_save = True, False
+        patch.setattr(global_vars, "_GLOBAL_ARGS", args)
+        rerun_state_machine.initialize_rerun_state_machine()
+        try:
+            checkpointing.save_checkpoint(ITERATION, [engine.modules[0]], engine.optimizer, engine.scheduler, 0)
+        finally:
+            rerun_state_machine.destroy_rerun_state_machine()
+    return folder / f"iter_{ITERATION:07d}"

@@ -21,7 +21,8 @@ VERSION = (
     "unit/test_faults_memory", "unit/test_faults_numerics", "unit/test_generate", "unit/test_hf_", "unit/test_lora_",
     "unit/test_merge_", "unit/test_model_", "unit/test_network.py", "unit/test_plan_model", "unit/test_plan_placement",
     "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects", "unit/test_rendezvous", "unit/test_serve",
-    "unit/test_train_", "unit/test_workflow_smoke", "unit/test_workflow_train", "unit/test_workflow_upcycle",
+    "unit/test_train_", "unit/test_workflow_evaluate", "unit/test_workflow_smoke", "unit/test_workflow_train",
+    "unit/test_workflow_upcycle",
 )  # fmt: skip
 """Path prefixes of tests whose results depend on the versions of Python, torch and megatron-core."""
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, NewRunIdOption, RunsOption
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import early_signals
+
+if TYPE_CHECKING:
+    from llmrecipes.hf.merge_options import MergeOptions
 
 
 @early_signals()
@@ -28,7 +31,14 @@ def merge(
     method: Annotated[
         str, typer.Option("--method", metavar="NAME", help="linear, slerp, task-arithmetic, ties, dare or dare-ties.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; it must not exist.")],
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="FORM", help="hf: a folder for transformers; run: a run before its first step."),
+    ] = "hf",
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder to write with --to hf; it must not exist.")
+    ] = None,
+    run_id: NewRunIdOption = None,
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="W,W,...", help="One for each model; default: 1 each.")
     ] = None,
@@ -68,16 +78,45 @@ def merge(
     options = MergeOptions(
         method, _numbers("--weights", weights), _numbers("--density", density), t, scale, normalize, seed
     )
+    if to == "run":
+        for option, value in (("--out", out), ("--dtype", dtype)):
+            if value is not None:
+                raise UserError("a run has no such thing", where=option, rule="for --to hf", fix="leave it out")
+        _merge_runs(models, options, base, run_id, runs_dir, as_json=as_json)
+        return
+    if to != "hf":
+        raise UserError(f"{to!r}", where="--to", rule="hf or run")
+    if out is None:
+        raise UserError("not given", where="--out", rule="a folder that does not exist", fix="--out DIR, or --to run")
     made = make(models, options, Output(out, dtype, tokenizer=tokenizer), runs_dir, data_dir, base)
     if as_json:
         print(json.dumps(asdict(made)))
         return
-    print(f"merged {', '.join(made.models)}{f' from {made.base}' if made.base else ''} by {method}")
+    print(_what(models, base, method))
     files = "1 file" if made.shards == 1 else f"{made.shards} files"
     print(f"to     {made.path}")
-    print(
-        f"       {number(made.parameters)} parameters, {made.bytes / 2**20:,.1f} MiB in {files}, {made.seconds:.1f} s"
-    )
+    size = f"{made.bytes / 2**20:,.1f} MiB in {files}"
+    print(f"       {number(made.parameters)} parameters, {size}, {made.seconds:.1f} s")
+
+
+def _merge_runs(
+    models: list[str], options: MergeOptions, base: str | None, run_id: str | None, runs_dir: Path, *, as_json: bool
+) -> None:
+    from llmrecipes.commandline import resume_command
+    from llmrecipes.workflow.merge_run import merge_runs
+    from llmrecipes.workflow.run import checked_run_id, new_run_id
+
+    made = merge_runs(models, options, runs_dir, new_run_id() if run_id is None else checked_run_id(run_id), base)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    print(_what(models, base, options.method))
+    print(f"to     {made.run_dir}, {made.seconds:.1f} s")
+    print(f"train: {resume_command(Path(made.run_dir))}")
+
+
+def _what(models: list[str], base: str | None, method: str) -> str:
+    return f"merged {', '.join(models)}{f' from {base}' if base else ''} by {method}"
 
 
 def _numbers(option: str, text: str | None) -> list[float] | None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,17 +73,16 @@ def load_tasks(names: Sequence[str], include: Path | None = None, where: str = O
     """
     require_harness(where)
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    alone = len(files) == len(names) and include is None
     for name in files:
-        require_data(Path(name), where)
+        alone = require_data(Path(name), where) and alone
     if include is not None:
         if not include.is_dir():
             raise UserError("no such folder", where=f"--include-path {include}", fix="a folder with task files")
         for path in sorted(include.rglob("*.yaml")):
             require_data(path, where)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default that a task relies on
-    import lm_eval.tasks
-
-    manager = lm_eval.tasks.TaskManager(include_path=None if include is None else str(include))
+    manager = _manager(None if include is None else str(include), not alone)
     for name in names:
         if name not in files and name not in manager.task_index:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
@@ -96,11 +96,19 @@ def load_tasks(names: Sequence[str], include: Path | None = None, where: str = O
         return Tasks(tuple(names), tuple(each for name in names for each in _load(manager, name, where)), manager)
 
 
+@cache
+def _manager(include: str | None, defaults: bool) -> TaskManager:
+    """The index of tasks; that of the harness's own takes seconds to read."""
+    import lm_eval.tasks
+
+    return lm_eval.tasks.TaskManager(include_path=include, include_defaults=defaults)
+
+
 def _load(manager: TaskManager, name: str, where: str) -> list[Any]:
     remote = sorted({path for config in _leaves(manager, name, set()) if (path := _on_hub(config, name, where))})
     unreachable = bool(remote) and not _reaches_hub()
     try:
-        with _offline(unreachable):
+        with _quiet(offline=unreachable):
             loaded = manager.load([name])
     except UserError:
         raise
@@ -196,13 +204,18 @@ def _require_own_metric(metric: Any, name: str, where: str) -> None:
         )
 
 
-def require_data(path: Path, where: str = OPTION) -> None:
+def require_data(path: Path, where: str = OPTION) -> bool:
     """Refuse a task file that is not plain data, with what it includes.
+
+    Returns:
+        Whether it is a task by itself, and not a group of others.
 
     Raises:
         UserError: it cannot be read, is no YAML mapping, or would run code.
     """
+    alone = True
     for file, config in _files(path, where, ()):
+        alone = alone and not isinstance(config.get("task"), list)
         for key, value in _pairs(config):
             if key in ("class", "use_prompt", "custom_dataset", "unsafe_code") and value:
                 raise UserError(
@@ -213,6 +226,7 @@ def require_data(path: Path, where: str = OPTION) -> None:
                 )
             if key == "dataset_path" and isinstance(value, str):
                 _require_loader(value, file)
+    return alone
 
 
 def _require_loader(path: str, file: Path) -> None:
@@ -229,12 +243,13 @@ def _require_loader(path: str, file: Path) -> None:
 
 def _files(path: Path, where: str, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
     try:
-        config = yaml.load(path.read_text("utf-8"), Loader=_Plain)  # noqa: S506 (a SafeLoader)
+        with path.open("rb") as stream:  # errors have its name
+            config = yaml.load(stream, Loader=_Plain)  # noqa: S506 (a SafeLoader)
     except OSError as error:
         raise UserError(
             f"cannot read: {error.strerror}", where=str(path), fix=f"an existing file for {where}"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise UserError(f"is no YAML: {' '.join(str(error).split())}", where=str(path), fix="correct it") from error
     if not isinstance(config, dict) or not (above or {"task", "group"} & config.keys()):
         raise UserError(
@@ -309,15 +324,19 @@ def _reaches_hub() -> bool:
 
 
 @contextmanager
-def _offline(wanted: bool) -> Iterator[None]:
-    """A block in which the libraries of Hugging Face only use their cache, so that none of them waits and retries."""
+def _quiet(*, offline: bool) -> Iterator[None]:
+    """A block in which `datasets` draws no bars, and, offline, uses its cache alone, so that it never retries."""
     import datasets.config
     from huggingface_hub import constants
 
+    drawing = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
     before = datasets.config.HF_DATASETS_OFFLINE, constants.HF_HUB_OFFLINE
-    if wanted:
+    if offline:
         datasets.config.HF_DATASETS_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
         datasets.config.HF_DATASETS_OFFLINE, constants.HF_HUB_OFFLINE = before
+        if drawing:
+            datasets.enable_progress_bars()

@@ -7,7 +7,6 @@ memory holds one tensor, not a shard, whatever the size of the model.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +18,7 @@ import torch
 from llmrecipes.errors import UserError
 from llmrecipes.hf.safetensors import DTYPES, INDEX_NAME, SINGLE_NAME
 from llmrecipes.hf.tensors import TensorSource
+from llmrecipes.io import sync
 
 SHARD_BYTES = 5 * 10**9
 """Largest shard, as `save_pretrained` of transformers has had it for years."""
@@ -133,8 +133,7 @@ def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dty
         file.write(text)
         for name, kind in kinds.items():
             _write_tensor(file, name, source.read(name), source.shape(name), kind)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
 
 
 def _write_tensor(file: IO[bytes], name: str, value: torch.Tensor, shape: Sequence[int], kind: torch.dtype) -> None:

@@ -31,7 +31,10 @@ def published(out: Path) -> Iterator[Path]:
     hidden = out.with_name(f".{out.name}.part")
     try:
         hidden.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(hidden / _LOCK)
+        try:
+            lock = take_lock(hidden / _LOCK)
+        except UserError as busy:
+            raise UserError("another process is writing this", where=str(out), fix="wait, or --out DIR") from busy
         try:
             _empty(hidden)
             yield hidden

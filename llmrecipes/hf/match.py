@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ FREE = frozenset(
     }
 )
 """Keys of `model` that a recipe chooses: they say how it is trained, not what the weights compute."""
+MOST, MOST_COUNTED = 1 << 31, 1 << 14
+"""Largest size in a config.json, and largest number of layers or experts."""
 LATENT = frozenset({"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"})
 ROTARY = frozenset({"rotary_base", "rotary_percent", "rope_scaling", "rope_scaling_factor"})
 
@@ -62,14 +65,28 @@ def section_of(config: Mapping[str, Any], folder: Path) -> tuple[Family, dict[st
             rule=f"{error.rule}; {code} is code of its own, which is never run",
             fix="a model of one of these types",
         ) from error
+    _require_sane(config, where)
     try:
-        return family, model_of(family, config, where)
+        # What asks for code of its own is not needed where the family is known.
+        return family, model_of(family, {key: value for key, value in config.items() if key != "auto_map"}, where)
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
         raise UserError(
             f"a value has the wrong type or size: {str(error)[:200]}",
             where=where,
             rule=f"values as transformers writes them for model_type {family.name}",
         ) from error
+
+
+def _require_sane(config: Mapping[str, Any], where: str) -> None:
+    """Refuse numbers that no model has, before anything is counted up to them.
+
+    Raises:
+        UserError: with the first of them.
+    """
+    for key, value in config.items():
+        most = MOST_COUNTED if re.search("layer|experts|dense_replace|sparse_step", key) else MOST
+        if isinstance(value, int | float) and abs(value) > most:
+            raise UserError(f"{value:.3g}", where=f"{where}: {key[:80]}", rule=f"at most {most:,}")
 
 
 def require_same(model: Model, section: Mapping[str, Any], where: str) -> None:

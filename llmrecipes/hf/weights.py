@@ -24,6 +24,8 @@ from llmrecipes.recipe.schema import Model
 
 MEAN_ROWS = 1 << 12
 """Rows of the vocabulary whose sum is taken at a time."""
+MAPPED = 1 << 28
+"""Bytes that are read of a file before it is opened anew, which gives its pages back."""
 OTHERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.[a-z_]+)$")
 """Tensors of older files that follow from config.json: masks, and frequencies of the rotary embedding."""
 
@@ -63,6 +65,7 @@ class FolderWeights:
         self._rows = cache(partial(_rows, model=self._model))
         self._mean = cache(self._mean_of)
         self._open: tuple[object, Any] | None = None
+        self._mapped = 0
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """See `WeightSource`."""
@@ -94,18 +97,20 @@ class FolderWeights:
     def _slice(self, source: _Source, rows: slice, columns: tuple[slice, ...]) -> torch.Tensor:
         part = self._file(source.name).get_slice(source.name)
         try:
-            return part[(*columns, rows)].t() if source.transposed else part[(rows, *columns)]
+            found: torch.Tensor = part[(*columns, rows)].t() if source.transposed else part[(rows, *columns)]
         except Exception as error:  # the library has its own kinds of errors
             where = str(self._folder.tensors[source.name].file)
             raise UserError(f"{source.name} cannot be read: {error}", where=where, fix="download it again") from error
+        self._mapped += found.nbytes
+        return found
 
     def _file(self, name: str) -> Any:
-        """The open file of a tensor; one at a time, because the pages of a mapped file count as memory."""
+        """The open file of a tensor; one at a time and not for long: pages of a mapped file count as memory."""
         from safetensors import safe_open
 
         path = self._folder.tensors[name].file
-        if self._open is None or self._open[0] != path:
-            self._open = None
+        if self._open is None or self._open[0] != path or self._mapped > MAPPED:
+            self._open, self._mapped = None, 0
             try:
                 self._open = path, safe_open(path, framework="pt")
             except Exception as error:
@@ -209,4 +214,12 @@ def open_weights(path: Path, model: Model) -> FolderWeights:
     """
     family, section = section_of(read_config(path), path)
     require_same(model, section, str(path / CONFIG))
-    return FolderWeights(open_folder(path), family, model, section["vocab_size"])
+    folder = open_folder(path)
+    try:
+        return FolderWeights(folder, family, model, section["vocab_size"])
+    except KeyError as error:
+        raise UserError(
+            f"a model of type {family.name} has no {error.args[0]}",
+            where=str(path / CONFIG),
+            rule="keys of config.json fit each other",
+        ) from error

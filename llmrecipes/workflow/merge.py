@@ -105,9 +105,9 @@ def merge(
     started = time.monotonic()
     require_absent(output.folder)
     names = [*models, *([] if base is None else [base])]
-    _require_different(names, names)
+    require_different(names, names)
     opened = {name: open_tensors(name, runs_dir) for name in names}
-    _require_different(names, [_identity(each) for each in opened.values()])
+    require_different(names, [_identity(each) for each in opened.values()])
     require_same_configs({name: each.config for name, each in opened.items()})
     if output.tokenizer:
         require_same_tokenizers({name: _tokenizer_folder(each, data_dir) for name, each in opened.items()})
@@ -136,7 +136,16 @@ def _identity(opened: Opened) -> str:
     return str((opened.entry.path if isinstance(opened, OpenedRun) else opened.folder).resolve())
 
 
-def _require_different(names: Sequence[str], identities: Sequence[str]) -> None:
+def require_different(names: Sequence[str], identities: Sequence[str]) -> None:
+    """Check that no model is given twice.
+
+    Args:
+        names: as the user gave them.
+        identities: what is the same for two names of one model.
+
+    Raises:
+        UserError: with the second name.
+    """
     seen: dict[str, str] = {}
     for name, identity in zip(names, identities, strict=True):
         if identity in seen:

@@ -114,15 +114,15 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
         raise UserError(f"no valid checkpoint{': ' + damaged if damaged else ''}", where=str(store.directory))
     if not step.isdecimal():
         raise UserError(f"step {step!r}", where=reference, rule="RUN@STEP, with the step of a checkpoint")
+    steps = ", ".join(str(entry.step) for entry in entries)
+    fix = f"one of the steps {steps}" if steps else ""
+    path = store.path(int(step))
+    if not path.is_dir():
+        raise UserError(f"no checkpoint of step {step}", where=str(store.directory), fix=fix)
     try:
-        return run, inspect(store.path(int(step)), full=False)
+        return run, inspect(path, full=False)
     except InvalidCheckpoint as problem:
-        steps = ", ".join(str(entry.step) for entry in entries)
-        raise UserError(
-            f"no valid checkpoint of step {step}: {problem}",
-            where=str(store.directory),
-            fix=f"one of the steps {steps}" if steps else "",
-        ) from problem
+        raise UserError(f"this checkpoint is damaged: {problem}", where=str(path), fix=fix) from problem
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -72,15 +72,18 @@ def logits_of(module: torch.nn.Module) -> torch.Tensor:
     return found
 
 
-def training(name: str, folder: Path, **changes: Any) -> Training:
-    """Two steps, saved as Megatron-LM does."""
+def training(name: str, folder: Path, *, by_itself: bool = False, **changes: Any) -> Training:
+    """Two steps, saved as Megatron-LM does, or by itself."""
     recipe = tiny("of-megatron", model=MODELS[name], **changes)
     platform = select()
     platform.install()
     with join(platform, recipe.train.seed, recipe.parallelism):
         engine = engine_of(recipe)
         steps(engine, 2)
-        path = megatron_lm.save(engine, folder, megatron_lm.arguments(recipe))
+        if by_itself:
+            path = megatron_lm.save_by_training(engine, folder)
+        else:
+            path = megatron_lm.save(engine, folder, megatron_lm.arguments(recipe))
         weights = {key: value.detach().clone() for key, value in engine.modules[0].named_parameters()}
         logits = logits_of(engine.modules[0])
         engine.close()
@@ -118,6 +121,17 @@ def test_every_weight_arrives(name: str, tmp_path: Path) -> None:
     made = import_megatron(found.folder, write_recipe(found.recipe, tmp_path), [], tmp_path / "runs", "first")
     assert (made.iteration, made.source) == (megatron_lm.ITERATION, str(found.path))
     require_same(found, Path(made.run_dir))
+
+
+if megatron_lm.TRAINS:
+
+    def test_what_the_training_of_megatron_lm_saves_arrives(tmp_path: Path) -> None:
+        """With its 800 arguments, random states and optimizer."""
+        found = training("llama", tmp_path / "megatron", by_itself=True)
+        assert len(open_saved(found.path).arguments) > 500
+        made = import_megatron(found.folder, write_recipe(found.recipe, tmp_path), [], tmp_path / "runs", "first")
+        assert (made.iteration, made.notes) == (megatron_lm.ITERATION, ())
+        require_same(found, Path(made.run_dir))
 
 
 @pytest.mark.parametrize("rows", [128, 1000])

@@ -16,7 +16,6 @@ import tokenizers
 import torch
 import transformers
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 
 from llmrecipes.data.documents import documents
 from llmrecipes.data.prepare import prepare
@@ -28,7 +27,7 @@ from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.evaluation import history, memorisation
 from llmrecipes.evaluation.bias import bias
-from llmrecipes.evaluation.harness import metrics_of, run_tasks
+from llmrecipes.evaluation.harness import BOOTSTRAP, metrics_of, run_tasks
 from llmrecipes.evaluation.lead import Interrupted, Lead
 from llmrecipes.evaluation.perplexity import perplexity
 from llmrecipes.evaluation.repetition import distinct, rep, repetition
@@ -233,6 +232,7 @@ def theirs(lead: Lead, tokenizer: TextTokenizer, tmp_path: Path) -> HFLM:
     model = tiny(model=SPEECH).model
     family = family_of(model)
     folder = tmp_path / "exported"
+    folder.mkdir()
     write(AsHuggingFace(Weights(state_of(module)), family, model), config_of(family, model), folder)
     wrapped = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.backend.to_str()), eos_token=EOD
@@ -251,11 +251,9 @@ def test_numbers_are_those_of_the_harness_own_model(lead: Lead, theirs: HFLM, ta
     assert before[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
     assert torch.equal(before[2], torch.get_rng_state())
     assert "DISABLE_MULTIPROC" not in os.environ
+    again = load_tasks(names)
     other = lm_eval.simple_evaluate(
-        model=theirs,
-        tasks=list(load_tasks(names).built),
-        num_fewshot=0,
-        task_manager=TaskManager(include_defaults=False),
+        model=theirs, tasks=list(again.built), num_fewshot=0, bootstrap_iters=BOOTSTRAP, task_manager=again.manager
     )
     expected = {name: metrics_of(values) for name, values in other["results"].items()}
     assert {name: set(result.metrics) for name, result in ours.items()} == {n: set(m) for n, m in expected.items()}
@@ -289,13 +287,13 @@ PLAIN = "task: mine\ndataset_path: json\ndataset_kwargs: {data_files: {test: row
     ("text", "rule"),
     [
         ("task: [", ()),
-        ("just words", "task"),
-        ("task: mine\ndoc_to_text: !function code.run\n", "!function"),
-        ("task: mine\nclass: !function code.Task\n", "!function"),
-        ("task: mine\nclass: Task\n", "class"),
-        ("group: all\ntask: [{task: a, custom_dataset: x}]\n", "custom_dataset"),
+        ("just words", ()),
+        ("task: mine\ndoc_to_text: !function code.run\n", ()),
+        ("task: mine\nclass: !function code.Task\n", ()),
+        ("task: mine\nclass: Task\n", ()),
+        ("group: all\ntask: [{task: a, custom_dataset: x}]\n", ()),
         (PLAIN + "use_prompt: other.yaml:x\n", "use_prompt"),
-        ("task: mine\ndataset_path: pandas\n", "pandas"),
+        ("task: mine\ndataset_path: pandas\n", ()),
         ("task: mine\ndataset_path: ./code.py\n", "dataset_path"),
         ("task: mine\ninclude: task.yaml\n", "task.yaml"),
         ("task: mine\nx: !!python/object/apply:os.system [touch owned]\n", ()),
@@ -317,7 +315,7 @@ def test_a_task_file_that_is_damaged_or_is_code_is_refused(
 def test_what_an_included_file_has_counts_too(tmp_path: Path) -> None:
     (tmp_path / "inner.yaml").write_text("doc_to_text: !function os.getcwd\n")
     (tmp_path / "outer.yaml").write_text("task: mine\ninclude: inner.yaml\n")
-    with refused(tmp_path / "inner.yaml", rule="!function"):
+    with refused(tmp_path / "inner.yaml"):
         load_tasks([str(tmp_path / "outer.yaml")])
 
 
@@ -325,7 +323,7 @@ def test_templates_run_in_a_sandbox(lead: Lead, task_files: Path) -> None:
     path = task_files / "choice.yaml"
     attack = '"{{cycler.__init__.__globals__.os.getcwd()}}"'
     path.write_text(path.read_text().replace('"{{question}}"', attack))
-    with refused("--task", rule="SecurityError"):
+    with refused("--task", rule=str(path)):
         load_tasks([str(path)])
 
 
@@ -340,12 +338,12 @@ def test_tasks_that_cannot_be_loaded_are_refused_with_the_reason(
         load_tasks([str(tmp_path / "none.yaml")])
     with refused(f"--include-path {tmp_path / 'none'}"):
         load_tasks(["arc_easy"], include=tmp_path / "none")
-    with refused("--task", rule="humaneval"):
+    with refused("--task"):
         load_tasks(["humaneval"])
     path = task_files / "choice.yaml"
     text = path.read_text()
     path.write_text(text.replace("metric: acc,", "metric: rouge,"))
-    with refused("--task", rule="rouge"):
+    with refused("--task"):
         load_tasks([str(path)])
     (task_files / "rows.jsonl").unlink()
     path.write_text(text)
@@ -383,7 +381,7 @@ def test_ngrams_are_found_in_training_data_exactly(prepared: Prepared, monkeypat
     """At the borders of what is read at once too; and two n-grams with one hash are kept apart."""
     monkeypatch.setattr("llmrecipes.data.documents.token_stream.__defaults__", (100,))
     every = {tuple(ids[at : at + 5]) for ids in documents(prepared, "train") for at in range(len(ids) - 4)}
-    missing = {tuple([1, *gram[:4]]) for gram in list(every)[:200]} - every
+    missing = {(1, *gram[:4]) for gram in list(every)[:200]} - every
     assert missing
     assert memorisation.found_in_training(prepared, every | missing, 5) == every
     monkeypatch.setattr(memorisation, "BASE", np.uint64(1))  # a sum: order does not matter

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
+from llmrecipes.cli.app import run
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.checkpoint.loader import load
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel, build, construct
@@ -23,6 +26,7 @@ from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow.importing import import_model
 from tests.hf_models import CONFIGS, LENGTH, VOCABULARY, saved
+from tests.refusals import refused, require_message
 from tests.unit.balance_worker import ROOMY
 
 BPE = "data.tokenizer.type=bpe"
@@ -68,3 +72,90 @@ def test_an_import_computes_the_same_and_leaves_with_the_same_bytes(kind: str, m
     assert set(source.names()) == set(original)
     for name, value in original.items():
         assert source.read(name).equal(value), name
+
+
+@pytest.fixture(scope="module")
+def model(models: Path) -> Path:
+    """A model with a tokenizer."""
+    import tokenizers
+
+    from llmrecipes.data.tokenizer import train as train_tokenizer
+
+    folder = models / "with-tokenizer"
+    saved("llama", folder)
+    backend, _ = train_tokenizer(["some text " * 9, "another one"], VOCABULARY)
+    assert isinstance(backend, tokenizers.Tokenizer)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def steps_of(run_dir: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def test_training_starts_alike_from_an_import_and_from_the_recipe_s_key(
+    model: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = shutil.copytree(model, tmp_path / "model")
+    keys = [
+        "train.train_iters=2", "scheduler.lr_warmup_iters=0", "train.precision=bf16", "model.seq_length=16",
+        f"data.sources=[{{type: text, path: {corpus}}}]", "data.num_workers=0", "tracking.mlflow=false",
+        "tracking.tensorboard=false", "train.global_batch_size=2", "train.eval_iters=1",
+    ]  # fmt: skip
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
+    assert run(["import", str(model), *keys, "--name", "one", "--run-id", "a", *folders[:2], "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    first = Path(made["run_dir"])
+    assert first == tmp_path / "runs/one/a" and made["vocab_size"] == VOCABULARY
+    assert run(["train", str(first / "recipe.yaml"), "--run-id", "a", "--no-sample", *folders]) == 0
+    recipe = (first / "recipe.yaml").read_text().replace("pretrained: null", f"pretrained: {original}")
+    (tmp_path / "two.yaml").write_text(recipe)
+    again = ["train", str(tmp_path / "two.yaml"), "name=two", "--run-id", "b", "--no-sample", *folders]
+    assert run(again) == 0
+    second = tmp_path / "runs/two/b"
+    assert steps_of(first) == steps_of(second) and steps_of(first).keys() == {1, 2}
+    # A resumed run does not read the weights again; another model is another run.
+    moved = original.rename(original.with_name("moved"))
+    assert run([*again, "train.train_iters=3", "--accept-changes"]) == 0
+    assert steps_of(second).keys() == {1, 2, 3}
+    capsys.readouterr()
+    assert run([*again, "train.train_iters=3", f"train.pretrained={moved}"]) == 2
+    require_message(capsys.readouterr().err, second, rule="train.pretrained")
+    # A new run is refused before anything is started.
+    assert run([*again[:3], "--run-id", "c", *folders]) == 2
+    require_message(capsys.readouterr().err, original)
+    assert not (tmp_path / "runs/two/c").exists()
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = json.loads((model / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(
+            {**text, "added_tokens": [*text["added_tokens"], {**text["added_tokens"][0], "id": 400, "content": "<x>"}]}
+        )
+    )
+    shutil.copy(model / "tokenizer_config.json", tmp_path)
+    arguments = ["import", str(model), f"data.tokenizer.path={tmp_path}", "--runs-dir", str(tmp_path / "runs")]
+    assert run(arguments) == 2
+    require_message(capsys.readouterr().err, "model.vocab_size", rule="401")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_id_in_use_is_refused_and_a_full_disk_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, refused(tmp_path / "a", rule=()):
+        patch.setattr("llmrecipes.checkpoint.store.CheckpointStore.publish", full)
+        import_model(str(model), [], tmp_path, "a")
+    assert not list(tmp_path.rglob("*recipe.yaml"))
+    made = import_model(str(model), [], tmp_path, "a")
+    with refused(made.run_dir):
+        import_model(str(model), [], tmp_path, "a")

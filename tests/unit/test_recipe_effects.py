@@ -37,6 +37,7 @@ from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.tracking import run_tracker
 from llmrecipes.train import loaders, testing, worker
+from llmrecipes.train.given import given_weights
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.resume import Start
@@ -185,6 +186,15 @@ def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     with pytest.raises(Recorded) as found:
         worker.run(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder))
     return found.value.args[1]
+
+
+def given(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """The folder whose weights a new run starts from."""
+    monkeypatch.setattr(
+        "llmrecipes.hf.weights.open_weights", lambda path, _: SimpleNamespace(path=str(path), close=lambda: None)
+    )
+    with given_weights(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder, runs_dir=folder)) as found:
+        return None if found is None else str(found.path)
 
 
 def backend_of(recipe: Recipe, *_: Any) -> str:
@@ -422,6 +432,7 @@ CASES: dict[str, Case] = {
     "train.train_iters": Case(4, loop),
     "train.micro_batch_size": Case(4, plan),
     "train.global_batch_size": Case(4, loop),
+    "train.pretrained": Case("./model", given),
     "train.precision": Case("bf16", config),
     "train.seed": Case(7, model),
     "train.eval_interval": Case(3, loop),

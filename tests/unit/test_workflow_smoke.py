@@ -15,7 +15,7 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.scaled import scaled
 from llmrecipes.workflow.smoke import SmokeResult
-from tests.helpers import ROOMY, tiny_on, write_recipe
+from tests.helpers import ROOMY, tiny, tiny_on, write_recipe
 
 
 def smoke(corpus: Path, data_dir: Path, folder: Path, *options: str) -> int:
@@ -33,6 +33,22 @@ def test_a_rehearsal_trains_saves_resumes_and_compares(
     assert found["last_loss"] < found["first_loss"]
     assert (found["layout"]["world_size"], found["reduced"], found["not_run"]) == (1, [], [])
     assert {path.name for path in Path(found["run_dir"]).iterdir()} == {"uninterrupted", "resumed"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [True, False])
+def test_fine_tuning_resumes_as_if_it_had_not_stopped(
+    packing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"What is {n} + {n}?", "completion": f"It is {2 * n}."} for n in range(400)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+    source = {"type": "jsonl", "path": str(tmp_path / "rows.jsonl")}
+    recipe = tiny("asked", data={"sources": [source], "chat": {"packing": packing}, "split": [90.0, 10.0, 0.0]})
+    paths = ("--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data"))
+    assert cli.run(["smoke", write_recipe(recipe, tmp_path), "--json", *paths]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["first_difference"]) == (True, None)
+    assert found["last_loss"] < found["first_loss"]
 
 
 @pytest.mark.slow

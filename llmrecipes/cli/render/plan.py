@@ -73,7 +73,13 @@ def print_plan(
     table.add_column("from", style="dim")
     measure = command_line("bench step", asked[0], overrides=asked[1:])
     time = _time(loaded.recipe, plan, cluster, step_seconds, measure)
-    for row in [*rows(plan, cluster), *_disk(loaded.recipe, plan), *_communication(plan, sent), *time]:
+    for row in [
+        *rows(plan, cluster),
+        *_start(loaded.recipe),
+        *_disk(loaded.recipe, plan),
+        *_communication(plan, sent),
+        *time,
+    ]:
         table.add_row(*row)
     out.print(table)
     configured = configuration(plan)
@@ -82,6 +88,11 @@ def print_plan(
         out.print(json.dumps(configured, indent=2), markup=False, highlight=False)
     for warning in plan.warnings:
         out.print(f"\nwarning: {warning}", markup=False)
+
+
+def _start(recipe: Recipe) -> list[tuple[str, str, str]]:
+    found = recipe.train.pretrained
+    return [] if found is None else [("starts from the weights of", found, "train.pretrained")]
 
 
 def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:

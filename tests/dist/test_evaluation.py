@@ -1,0 +1,162 @@
+"""Evaluation in every kind of layout: the numbers of one process, a training that goes on bit for bit, and a stop."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmrecipes.data.tokenizer import TextTokenizer, train
+from llmrecipes.engine.sampling import Sampling
+from llmrecipes.evaluation.lead import Interrupted, Lead
+from tests.dist.table import BOUND, Row
+from tests.dist.training import loaders, training
+from tests.dist.worlds import GlooWorld
+
+pytestmark = pytest.mark.dist
+
+DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
+LARGE = {"model": {"init_method_std": 0.2}}
+"""So that greedy continuations do not hang on the last bit."""
+ROWS = [
+    Row("gpt", "tp2"),
+    Row("gpt", "pp2"),
+    *(
+        pytest.param(row, marks=pytest.mark.slow)
+        for row in (
+            Row("llama", "tp2 sp pp2 vpp2"),
+            Row("llama", "cp2 dp2"),
+            Row("moe", "ep2 dp2"),
+            Row("moe", "tp2 dp2"),
+            Row("deepseek", "tp2 sp ep2 etp1"),
+        )
+    ),
+]
+
+
+def questions() -> tuple[list[tuple[list[int], int]], list[list[int]]]:
+    """Rows of several lengths with the number of tokens to score, and prompts."""
+    draw = random.Random(5)
+    rows = [[draw.randrange(1, 300) for _ in range(size)] for size in (33, 2, 17, 33, 9, 21, 30)]
+    return [(row, min(4, len(row) - 1)) for row in rows], [row[:12] for row in rows if len(row) > 12]
+
+
+def led(engine: Any, world: Any, **options: Any) -> Lead:
+    backend, eod = train(["a few words of text " * 5], 300)
+    return Lead(engine.scorer(), world, TextTokenizer(backend, eod, ""), 2, **options)
+
+
+def asked(lead: Lead) -> tuple[list[float], list[bool], list[list[int]]]:
+    rows, prompts = questions()
+    found = list(lead.score(rows))
+    greedy = Sampling(temperature=0.0)
+    written = lead.extend(prompts, [6, 3, *[6] * (len(prompts) - 2)], greedy)
+    return [value for row in found for value in row.logprobs], [row.greedy for row in found], written
+
+
+def evaluated(row: Row, *, alone: bool = False) -> Any:
+    """What the first rank finds out. Like the others here, to be called on every rank."""
+    recipe = row.reference_recipe if alone else row.recipe
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=LARGE["model"])})
+    with training(recipe) as (engine, world), engine.params_synced():
+        return led(engine, world).run(asked)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_layout_finds_what_one_process_finds(row: Row, worlds: dict[int, GlooWorld]) -> None:
+    logprobs, greedy, written = worlds[row.ranks].run(evaluated, row)
+    expected = worlds[1].run(evaluated, row, alone=True)
+    assert logprobs == pytest.approx(expected[0], rel=BOUND, abs=BOUND)
+    assert (greedy, written) == (expected[1], expected[2])
+    assert all(0 < len(new) <= 6 for new in written)
+
+
+def trained(row: Row, *, evaluating: bool) -> list[tuple[float, float | None]]:
+    """Losses and norms of some steps, with or without an evaluation between them."""
+    found = []
+    with training(row.recipe) as (engine, world):
+        batches = loaders(row.recipe, world)
+        for _ in range(3):
+            result = engine.train_step(batches)
+            found.append((result.loss, result.grad_norm))
+            if evaluating:
+                with engine.params_synced():
+                    led(engine, world).run(asked)
+    return found
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("gpt", "tp2", DROPOUT),
+        pytest.param(
+            Row("gpt", "dp2", {**DROPOUT, "parallelism": {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Row("deepseek", "tp2 sp ep2 etp1", DROPOUT), marks=pytest.mark.slow),
+    ],
+    ids=lambda row: row.name,
+)
+def test_training_goes_on_bit_for_bit(row: Row, worlds: dict[int, GlooWorld]) -> None:
+    world = worlds[row.ranks]
+    assert world.run(trained, row, evaluating=True) == world.run(trained, row, evaluating=False)
+
+
+def stopped(row: Row) -> list[str]:
+    """What each rank hears when the last one is told to stop."""
+    with training(row.recipe) as (engine, world):
+        calls: list[int] = []
+
+        def stop() -> bool:
+            calls.append(1)
+            return world.rank == world.size - 1 and len(calls) == 2
+
+        said = "nothing"
+        with engine.params_synced():
+            try:
+                led(engine, world, stop=stop).run(asked)
+            except Interrupted:
+                said = "stop"
+        engine.train_step(loaders(row.recipe, world))  # no message is left between the ranks
+        everyones: list[str] = [""] * world.size
+        dist.all_gather_object(everyones, said)
+        return everyones
+
+
+def failed(row: Row) -> list[str]:
+    """What each rank hears when the task fails on the first."""
+    with training(row.recipe) as (engine, world), engine.params_synced():
+        said = "nothing"
+        try:
+            led(engine, world).run(_fail)
+        except ArithmeticError:
+            said = "failed"
+        everyones: list[str] = [""] * world.size
+        dist.all_gather_object(everyones, said)
+        return everyones
+
+
+def _fail(lead: Lead) -> None:
+    list(lead.score(questions()[0][:1]))
+    raise ArithmeticError
+
+
+def test_all_ranks_leave_an_evaluation_together(worlds: dict[int, GlooWorld]) -> None:
+    assert worlds[2].run(stopped, Row("gpt", "tp2")) == ["stop", "stop"]
+    assert worlds[2].run(failed, Row("gpt", "tp2")) == ["failed", "nothing"]
+
+
+def too_much(row: Row) -> bool:
+    with training(row.recipe) as (engine, _world):
+        try:
+            engine.scorer().score(torch.zeros(1, row.recipe.model.seq_length + 2, dtype=torch.long))
+        except ValueError:
+            return True
+    return False
+
+
+def test_a_row_that_is_too_long_is_no_silent_cut(worlds: dict[int, GlooWorld]) -> None:
+    assert worlds[1].run(too_much, Row("gpt", "dp1"))

@@ -1,0 +1,416 @@
+"""`llmrecipes export`: what it writes, what it refuses, and that nothing half-written is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+import llmrecipes
+from llmrecipes.checkpoint.manifest import MANIFEST_NAME
+from llmrecipes.cli.app import run
+from llmrecipes.data.prepare import prepare
+from llmrecipes.data.prepared import open_prepared
+from llmrecipes.data.tokenizer import EOD
+from llmrecipes.engine.sampling import Sampling
+from llmrecipes.hf.export import write
+from llmrecipes.hf.family import FAMILIES, family_named, family_of, model_of
+from llmrecipes.hf.folder import published
+from llmrecipes.hf.safetensors import SafetensorsFolder
+from llmrecipes.hf.tokenizer import write_tokenizer
+from llmrecipes.recipe.load import load
+from llmrecipes.recipe.schema import Model
+from llmrecipes.train.spec import RunOptions
+from llmrecipes.workflow.generate import Request, samples
+from llmrecipes.workflow.run import Paths, TrainOptions
+from llmrecipes.workflow.tensors import open_tensors
+from llmrecipes.workflow.train import train
+from tests.helpers import environment, tiny_on
+from tests.refusals import refused, require_message
+
+GPT_TINY = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False, "qk_layernorm": True,
+    "share_embeddings_and_output_weights": False, "init_method_std": 0.2, "vocab_size": 400, "seq_length": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Paths:
+    return Paths(tmp_path_factory.mktemp("runs"), data_dir)
+
+
+@pytest.fixture(scope="module")
+def trained(paths: Paths, corpus: Path) -> Path:
+    """A run of four steps, in the shape of gpt-tiny, with checkpoints of steps 2 and 4."""
+    recipe = tiny_on(
+        corpus,
+        model=GPT_TINY,
+        train={"train_iters": 4, "global_batch_size": 4},
+        checkpoint={"save_interval": 2},
+        data={"num_workers": 0},
+    )
+    assert train(recipe, paths, TrainOptions(run_id="done", run=RunOptions(sample=False)), lambda _: None) == 0
+    return paths.runs_dir / "tiny" / "done"
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to damage."""
+    return Path(shutil.copytree(trained, tmp_path / "runs" / "tiny" / "done"))
+
+
+def command(run_name: str | Path, *options: str | Path, paths: Paths) -> list[str]:
+    directories = ["--runs-dir", str(paths.runs_dir), "--data-dir", str(paths.data_dir)]
+    return ["export", str(run_name), *map(str, options), *directories]
+
+
+def test_a_run_is_a_model_of_transformers(
+    trained: Path, paths: Paths, tmp_path: Path, capsys: pytest.CaptureFixture[str], corpus: Path
+) -> None:
+    out = tmp_path / "new" / "model"
+    assert run(command("tiny", "--to", "hf", "--out", out, "--max-shard-size", "100KB", "--json", paths=paths)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["path"], report["step"], report["family"], report["dtype"]) == (str(out), 4, "apertus", "fp32")
+    shards = sorted(out.glob("*.safetensors"))
+    assert len(shards) == report["shards"] > 2
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {shard.name for shard in shards}
+    held = {}
+    for shard in shards:
+        with safe_open(shard, "pt") as file:
+            held |= {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
+    assert held.keys() == index["weight_map"].keys()
+    assert sum(held.values()) == index["metadata"]["total_size"] == report["bytes"]
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
+    text = "word 17 döcument\n\t  if"
+    ours = open_prepared(load(str(trained / "recipe.yaml")).recipe, paths.data_dir).tokenizer()
+    assert tokenizer(text).input_ids == ours.encode(text)
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+    request = Request("word 1", max_new_tokens=20, sampling=Sampling(temperature=0))
+    (sample,) = samples(trained, paths.data_dir, request)
+    prompt = tokenizer("word 1", return_tensors="pt")
+    found = model.generate(**prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)[0]
+    assert tokenizer.decode(found[prompt.input_ids.shape[1] :], skip_special_tokens=True) == sample.text
+
+    card = (out / "README.md").read_text()
+    front, _, body = card.removeprefix("---\n").partition("---\n")
+    assert "license" not in front and "library_name: transformers" in front
+    assert str(corpus) not in body and corpus.name in body, "a card is published; folders of a machine are not"
+    assert f"{sum(p.numel() for p in model.parameters()):,}" in body
+
+
+def test_a_step_a_type_and_python(trained: Path, paths: Paths, tmp_path: Path) -> None:
+    assert run(command(f"{trained}@2", "--dtype", "bf16", "--no-tokenizer", paths=paths)) == 0
+    out = trained / "hf" / "step-00000002"
+    early = SafetensorsFolder(out)
+    assert {early.dtype(name) for name in early.names()} == {torch.bfloat16}
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    assert not (out / "tokenizer.json").exists()
+
+    later = llmrecipes.open_run(trained, data_dir=paths.data_dir).export(tmp_path / "later", dtype="fp16")
+    whole = llmrecipes.open_run(trained, data_dir=paths.data_dir).export(tmp_path / "early", step=2)
+    half, full = SafetensorsFolder(later), SafetensorsFolder(whole)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert half.dtype(name) == torch.float16
+    assert torch.equal(full.read(name).bfloat16(), early.read(name))
+    assert not torch.equal(full.read(name).half(), half.read(name)), "step 4 has learnt since step 2"
+
+    again = open_tensors(str(whole), paths.runs_dir)
+    assert again.config["model_type"] == "apertus" and torch.equal(again.source.read(name), full.read(name))
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "rule"),
+    [
+        (["none"], "RUNS", ()),
+        (["tiny@3"], "STEPS", ("2", "4")),
+        (["tiny@last"], "tiny@last", ()),
+        (["tiny", "--to", "gguf"], "--to", ()),
+        (["tiny", "--dtype", "fp8"], "--dtype", ("fp32", "bf16", "fp16")),
+        (["tiny", "--max-shard-size", "5 parsecs"], "--max-shard-size", "5GB"),
+        (["tiny", "--max-shard-size", "0"], "--max-shard-size", "5GB"),
+        (["tiny", "--family", "bloom"], "--family", "deepseek_v3"),
+        (["tiny", "--family", "qwen3"], "model.gated_linear_unit", "gated_linear_unit=True"),
+        (["tiny", "--out", "OUT"], "OUT", "--out"),
+        (["tiny", "--data-dir", "OUT"], "OUT", "--no-tokenizer"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else None,
+)
+def test_bad_input(
+    trained: Path,
+    options: list[str],
+    where: str,
+    rule: str | tuple[str, ...],
+    paths: Paths,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"OUT": str(tmp_path), "RUNS": str(paths.runs_dir)}
+    words = [places.get(word, word) for word in options]
+    if "--out" not in words:
+        words += ["--out", str(tmp_path / "out")]
+    given = command(words[0], paths=paths) + words[1:]
+    assert run(given) == 2
+    places["STEPS"] = str(trained / "checkpoints")
+    require_message(capsys.readouterr().err, places.get(where, where), rule=rule)
+    assert not list(tmp_path.iterdir())
+
+
+NO_FORM: list[tuple[str, dict[str, Any]]] = [
+    ("model.use_mup", {"use_mup": True}),
+    ("model.rotary_percent", {"rotary_percent": 0.5}),
+    ("model.mtp_num_layers", {"mtp_num_layers": 1}),
+    ("model.add_bias_linear", {"add_bias_linear": True}),
+    ("model.normalization", {"num_moe_experts": 4, "normalization": "LayerNorm", "moe_router_topk": 2}),
+    ("model.moe_shared_expert_intermediate_size", {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 8}),
+]
+
+
+@pytest.mark.parametrize(("key", "changes"), NO_FORM, ids=[key for key, _ in NO_FORM])
+def test_what_has_no_form_is_refused_with_the_key(key: str, changes: dict[str, Any]) -> None:
+    dense = {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512,
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "activation_func": "silu",
+        "gated_linear_unit": True, "add_bias_linear": False,
+    }  # fmt: skip
+    assert family_of(Model.model_validate(dense)).name == "llama"
+    with refused(key):
+        family_of(Model.model_validate({**dense, **changes}))
+
+
+LLAMA_CONFIG = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96, "max_position_embeddings": 64, "rope_theta": 5e5,
+}  # fmt: skip
+UNKNOWN: list[tuple[str, dict[str, Any]]] = [
+    ("attention_bias", {"attention_bias": True}),
+    ("mlp_bias", {"mlp_bias": True}),
+    ("hidden_act", {"hidden_act": "relu"}),
+    ("hidden_size", {"hidden_size": None}),
+    ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    ("rope_scaling.low_freq_factor", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}),
+    ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
+    ("quantization_config", {"quantization_config": {"quant_method": "fp8"}}),
+    ("residual_multiplier", {"residual_multiplier": 0.2}),
+    ("sliding_window", {"model_type": "mistral", "sliding_window": 4096}),
+    ("sliding_window", {"model_type": "mistral"}),
+    ("use_sliding_window", {"model_type": "qwen2", "use_sliding_window": True}),
+]
+
+
+@pytest.mark.parametrize(("key", "changes"), UNKNOWN, ids=[json.dumps(changes) for _, changes in UNKNOWN])
+def test_what_a_recipe_cannot_say_is_refused_with_the_key(key: str, changes: dict[str, Any]) -> None:
+    config = {key: value for key, value in {**LLAMA_CONFIG, **changes}.items() if value is not None}
+    assert model_of(FAMILIES["llama"], LLAMA_CONFIG, "config.json")["rotary_base"] == 5e5
+    with refused(key):
+        model_of(family_named(config["model_type"], "config.json"), config, "")
+
+
+def test_a_model_type_that_no_table_has_is_refused() -> None:
+    for name in ("bloom", None, ["llama"]):
+        with refused("config.json", rule="deepseek_v3"):
+            family_named(name, "config.json")
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def weights_file(checkpoint: Path) -> tuple[Path, int]:
+    """The file with the embedding, and a place in the middle of its values."""
+    from llmrecipes.checkpoint.inspection import inspect
+    from llmrecipes.engine.megatron.checkpoint.loader import read_index
+
+    index = read_index(inspect(checkpoint, full=False))
+    parts = index.tensors["embedding.word_embeddings.weight"].parts((0, 0), (1, 1))
+    number, start, length = parts.places[0].tolist()
+    return checkpoint / index.files[number], start + length // 2
+
+
+@pytest.mark.parametrize("damage", ["a value", "the index", "the manifest", "a shorter file", "a missing file"])
+def test_a_damaged_checkpoint_is_refused(
+    damage: str, copied: Path, paths: Paths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = copied / "checkpoints" / "step-00000004"
+    file, place = weights_file(checkpoint)
+    if damage == "a value":
+        flip(file, place)
+    elif damage == "a shorter file":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif damage == "a missing file":
+        file.unlink()
+    else:
+        flip(checkpoint / ("index.bin" if damage == "the index" else MANIFEST_NAME), -40)
+    out = tmp_path / "out" / "model"
+    assert run(command(f"{copied}@4", "--out", out, paths=paths)) == 2
+    where = file if damage == "a value" else checkpoint
+    require_message(capsys.readouterr().err, where)
+    assert not out.exists() and not list(tmp_path.glob("out/.*"))
+    assert run(command(f"{copied}@2", "--out", out, paths=paths)) == 0
+
+
+@contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_nothing(
+    trained: Path, paths: Paths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    with small_disk(disk, 256):
+        assert run(command(trained, "--out", disk / "model", paths=paths)) == 2
+        require_message(capsys.readouterr().err, disk, rule="--out")
+        assert not list(disk.iterdir())
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from llmrecipes.hf.folder import published
+with published(Path(sys.argv[1])) as folder:
+    (folder / "model.safetensors").write_text("half")
+    (folder / "more").mkdir()
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_export_is_cleaned_up_by_the_next_and_a_live_one_is_not(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(out)], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"ready\n"
+        with refused(out), published(out):
+            raise AssertionError("two processes write the same folder")
+        assert list(tmp_path.glob(".*")), "the other's files are still there"
+    finally:
+        holder.kill()
+        holder.wait()
+    assert not out.exists()
+    with published(out) as folder:
+        assert [path.name for path in folder.iterdir() if not path.name.startswith(".")] == []
+        (folder / "config.json").write_text("{}")
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_is_interrupted_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), published(tmp_path / "model") as folder:
+        (folder / "model.safetensors").write_text("half")
+        raise error
+    assert not list(tmp_path.iterdir())
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+class Made:
+    """Tensors that are made when they are read, and counted while they are in memory; see `TensorSource`."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
+        self._shapes, self._dtype = shapes, dtype
+        self.alive = self.most = 0
+
+    def names(self) -> Sequence[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        made = torch.full(self._shapes[name], 3.0e5, dtype=self._dtype)
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(made, self._gone)
+        return made
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    source = Made({f"{number}.weight": (8, 16) for number in range(9)} | {"large": (100, 16), "scalar": ()})
+    written = write(source, {}, tmp_path, "bf16", shard_bytes=600)
+    assert source.most <= 2
+    assert written.shards[-1] == "model-00007-of-00007.safetensors"
+    folder = SafetensorsFolder(tmp_path)
+    assert {name: folder.shape(name) for name in folder.names()} == {
+        name: source.shape(name) for name in source.names()
+    }
+    assert {float(folder.read(name).float().mean()) for name in folder.names()} == {float(torch.tensor(3e5).bfloat16())}
+
+
+def test_a_value_that_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with refused("--dtype", rule="bf16"):
+        write(Made({"weight": (2, 2)}), {}, tmp_path, "fp16")
+
+
+def test_a_bias_that_selects_experts_keeps_its_precision(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    write(Made({name: (4,), "weight": (4,)}), {}, tmp_path, "bf16")
+    folder = SafetensorsFolder(tmp_path)
+    assert (folder.dtype(name), folder.dtype("weight")) == (torch.float32, torch.bfloat16)
+
+
+def test_a_tokenizer_of_hugging_face_keeps_its_files(paths: Paths, corpus: Path, tmp_path: Path) -> None:
+    own = tiny_on(corpus, model={"vocab_size": 400}, data={"num_workers": 0})
+    prepare(own, paths.data_dir, progress=lambda _: None)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(open_prepared(own, paths.data_dir).path / "tokenizer.json"),
+        eos_token=EOD,
+        pad_token="word",  # noqa: S106 - no password
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    section = {"type": "huggingface", "path": str(tmp_path / "theirs")}
+    recipe = tiny_on(corpus, model={"vocab_size": 400}, data={"num_workers": 0, "tokenizer": section})
+    prepare(recipe, paths.data_dir, progress=lambda _: None)
+    prepared = open_prepared(recipe, paths.data_dir)
+    out = tmp_path / "out"
+    out.mkdir()
+    assert write_tokenizer(out, recipe, prepared)["pad_token_id"] == tokenizer.pad_token_id
+    found = transformers.AutoTokenizer.from_pretrained(out)
+    assert found.apply_chat_template([{"role": "user", "content": "word"}], tokenize=False) == "word"
+
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(prepared.path / "tokenizer.json"), eos_token=EOD, extra_special_tokens=["<new>"]
+    ).save_pretrained(tmp_path / "theirs")
+    with refused("data.tokenizer", rule="--no-tokenizer"):
+        write_tokenizer(out, recipe, prepared)
