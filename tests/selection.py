@@ -19,7 +19,7 @@ VERSION = (
     "unit/test_chat_", "unit/test_coordinates", "unit/test_data_batches", "unit/test_data_chat",
     "unit/test_data_prepare", "unit/test_dryrun", "unit/test_engine_", "unit/test_evaluation",
     "unit/test_faults_memory", "unit/test_faults_numerics", "unit/test_generate", "unit/test_hf_", "unit/test_lora_",
-    "unit/test_merge_", "unit/test_lora_export", "unit/test_model_", "unit/test_network.py", "unit/test_plan_model", "unit/test_plan_placement",
+    "unit/test_merge_", "unit/test_model_", "unit/test_network.py", "unit/test_plan_model", "unit/test_plan_placement",
     "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects", "unit/test_rendezvous", "unit/test_serve",
     "unit/test_train_", "unit/test_workflow_evaluate", "unit/test_workflow_smoke", "unit/test_workflow_train",
     "unit/test_workflow_upcycle",
