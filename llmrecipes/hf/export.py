@@ -151,4 +151,4 @@ def _write_tensor(file: IO[bytes], name: str, value: torch.Tensor, shape: Sequen
                 rule="fp16 holds numbers up to 65,504",
                 fix="--dtype bf16",
             )
-        file.write(memoryview(converted.view(torch.uint8).numpy()))
+        file.write(converted.view(torch.uint8).numpy().data)

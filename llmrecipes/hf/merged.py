@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,10 +82,11 @@ class MergedTensors:
         if merge.method == "linear":
             return merging.linear(each, merge.weights, normalize=merge.normalize)
         if merge.method == "slerp":
-            return merging.slerp(*each, merge.t)
+            return merging.slerp(next(each), next(each), merge.t)
         if self._base is None:
             raise RuntimeError(f"{merge.method} without a base: hf.merge_options.resolve refuses it")
-        base, options = self._base.source.read(name), {"scale": merge.scale, "normalize": merge.normalize}
+        base = self._base.source.read(name)
+        options: dict[str, Any] = {"scale": merge.scale, "normalize": merge.normalize}
         if merge.method == "task-arithmetic":
             return merging.task_arithmetic(base, each, merge.weights, **options)
         if merge.method == "ties":

@@ -36,7 +36,7 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[st
         UserError: it is damaged, cannot be loaded any more, or is a different one by now.
     """
     tokenizer = prepared.tokenizer()
-    ends = [tokenizer.eod]
+    ends: list[int | None] = [tokenizer.eod]
     end = tokenizer.backend.id_to_token(tokenizer.eod)
     template = of_prepared(prepared) if prepared.manifest.chat is not None else None
     if template is not None and (answered := dict(template.special_tokens).get("eos_token")) is not None:
