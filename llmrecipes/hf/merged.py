@@ -31,8 +31,8 @@ class Input:
 class MergedTensors:
     """The merged weights; see `TensorSource`.
 
-    Only tensors of one name are in memory: with fp32 copies, two of them for a sum (linear, task arithmetic, DARE), and
-    one for each model and about three more where models vote on signs (TIES).
+    Only tensors of one name are in memory. Measured in fp32 copies of the largest one: about four for a mean of two
+    models, six with a base, eight where both vote on signs.
 
     Args:
         merge: the method and its numbers.
