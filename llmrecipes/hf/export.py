@@ -16,7 +16,8 @@ from typing import IO, Any
 import torch
 
 from llmrecipes.errors import UserError
-from llmrecipes.hf.safetensors import DTYPES, INDEX_NAME, SINGLE_NAME
+from llmrecipes.hf.reading import INDEX, WEIGHTS
+from llmrecipes.hf.safetensors import DTYPES
 from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.io import sync
 
@@ -72,7 +73,7 @@ def write(
     kinds = {name: _kind(name, source.dtype(name), dtype) for name in source.names()}
     sizes = {name: prod(source.shape(name)) * kind.itemsize for name, kind in kinds.items()}
     shards = _shards(sizes, shard_bytes)
-    files = [SINGLE_NAME] if len(shards) == 1 else [
+    files = [WEIGHTS] if len(shards) == 1 else [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
     ]  # fmt: skip
     for file, names in zip(files, shards, strict=True):
@@ -80,10 +81,10 @@ def write(
     if len(files) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        write_json(folder / INDEX_NAME, index)
+        write_json(folder / INDEX, index)
     # That of most bytes: a bias of an expert may be of another.
     kind = max(set(kinds.values()), key=lambda each: sum(size for name, size in sizes.items() if kinds[name] == each))
-    write_json(folder / "config.json", {**config, "torch_dtype": str(kind).removeprefix("torch.")})
+    write_json(folder / "config.json", {**config, "dtype": str(kind).removeprefix("torch.")})
     return Written(
         tuple(files),
         len(kinds),
@@ -144,11 +145,12 @@ def _write_tensor(file: IO[bytes], name: str, value: torch.Tensor, shape: Sequen
         # Converted in pieces: a second copy of the largest tensor would be most of the memory.
         piece = flat[start : start + step]
         converted = piece.to(kind)
-        if kind == torch.float16 and not bool(torch.equal(converted.isfinite(), piece.isfinite())):
+        if kind.itemsize < piece.element_size() and not torch.equal(converted.isfinite(), piece.isfinite()):
+            element = next(name for name, each in ELEMENT_TYPES.items() if each == kind)
             raise UserError(
-                f"{name} has values too large for fp16",
+                f"{name} has values too large for {element}",
                 where="--dtype",
-                rule="fp16 holds numbers up to 65,504",
-                fix="--dtype bf16",
+                rule=f"{element} holds numbers up to {torch.finfo(kind).max:g}",
+                fix="--dtype bf16" if kind == torch.float16 else "--dtype fp32",
             )
         file.write(converted.view(torch.uint8).numpy().data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +63,8 @@ def open_tensors(reference: str, runs_dir: Path, family: str | None = None) -> O
     if (folder / "config.json").is_file():
         from llmrecipes.hf.safetensors import SafetensorsFolder
 
-        return Opened(SafetensorsFolder(folder), read_config(folder), folder)
+        source = SafetensorsFolder(folder)
+        return Opened(source, dict(source.config), folder)
     run, entry = find_checkpoint(reference, runs_dir)
     return open_run(run, entry, family)
 
@@ -103,7 +103,9 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
     from llmrecipes.checkpoint.inspection import InvalidCheckpoint, inspect
     from llmrecipes.checkpoint.store import CheckpointStore
 
-    name, _, step = reference.rpartition("@") if "@" in reference else (reference, "", "")
+    name, _, step = reference.rpartition("@")
+    if not name or Path(reference).exists():
+        name, step = reference, ""
     run = find_run(name, runs_dir)
     store = CheckpointStore(run / "checkpoints")
     entries = store.entries()
@@ -123,19 +125,3 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
         return run, inspect(path, full=False)
     except InvalidCheckpoint as problem:
         raise UserError(f"this checkpoint is damaged: {problem}", where=str(path), fix=fix) from problem
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder.
-
-    Raises:
-        UserError: it is missing, or not a JSON object.
-    """
-    path = folder / "config.json"
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as problem:
-        raise UserError(f"cannot be read: {problem}", where=str(path)) from problem
-    if not isinstance(found, dict):
-        raise UserError(f"it is a {type(found).__name__}", where=str(path), rule="config.json is an object")
-    return found
