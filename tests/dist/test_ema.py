@@ -9,7 +9,7 @@ import pytest
 
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.table import BOUND, STEPS, Row
-from tests.dist.training import Outcome, _everything, go_on, loaders, save_midway, training
+from tests.dist.training import Outcome, everything, go_on, loaders, save_midway, training
 from tests.dist.worlds import GlooWorld
 
 pytestmark = pytest.mark.dist
@@ -31,7 +31,7 @@ def averages(recipe: Recipe) -> dict[str, np.ndarray]:
         batches = loaders(recipe, world)
         for _ in range(STEPS):
             engine.train_step(batches)
-        found = _everything(engine, world)
+        found = everything(engine, world)
     return {name: value for name, value in found.items() if name.startswith("optimizer.state.ema.")}
 
 
