@@ -75,7 +75,8 @@ def write_checkpoint(folder: Path) -> None:
 
     def shards() -> Any:
         for name in source.names():
-            value, key, row = source.read(name), name, ()
+            value, key = source.read(name), name
+            row: tuple[int, ...] = ()
             if name.startswith("decoder.layers."):
                 row, key = (int(name.split(".")[2]),), name.replace(f"layers.{name.split('.')[2]}.", "layers.")
             yield ShardedTensor(

@@ -56,6 +56,15 @@ class HarnessModel(TemplateLM):
         """Ids of a text."""
         return self._lead.tokenizer.encode(string)
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The harness's, which encodes both together, and so has no token left to score where they end in one token:
+        there, and where the context is nothing but spaces, each is encoded by itself.
+        """
+        before, after = super()._encode_pair(context, continuation)
+        if after and before:
+            return before, after
+        return self.tok_encode(context) or [self.eot_token_id], self.tok_encode(continuation)
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_kwargs: Any
     ) -> list[tuple[float, bool]]:
@@ -196,20 +205,27 @@ def _undisturbed() -> Iterator[None]:
     """A block that leaves random states, environment and terminal as they were."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    before = os.environ.get("DISABLE_MULTIPROC"), lm_eval.api.task.tqdm, lm_eval.evaluator.add_env_info
+    before = os.environ.get("DISABLE_MULTIPROC")
+    changed: list[tuple[Any, str, Any]] = [
+        (lm_eval.api.task, "tqdm", partial(lm_eval.api.task.tqdm, disable=True)),
+        (lm_eval.evaluator, "add_env_info", lambda _results: None),  # starts pip, and asks for the CPU's name
+        (lm_eval.evaluator, "get_git_commit_hash", lambda: None),  # of the working directory
+    ]
+    kept = [(module, name, getattr(module, name)) for module, name, _ in changed]
+    for module, name, value in changed:
+        setattr(module, name, value)
     os.environ["DISABLE_MULTIPROC"] = "1"  # no processes forked from one that holds a GPU
-    lm_eval.api.task.tqdm = partial(before[1], disable=True)
-    lm_eval.evaluator.add_env_info = lambda _results: None  # starts pip, and asks for the CPU's name
     quiet = io.StringIO()
     try:
         with sandboxed_templates(), redirect_stdout(quiet), redirect_stderr(quiet):
             yield
     finally:
-        variable, lm_eval.api.task.tqdm, lm_eval.evaluator.add_env_info = before
-        if variable is None:
+        for module, name, value in kept:
+            setattr(module, name, value)
+        if before is None:
             del os.environ["DISABLE_MULTIPROC"]
         else:
-            os.environ["DISABLE_MULTIPROC"] = variable
+            os.environ["DISABLE_MULTIPROC"] = before
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])

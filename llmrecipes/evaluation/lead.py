@@ -77,6 +77,7 @@ class Lead:
         self.tokenizer, self.positions = tokenizer, scorer.positions
         self._scorer, self._world, self._stop = scorer, world, stop
         self._rows = batch_size * world.data_parallel_size
+        self._answering = False
 
     def run(self, task: Callable[[Lead], T]) -> T | None:
         """Run a task on the first rank, with the help of the others; a collective of all ranks.
@@ -92,10 +93,9 @@ class Lead:
             return None
         try:
             result = task(self)
-        except Interrupted:  # on the others too: none of them waits for a question
-            raise
         except BaseException:
-            self._send(None)
+            if not self._answering:  # or the others are in the same answer, and do not wait for a question
+                self._send(None)
             raise
         self._send(None)
         return result
@@ -104,7 +104,7 @@ class Lead:
         """Score the last tokens of rows, lazily and in order.
 
         Args:
-            rows: 2 to `positions` + 1 tokens, and how many of the last ones are asked for.
+            rows: 2 to `positions` + 1 tokens, and how many of the last ones are asked for: 1 to all but one.
         """
         source = iter(rows)
         while block := list(islice(source, BATCHES_AT_ONCE * self._rows)):
@@ -152,7 +152,10 @@ class Lead:
 
     def _ask(self, question: _Score | _Extend) -> Any:
         self._send(question)
-        return self._answer(question)
+        self._answering = True
+        answer = self._answer(question)
+        self._answering = False
+        return answer
 
     def _follow(self) -> None:
         while (question := self._receive()) is not None:

@@ -94,7 +94,7 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
         UserError: MLPs of a model with experts have adapters.
         OSError: a disk error.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     found = sorted(matrices(adapters), key=_order)
     _refuse_experts(found, model)
@@ -113,7 +113,8 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
             modules.add(_without_layer(module))
             tensors[f"base_model.model.{module}.lora_A.weight"] = a.clone()
             tensors[f"base_model.model.{module}.lora_B.weight"] = part.contiguous().clone()
-    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    # Not `save_file`, whose file nobody else may read.
+    (folder / WEIGHTS_NAME).write_bytes(save(tensors, {"format": "pt"}))
     alpha = lora.scale * lora.rank
     config: dict[str, Any] = {
         "peft_type": "LORA",

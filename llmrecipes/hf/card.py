@@ -50,7 +50,7 @@ def card(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- llmrecipes\n- megatron-core\n---\n",
         f"# {recipe.name}\n",
         f"{recipe.description}\n" if recipe.description else "",
-        f"A model of type `{family}` with {parameters:,} parameters, pretrained with llmrecipes {__version__} on "
+        f"A model of type `{family}` with {parameters:,} parameters, {_how(recipe)} with llmrecipes {__version__} on "
         "Megatron-core and exported for transformers.\n",
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n',
@@ -64,11 +64,27 @@ def card(
         "## Losses\n",
         _losses(measured),
         "## Use\n",
-        "A base model: it continues text, and was not trained to follow instructions or to refuse any. It has the gaps "
-        "and biases of its data. No license is stated here: whoever publishes this model adds one, in keeping with the "
-        "licenses of its data and tokenizer.\n",
+        f"{_use(recipe)} It has the gaps and biases of its data. No license is stated here: whoever publishes this "
+        "model adds one, in keeping with the licenses of its data, its tokenizer and the model that it began from, if "
+        "any.\n",
     ]
     return "\n".join(part for part in text if part)
+
+
+def _how(recipe: Recipe) -> str:
+    kind = "fine-tuned on conversations" if recipe.data.chat is not None else "trained"
+    if recipe.lora is not None:
+        kind += " by LoRA, merged into its base,"
+    begun = recipe.train.pretrained
+    return kind if begun is None else f"{kind} from the weights of {_public(begun)}"
+
+
+def _use(recipe: Recipe) -> str:
+    if recipe.data.chat is not None:
+        return "It answers in the form of the conversations that it was trained on; nothing else was asked of it."
+    if recipe.train.pretrained is not None:
+        return "What its first weights had learnt is not recorded here."
+    return "A base model: it continues text, and was not trained to follow instructions or to refuse any."
 
 
 def _model(recipe: Recipe) -> dict[str, str]:

@@ -81,10 +81,9 @@ def write(
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         write_json(folder / INDEX_NAME, index)
-    common = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
-    kind = max(set(kinds.values()), key=lambda each: sum(sizes[name] for name in kinds if kinds[name] == each))
-    element = str(kind).removeprefix("torch.")
-    write_json(folder / "config.json", {**config, "torch_dtype": common.get(element, element)})
+    # That of most bytes: a bias of an expert may be of another.
+    kind = max(set(kinds.values()), key=lambda each: sum(size for name, size in sizes.items() if kinds[name] == each))
+    write_json(folder / "config.json", {**config, "torch_dtype": str(kind).removeprefix("torch.")})
     return Written(
         tuple(files),
         len(kinds),
@@ -152,4 +151,4 @@ def _write_tensor(file: IO[bytes], name: str, value: torch.Tensor, shape: Sequen
                 rule="fp16 holds numbers up to 65,504",
                 fix="--dtype bf16",
             )
-        file.write(memoryview(converted.view(torch.uint8).numpy()))
+        file.write(converted.view(torch.uint8).numpy().data)

@@ -124,8 +124,9 @@ def resolve(options: MergeOptions, models: int, *, base: bool) -> Merge:
     densities: tuple[float, ...] = ()
     if method.density:
         given = options.density
-        one_for_all = given is not None and len(given) == 1
-        densities = _numbers("--density", given * models if given is not None and one_for_all else given, 1.0, models)
+        if given is not None and len(given) == 1:
+            given = [*given] * models
+        densities = _numbers("--density", given, 1.0, models)
         for density in densities:
             if not 0 < density <= 1:
                 raise UserError(f"{density:g}", where="--density", rule="above 0, and at most 1")

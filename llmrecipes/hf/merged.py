@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ class Input:
 class MergedTensors:
     """The merged weights; see `TensorSource`.
 
-    Only tensors of one name are in memory: with fp32 copies, two of them for a sum (linear, task arithmetic, DARE), and
-    one for each model and about three more where models vote on signs (TIES).
+    Only tensors of one name are in memory. Measured in fp32 copies of the largest one: about four for a mean of two
+    models, six with a base, eight where both vote on signs.
 
     Args:
         merge: the method and its numbers.
@@ -81,10 +82,11 @@ class MergedTensors:
         if merge.method == "linear":
             return merging.linear(each, merge.weights, normalize=merge.normalize)
         if merge.method == "slerp":
-            return merging.slerp(*each, merge.t)
+            return merging.slerp(next(each), next(each), merge.t)
         if self._base is None:
             raise RuntimeError(f"{merge.method} without a base: hf.merge_options.resolve refuses it")
-        base, options = self._base.source.read(name), {"scale": merge.scale, "normalize": merge.normalize}
+        base = self._base.source.read(name)
+        options: dict[str, Any] = {"scale": merge.scale, "normalize": merge.normalize}
         if merge.method == "task-arithmetic":
             return merging.task_arithmetic(base, each, merge.weights, **options)
         if merge.method == "ties":

@@ -176,7 +176,9 @@ class Family:
 
     def unknown(self, config: Config) -> list[str]:
         """Keys of config.json that the table does not have, and that say something."""
-        known = {each.theirs for each in (*self.keys, *self.fixed)} | self.training_only | NEUTRAL
+        known = (
+            {key.theirs for key in self.keys} | {fixed.theirs for fixed in self.fixed} | self.training_only | NEUTRAL
+        )
         known |= {key for special in self.specials for key in special.theirs}
         return [key for key, value in config.items() if key not in known and value is not None and value is not False]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.data.prepared import TOKENIZER
+from llmrecipes.data.templates import NAME, of_prepared
 from llmrecipes.errors import UserError
 from llmrecipes.hf.export import write_json
 
@@ -20,7 +21,8 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[st
     """Write the tokenizer that made a run's tokens.
 
     A `bpe` one is one file and its end-of-text token. A Hugging Face one is written by transformers, with its special
-    tokens and chat template, from where the recipe names it.
+    tokens and chat template, from where the recipe names it. The template of a run on conversations is the one that
+    made its tokens.
 
     Args:
         folder: where to.
@@ -34,19 +36,29 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[st
         UserError: it is damaged, cannot be loaded any more, or is a different one by now.
     """
     tokenizer = prepared.tokenizer()
+    ends: list[int | None] = [tokenizer.eod]
+    end = tokenizer.backend.id_to_token(tokenizer.eod)
+    template = of_prepared(prepared) if prepared.manifest.chat is not None else None
+    if template is not None and (answered := dict(template.special_tokens).get("eos_token")) is not None:
+        # A program that generates stops where an answer ends.
+        end, ends = answered, list(dict.fromkeys([tokenizer.backend.token_to_id(answered), *ends]))
     if recipe.data.tokenizer.type == "huggingface":
-        return {**_from_transformers(folder, recipe, tokenizer.backend.get_vocab()), "eos_token_id": tokenizer.eod}
-    (folder / TOKENIZER).write_bytes((prepared.path / TOKENIZER).read_bytes())
-    write_json(
-        folder / CONFIG,
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": tokenizer.backend.id_to_token(tokenizer.eod),
-            "model_max_length": recipe.model.max_position_embeddings or recipe.model.seq_length,
-            "clean_up_tokenization_spaces": False,  # ids decode to the text that they were made of
-        },
-    )
-    return {"bos_token_id": None, "eos_token_id": tokenizer.eod, "pad_token_id": None}
+        special = _from_transformers(folder, recipe, tokenizer.backend.get_vocab())
+    else:
+        special = {"bos_token_id": None, "pad_token_id": None}
+        (folder / TOKENIZER).write_bytes((prepared.path / TOKENIZER).read_bytes())
+        write_json(
+            folder / CONFIG,
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": end,
+                "model_max_length": recipe.model.max_position_embeddings or recipe.model.seq_length,
+                "clean_up_tokenization_spaces": False,  # ids decode to the text that they were made of
+            },
+        )
+    if template is not None:
+        (folder / NAME).write_text(template.source, "utf-8")
+    return {**special, "eos_token_id": ends[0] if len(ends) == 1 else ends}
 
 
 def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int]) -> dict[str, Any]:

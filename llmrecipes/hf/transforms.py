@@ -16,6 +16,8 @@ from llmrecipes.recipe.shape import shape
 class Transform(Protocol):
     """A reversible change of form; also of tensors on the `meta` device, for shapes, and of numbers of rows."""
 
+    def __hash__(self) -> int: ...
+
     def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
         """Tensors of transformers made from one of megatron-core; views of it where possible."""
 

@@ -60,7 +60,7 @@ class AsHuggingFace:
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         sizes = weights(self._model)
-        found = {}
+        found: dict[str, tuple[int, ...]] = {}
         for pair in dict.fromkeys(pair for pair, _ in self._pairs.values()):
             parts = pair.transform.split(torch.empty(sizes[pair.ours], device="meta"), self._model)
             found |= {name: tuple(part.shape) for name, part in zip(pair.theirs, parts, strict=True)}

@@ -184,7 +184,7 @@ def _rows(transform: Transform, rows: int, dimensions: int, model: Model) -> lis
     return [(part.reshape(-1), part.shape[0] == 1 and rows > 1) for part in parts]
 
 
-def _runs(rows: torch.Tensor, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
+def _runs(rows: torch.Tensor, first: int, last: int) -> Iterator[tuple[slice, slice | torch.Tensor]]:
     """Neighbouring rows of a tensor that lie in a range of the weight's, and where in the range each lies."""
     inside = ((rows >= first) & (rows < last)).nonzero().flatten()
     if not len(inside):
@@ -192,7 +192,9 @@ def _runs(rows: torch.Tensor, first: int, last: int) -> Iterator[tuple[slice, to
     ends = (inside.diff() != 1).nonzero().flatten() + 1
     for run in inside.tensor_split(ends):
         here = slice(int(run[0]), int(run[-1]) + 1)
-        yield here, rows[here] - first
+        there = rows[here] - first
+        # Neighbours here as well: a copy, which is much faster than scattering rows.
+        yield here, slice(int(there[0]), int(there[-1]) + 1) if bool((there.diff() == 1).all()) else there
 
 
 def _counted(names: list[str]) -> str:

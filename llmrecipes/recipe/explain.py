@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -119,6 +120,8 @@ def _spelling(key: str, value: object, options: tuple[Mapping[str, Any], ...]) -
         same = next((choice for choice in choices if choice.lower() == wanted), "")
         if same:
             return same
+        if close := get_close_matches(wanted, choices, n=1, cutoff=0.8):
+            return close[0]
         if value.lower() in ("yes", "on", "no", "off") and "boolean" in types:
             return "true" if value.lower() in ("yes", "on") else "false"
         plain = value.replace("_", "").replace(",", "")

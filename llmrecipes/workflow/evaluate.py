@@ -96,7 +96,7 @@ def evaluate_run(name: str, request: Request, runs_dir: Path, data_dir: Path, la
 
 
 def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not (path / RESOLVED_NAME).is_file() and not path.joinpath("checkpoints").is_dir()
+    return (path / "config.json").is_file() and not (path / RESOLVED_NAME).is_file()
 
 
 def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layout) -> Evaluation:
@@ -165,7 +165,9 @@ def on_ranks(recipe: Recipe, layout: Layout) -> Recipe:
         near = min(fits, key=lambda size: (abs(size - tensor), size))
         raise UserError(f"{tensor}", where="--tp", rule=f"divides the {groups} key/value heads", fix=f"--tp {near}")
     parallel = Parallelism(
-        tensor_model_parallel_size=tensor, use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=tensor > 1 and recipe.model.num_moe_experts is not None,  # experts need it
+        use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer,
     )
     train = recipe.train.model_copy(update={"micro_batch_size": 1, "global_batch_size": ranks // tensor})
     return without_zero(recipe).model_copy(update={"parallelism": parallel, "train": train})

@@ -15,6 +15,7 @@ from llmrecipes.evaluation.result import Result
 from llmrecipes.io import write_atomic
 from llmrecipes.train.rank import failure_reported, rank_main
 from llmrecipes.train.spec import RankSpec
+from llmrecipes.workflow.pretrained import base_weights
 
 if TYPE_CHECKING:
     from llmrecipes.data.tokenizer import TextTokenizer
@@ -80,7 +81,9 @@ def _model(spec: EvaluationSpec, engines: Backend, plan: Plan, platform: Platfor
     if spec.checkpoint is not None:
         from llmrecipes.checkpoint.inspection import Entry, read_manifest
 
-        return engines.load_weights(plan, platform, Entry(spec.checkpoint, read_manifest(spec.checkpoint)))
+        entry = Entry(spec.checkpoint, read_manifest(spec.checkpoint))
+        with base_weights(spec.checkpoint.parents[1], spec.recipe) as base:  # of the run that has the checkpoint
+            return engines.load_weights(plan, platform, entry, base)
     from llmrecipes.hf.weights import open_weights
 
     weights = open_weights(spec.folder or Path(), spec.recipe.model)

@@ -126,7 +126,7 @@ def test_a_model_for_sampling_has_it_in_place_of_the_weights(tmp_path: Path) -> 
 
 
 def test_the_engine_deepspeed_has_none() -> None:
-    zero = {"zero": {"stage": 1}, "optimizer": {"ema_decay": 0.9}}
+    zero: dict[str, Any] = {"zero": {"stage": 1}, "optimizer": {"ema_decay": 0.9}}
     assert not check(tiny(**zero))
     (problem,) = check(tiny(**zero).model_copy(update={"engine": "deepspeed"}))
     assert problem.key == "optimizer.ema_decay"

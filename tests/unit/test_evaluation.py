@@ -6,7 +6,10 @@ import json
 import math
 import os
 import random
+import signal
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lm_eval
@@ -25,9 +28,10 @@ from llmrecipes.engine.base import World
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.sampling import Sampling
+from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history, memorisation
 from llmrecipes.evaluation.bias import bias
-from llmrecipes.evaluation.harness import BOOTSTRAP, metrics_of, run_tasks
+from llmrecipes.evaluation.harness import BOOTSTRAP, HarnessModel, metrics_of, run_tasks
 from llmrecipes.evaluation.lead import Interrupted, Lead
 from llmrecipes.evaluation.perplexity import perplexity
 from llmrecipes.evaluation.repetition import distinct, rep, repetition
@@ -37,10 +41,13 @@ from llmrecipes.evaluation.run import Prepare
 from llmrecipes.evaluation.tasks import load_tasks
 from llmrecipes.evaluation.texts import Text, Texts
 from llmrecipes.evaluation.windows import windows
+from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hf.export import write
 from llmrecipes.hf.family import config_of, family_of
 from llmrecipes.hf.views import AsHuggingFace
 from llmrecipes.plan.derive import derive
+from llmrecipes.tracking.events import TASKS_EVALUATED
+from llmrecipes.train.testing import TaskEvaluations
 from llmrecipes.workflow import evaluate_rank
 from tests.helpers import ROOMY, built, tiny, tiny_on
 from tests.refusals import refused
@@ -266,6 +273,14 @@ def test_numbers_are_those_of_the_harness_own_model(lead: Lead, theirs: HFLM, ta
     assert few[0].settings["documents"] == 5
 
 
+def test_an_answer_that_ends_in_a_token_of_the_context_is_scored_by_itself(lead: Lead) -> None:
+    model, encode = HarnessModel(lead), lead.tokenizer.encode
+    assert len(encode("the ca")) >= len(encode("the cat")), "one token, which begins in the context"
+    assert model._encode_pair("the ca", "t") == (encode("the ca"), encode("t"))
+    assert model._encode_pair("  ", "cat") == (encode("  "), encode("cat"))
+    assert model._encode_pair("the", " cat") == (encode("the"), encode(" cat"))
+
+
 def test_an_interrupted_evaluation_has_no_result(lead: Lead, tokenizer: TextTokenizer) -> None:
     asked = []
 
@@ -467,3 +482,50 @@ def test_the_rank_needs_no_data_of_an_imported_model(tmp_path: Path) -> None:
     spec = evaluate_rank.EvaluationSpec(recipe=recipe, data_dir=tmp_path, folder=tmp_path, request=Request())
     with refused("data.tokenizer"):
         evaluate_rank.evaluate(spec)
+
+
+# -- tasks between two steps -----------------------------------------------------------------------------------------
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def note(self, note: Any) -> None:
+        self.seen.append(note)
+
+
+def between(tmp_path: Path, notes: Any, stop: StopRequest, run: Any) -> TaskEvaluations:
+    here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_size=1)
+    scorer = SimpleNamespace(positions=8, score=lambda tokens: None)
+    engine: Any = SimpleNamespace(params_synced=nullcontext, scorer=lambda: scorer)
+    recipe = tiny(train={"eval_tasks": {"tasks": ["a"], "interval": 2}, "train_iters": 5})
+    made = TaskEvaluations(recipe, engine, here, None, None, notes, stop, tmp_path / "metrics.jsonl")  # type: ignore[arg-type]
+    made._results = run  # type: ignore[method-assign]
+    return made
+
+
+@pytest.mark.usefixtures("world")
+def test_an_interrupted_evaluation_is_left_for_the_resumed_run(tmp_path: Path) -> None:
+    notes, stop = Notes(), StopRequest()
+    stop.signal = signal.SIGTERM
+
+    def asking(lead: Lead) -> list[Any]:
+        return list(lead.score([([1, 2], 1)]))
+
+    made = between(tmp_path, notes, stop, asking)
+    assert [step for step in range(1, 6) if made.due(step)] == [2, 4, 5]
+    assert not made.run(2) and notes.seen == []
+    assert made.missing(2) and not made.missing(3) and not made.missing(0)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, "event": TASKS_EVALUATED, "details": {}}) + "\n")
+    assert not made.missing(2) and made.missing(4)
+
+
+def test_a_task_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    def failing(_lead: Lead) -> list[Any]:
+        raise UserError("no metric", where="mine")
+
+    notes = Notes()
+    assert between(tmp_path, notes, StopRequest(), failing).run(4)
+    (note,) = notes.seen
+    assert (note.step, note.alarm, note.details["where"]) == (4, True, "mine")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors import safe_open
@@ -22,6 +23,7 @@ from llmrecipes.checkpoint.manifest import MANIFEST_NAME
 from llmrecipes.cli.app import run
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import open_prepared
+from llmrecipes.data.templates import of_prepared
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hf.export import write
@@ -36,13 +38,16 @@ from llmrecipes.workflow.generate import Request, samples
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.tensors import open_tensors
 from llmrecipes.workflow.train import train
-from tests.helpers import environment, tiny_on
+from tests.helpers import environment, tiny, tiny_on
 from tests.refusals import refused, require_message
 
 GPT_TINY = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False, "qk_layernorm": True,
     "share_embeddings_and_output_weights": False, "init_method_std": 0.2, "vocab_size": 400, "seq_length": 32,
 }  # fmt: skip
+
+
+END, UNKNOWN_WORD = "<end>", "<unk>"
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +91,7 @@ def test_a_run_is_a_model_of_transformers(
     assert len(shards) == report["shards"] > 2
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {shard.name for shard in shards}
-    held = {}
+    held: dict[str, int] = {}
     for shard in shards:
         with safe_open(shard, "pt") as file:
             held |= {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
@@ -313,8 +318,8 @@ def test_a_killed_export_is_cleaned_up_by_the_next_and_a_live_one_is_not(tmp_pat
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"ready\n"
-        with refused(out), published(out):
-            raise AssertionError("two processes write the same folder")
+        with refused(out):
+            published(out).__enter__()
         assert list(tmp_path.glob(".*")), "the other's files are still there"
     finally:
         holder.kill()
@@ -414,3 +419,38 @@ def test_a_tokenizer_of_hugging_face_keeps_its_files(paths: Paths, corpus: Path,
     ).save_pretrained(tmp_path / "theirs")
     with refused("data.tokenizer", rule="--no-tokenizer"):
         write_tokenizer(out, recipe, prepared)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "huggingface"])
+def test_the_chat_template_is_the_one_that_made_the_tokens(kind: str, paths: Paths, tmp_path: Path) -> None:
+    talks = tmp_path / "talks.jsonl"
+    rows = [{"prompt": f"question {number}", "completion": f"answer {number * 7}"} for number in range(200)]
+    talks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data: dict[str, Any] = {"sources": [{"type": "jsonl", "path": str(talks)}], "chat": {}, "num_workers": 0}
+    model = {"vocab_size": 400}
+    if kind == "huggingface":
+        own = tokenizers.Tokenizer(
+            tokenizers.models.WordLevel({"a": 0, END: 1, UNKNOWN_WORD: 2}, unk_token=UNKNOWN_WORD)
+        )
+        made = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token=END)
+        made.chat_template = "overwritten"
+        made.save_pretrained(tmp_path / "theirs")
+        template = tmp_path / "template.jinja"
+        template.write_text(
+            "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a {{ m.content }}{{ eos_token }}"
+            "{% endgeneration %}{% else %}a a{% endif %}{% endfor %}"
+        )
+        data |= {"tokenizer": {"type": "huggingface", "path": str(tmp_path / "theirs")}}
+        data["chat"] = {"chat_template": str(template)}
+    recipe = tiny(model=model, data=data)
+    prepare(recipe, paths.data_dir, progress=lambda _: None)
+    prepared = open_prepared(recipe, paths.data_dir)
+    out = tmp_path / "out"
+    out.mkdir()
+    special = write_tokenizer(out, recipe, prepared)
+    found = transformers.AutoTokenizer.from_pretrained(out)
+    talk = [{"role": "user", "content": "question 1"}, {"role": "assistant", "content": "answer 7"}]
+    expected = of_prepared(prepared).spans(talk, 1 << 20)[0]
+    assert found.apply_chat_template(talk, tokenize=False) == expected
+    ends = special["eos_token_id"] if isinstance(special["eos_token_id"], list) else [special["eos_token_id"]]
+    assert found.eos_token_id in ends and found.eos_token in expected

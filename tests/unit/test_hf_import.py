@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow.importing import import_model
+from llmrecipes.workflow.runs import find_run
 from tests.hf_models import CONFIGS, LENGTH, VOCABULARY, saved
 from tests.refusals import refused, require_message
 from tests.unit.balance_worker import ROOMY
@@ -133,16 +136,14 @@ def test_training_starts_alike_from_an_import_and_from_the_recipe_s_key(
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = json.loads((model / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(
-        json.dumps(
-            {**text, "added_tokens": [*text["added_tokens"], {**text["added_tokens"][0], "id": 400, "content": "<x>"}]}
-        )
-    )
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    first, ids = tokenizer["added_tokens"][0], range(len(tokenizer["model"]["vocab"]), VOCABULARY + 1)
+    tokenizer["added_tokens"] += [{**first, "id": number, "content": f"<{number}>"} for number in ids]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     shutil.copy(model / "tokenizer_config.json", tmp_path)
     arguments = ["import", str(model), f"data.tokenizer.path={tmp_path}", "--runs-dir", str(tmp_path / "runs")]
     assert run(arguments) == 2
-    require_message(capsys.readouterr().err, "model.vocab_size", rule="401")
+    require_message(capsys.readouterr().err, "model.vocab_size", rule=str(VOCABULARY + 1))
     assert not (tmp_path / "runs").exists()
 
 
@@ -152,10 +153,38 @@ def test_a_run_id_in_use_is_refused_and_a_full_disk_leaves_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, refused(tmp_path / "a", rule=()):
+    with monkeypatch.context() as patch, refused(tmp_path / "with-tokenizer" / "a"):
         patch.setattr("llmrecipes.checkpoint.store.CheckpointStore.publish", full)
         import_model(str(model), [], tmp_path, "a")
     assert not list(tmp_path.rglob("*recipe.yaml"))
     made = import_model(str(model), [], tmp_path, "a")
     with refused(made.run_dir):
         import_model(str(model), [], tmp_path, "a")
+
+
+KILLED = """
+import os, signal
+from llmrecipes.checkpoint.store import CheckpointStore
+CheckpointStore.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+"""
+FULL = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes of a file, fewer than the weights have
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "code"), [(KILLED, -9), (FULL, 2)], ids=["killed", "full"])
+def test_an_import_that_ends_in_the_middle_leaves_no_run(before: str, code: int, model: Path, tmp_path: Path) -> None:
+    arguments = ["import", str(model), "--runs-dir", str(tmp_path), "--name", "one", "--run-id", "a"]
+    script = f"{before}\nfrom llmrecipes.cli.app import run\nraise SystemExit(run({arguments!r}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    if code == 2:
+        require_message(done.stderr[done.stderr.index("error: ") :], tmp_path)
+    assert not list(tmp_path.rglob("recipe.yaml")) and not (tmp_path / "one/a").exists()
+    with refused(tmp_path):
+        find_run("one", tmp_path)
+    assert run(arguments) == 0
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["a"]

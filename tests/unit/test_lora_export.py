@@ -15,6 +15,7 @@ import transformers
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.cli.app import run as command
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.engine import MegatronEngine
@@ -28,9 +29,9 @@ from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.export import Options, export
 from llmrecipes.workflow.export_adapter import export_adapter
 from llmrecipes.workflow.pretrained import base_weights, with_pretrained
-from tests.helpers import ROOMY, steps
+from tests.helpers import ROOMY, random_batches, steps
 from tests.hf_models import LENGTH, VOCABULARY, saved
-from tests.refusals import refused
+from tests.refusals import refused, require_message
 
 TOKENS = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(4))
 CASES: dict[str, dict[str, Any]] = {
@@ -143,3 +144,65 @@ def test_adapters_of_experts_leave_in_a_whole_model_alone(tmp_path: Path) -> Non
     export("a", tmp_path / "merged", tmp_path / "runs", tmp_path, Options(tokenizer=False, merge_adapter=True))
     ready = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (theirs(ready) - here).abs().max() < 1e-5
+
+
+def test_a_base_model_that_has_changed_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    saved("llama", base)
+    spec = new_run(lora_recipe(base, CASES["llama"]), tmp_path)
+    trained(spec)
+    assert with_pretrained(spec, lambda _line: None).pretrained == base
+    weights = (base / "model.safetensors").read_bytes()
+    (base / "model.safetensors").write_bytes(weights[:-4] + b"abcd")  # in a sample: the file is small
+    for starts in (
+        lambda: with_pretrained(spec, lambda _line: None),
+        lambda: export_adapter("a", None, tmp_path / "runs"),
+        lambda: export("a", None, tmp_path / "runs", tmp_path, Options(tokenizer=False, merge_adapter=True)),
+    ):
+        with refused(base):
+            starts()
+    (base / "model.safetensors").write_bytes(weights)
+    export_adapter("a", tmp_path / "b", tmp_path / "runs")
+    (spec.run_dir / "pretrained.json").write_text("{}")
+    with refused(spec.run_dir):
+        with_pretrained(spec, lambda _line: None)
+
+
+def test_a_checkpoint_has_adapters_alone_and_goes_on_exactly(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    saved("llama", base)
+    spec = new_run(lora_recipe(base, {"rank": 4, "dropout": 0.5}), tmp_path)
+    trained(spec)
+    (entry,) = CheckpointStore(spec.run_dir / "checkpoints").entries()
+    names = MegatronBackend().tensors(entry).names()
+    assert names and all("_lora." in name for name in names)
+
+    def losses(engine: MegatronEngine, skipped: int) -> list[float]:
+        batches = random_batches(spec.recipe, consumed=skipped * spec.recipe.train.global_batch_size)
+        return [each.loss for each in steps(engine, 2, batches)]
+
+    with engine_of_run(spec) as engine:
+        engine.load_state(entry)
+        first = losses(engine, 1)
+    with engine_of_run(spec) as engine:
+        engine.load_state(entry)
+        assert losses(engine, 1) == first
+
+
+def test_what_has_no_adapters_or_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = tmp_path / "base"
+    saved("llama", base)
+    recipe = lora_recipe(base, CASES["llama"])
+    trained(new_run(recipe, tmp_path))
+    with refused(tmp_path / "runs" / "adapted" / "a", rule="--merge-adapter"):
+        export("a", None, tmp_path / "runs", tmp_path, Options(tokenizer=False))
+    assert command(["export", "a", "--to", "ggml", "--runs-dir", str(tmp_path / "runs")]) == 2
+    require_message(capsys.readouterr().err, "--to", rule="peft")
+    for lora, train, where in (
+        (None, recipe.train, "--to"),
+        (recipe.lora, recipe.train.model_copy(update={"pretrained": None}), "train.pretrained"),
+    ):
+        other = recipe.model_copy(update={"lora": lora, "train": train})
+        (tmp_path / "runs" / "adapted" / "a" / "recipe.yaml").write_text(to_yaml(other), "utf-8")
+        with refused(where):
+            export_adapter("a", None, tmp_path / "runs")

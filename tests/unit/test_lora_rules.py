@@ -42,10 +42,10 @@ def test_what_adapters_do_not_go_with_is_refused(overrides: list[str], where: st
 
 def test_a_stage_without_adapters_is_refused() -> None:
     only_experts = ["lora.rank=4", "lora.target_modules=[experts.linear_fc1]", "model.moe_layer_freq=[0,0,1,1]"]
-    pipeline = ["model.num_layers=4", "parallelism.pipeline_model_parallel_size=2"]
-    planned("moe-tiny", *only_experts, *pipeline[:1])
+    one = ["model.num_layers=4", "parallelism.expert_model_parallel_size=1"]
+    planned("moe-tiny", *only_experts, *one)
     with refused("lora.target_modules"):
-        planned("moe-tiny", *only_experts, *pipeline, ranks=2)
+        planned("moe-tiny", *only_experts, *one, "parallelism.pipeline_model_parallel_size=2", ranks=2)
 
 
 def test_a_run_with_adapters_is_not_upcycled() -> None:
@@ -61,9 +61,9 @@ def test_frozen_weights_cost_themselves_alone() -> None:
     # Rank times the sides of seven matrices of transformers, of which q, k, v and gate, up share A.
     sides = (8192 + 10240) + (8192 + 8192) + (8192 + 2 * 28672) + (28672 + 8192)
     assert added == 80 * 16 * sides
-    assert plan.checkpoint_bytes == 14 * added < whole // 50
+    assert plan.checkpoint_bytes == 14 * added < 14 * whole / 300
     assert plan.memory.weights == pytest.approx(2 * whole / 8, rel=0.01)
-    assert plan.memory.gradients < plan.memory.weights / 100
+    assert plan.memory.gradients < plan.memory.weights / 50
     full = planned("llama3-70b-lora", "lora=null", ranks=8)
     assert not full.fits
     assert plan.flops_per_token_causal == pytest.approx(full.flops_per_token_causal * 2 / 3, rel=0.05)

@@ -62,7 +62,9 @@ def merged(
 ) -> MergeResult:
     dtype, tokenizer = options.pop("dtype", None), options.pop("tokenizer", True)
     output = Output(out, dtype, tokenizer=tokenizer)
-    return merge(list(map(str, models)), MergeOptions(method, **options), output, *NOWHERE, base and str(base))
+    return merge(
+        list(map(str, models)), MergeOptions(method, **options), output, *NOWHERE, None if base is None else str(base)
+    )
 
 
 def weights(folder: Path) -> Weights:
@@ -72,8 +74,11 @@ def weights(folder: Path) -> Weights:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_tensor_is_what_the_formula_says(folders: list[Path], tmp_path: Path, method: str) -> None:
     one, two, base = folders
-    numbers = {"linear": {"weights": [0.3, 0.9]}, "slerp": {"t": 0.3}, "task-arithmetic": {"scale": 0.5},
-               "ties": {"density": [0.5]}}.get(method, {"density": [0.5, 0.25], "seed": 3})  # fmt: skip
+    some: dict[str, dict[str, Any]] = {
+        "linear": {"weights": [0.3, 0.9]}, "slerp": {"t": 0.3}, "task-arithmetic": {"scale": 0.5},
+        "ties": {"density": [0.5]},
+    }  # fmt: skip
+    numbers = some.get(method, {"density": [0.5, 0.25], "seed": 3})
     made = merged([one, two], tmp_path / "out", method, base if METHODS[method].base else None, **numbers)
     found, a, b, start = (weights(folder) for folder in (tmp_path / "out", one, two, base))
     assert found.keys() == a.keys() and made.tensors == len(a)
@@ -83,7 +88,7 @@ def test_every_tensor_is_what_the_formula_says(folders: list[Path], tmp_path: Pa
         thinned = (start[name], each, [1, 1], [0.5, 0.25], kept)
         expected = {
             "linear": lambda: merging.linear(each, [0.3, 0.9]),  # noqa: B023 - called at once
-            "slerp": lambda: merging.slerp(*each, 0.3),  # noqa: B023
+            "slerp": lambda: merging.slerp(a[name], b[name], 0.3),  # noqa: B023
             "task-arithmetic": lambda: merging.task_arithmetic(start[name], each, [1, 1], scale=0.5),  # noqa: B023
             "ties": lambda: merging.ties(start[name], each, [1, 1], [0.5, 0.5]),  # noqa: B023
             "dare": lambda: merging.dare(*thinned),  # noqa: B023
@@ -148,7 +153,12 @@ def test_only_tensors_of_one_name_are_in_memory(
 ) -> None:
     order: list[str] = []
     read = MergedTensors.read
-    monkeypatch.setattr(MergedTensors, "read", lambda self, name: (order.append(name), read(self, name))[1])
+
+    def noted(self: MergedTensors, name: str) -> torch.Tensor:
+        order.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(MergedTensors, "read", noted)
     merged(folders, tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert sorted(order) == sorted(file.keys()), "each is made once, and written before the next one"
@@ -393,7 +403,7 @@ def test_checkpoints_of_a_run_are_averaged(paths: Paths, tmp_path: Path) -> None
     run_dir = paths.runs_dir / "runs" / "one"
     opened = llmrecipes.open_run(run_dir, runs_dir=paths.runs_dir, data_dir=paths.data_dir)
     steps = [weights(opened.export(tmp_path / str(step), step=step)) for step in (2, 3)]
-    places = {"runs_dir": paths.runs_dir, "data_dir": paths.data_dir}
+    places: dict[str, Any] = {"runs_dir": paths.runs_dir, "data_dir": paths.data_dir}
     average = llmrecipes.merge_models(["runs/one@2", "runs/one@3"], tmp_path / "mean", method="linear", **places)
     for name, value in weights(average).items():
         torch.testing.assert_close(value, (steps[0][name] + steps[1][name]) / 2)

@@ -92,11 +92,11 @@ def test_a_fraction_of_the_rotary_base_counts() -> None:
     assert torch.allclose(frequencies, expected, rtol=1e-6, atol=0)
 
 
-def test_attention_refuses_masks_it_would_ignore() -> None:
+def test_attention_refuses_a_bias_it_would_ignore() -> None:
     attention = SdpaCoreAttention(built(tiny()).config, 1, AttnMaskType.causal, "self")
     q = torch.zeros(4, 1, HEADS, 16)
     with pytest.raises(NotImplementedError, match="causal"):
-        attention(q, q, q, torch.zeros(1, 1, 4, 4, dtype=torch.bool))
+        attention(q, q, q, None, attention_bias=torch.zeros(1, 1, 4, 4))
 
 
 def test_loss_is_megatron_cores() -> None:

@@ -194,7 +194,7 @@ def given(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str 
         "llmrecipes.hf.weights.open_weights", lambda path, _: SimpleNamespace(path=str(path), close=lambda: None)
     )
     with given_weights(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder, runs_dir=folder)) as found:
-        return None if found is None else str(found.path)
+        return None if found is None else str(vars(found)["path"])
 
 
 def backend_of(recipe: Recipe, *_: Any) -> str:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from llmrecipes.api import open_run
 from llmrecipes.cli import app as cli
-from llmrecipes.errors import UserError
-from llmrecipes.evaluation.lead import Lead
-from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.mlflow.database import require_database
 from llmrecipes.tracking.store import artifact_root, sqlite_uri
-from llmrecipes.train.testing import TaskEvaluations
-from tests.helpers import curve, lines, start_command, tiny, tiny_on, write_recipe
+from tests.helpers import curve, lines, start_command, tiny_on, write_recipe
 from tests.refusals import refused, require_message
 
 LENGTH = {"seq_length": 64, "max_position_embeddings": 128}
@@ -149,7 +142,7 @@ def test_what_cannot_be_evaluated_is_refused(
     require_message(said("tiny/two"), run_dir.parents[1])
     require_message(said("tiny/one@3"), run_dir / "checkpoints")
     require_message(said("tiny/one", "--check", "bais"), "--check", rule="--check bias")
-    require_message(said("tiny/one", "--tp", "3"), "--tp", rule="--tp 4")
+    require_message(said("tiny/one", "--tp", "3"), "--tp", rule="--tp 2")
     require_message(said("tiny/one", "--tp", "2", "--nproc", "3"), "--nproc")
     require_message(said("tiny/one", "--window", "129"), "--window", rule="128")
     require_message(said("tiny/one", "--data", "text:none-*"), "data.sources")
@@ -176,52 +169,6 @@ def test_a_damaged_checkpoint_gives_no_numbers(run_dir: Path, data_dir: Path) ->
     weights.write_bytes(data)
     with refused(plain, rule=f"{plain.parents[1]}@4"):
         open_run(plain.parents[1], data_dir=data_dir).evaluate(step=2)
-
-
-# -- tasks between two steps -----------------------------------------------------------------------------------------
-
-
-class Notes:
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def note(self, note: Any) -> None:
-        self.seen.append(note)
-
-
-def between(tmp_path: Path, notes: Any, stop: StopRequest, run: Any) -> TaskEvaluations:
-    here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_size=1)
-    scorer = SimpleNamespace(positions=8, score=lambda tokens: None)
-    engine: Any = SimpleNamespace(params_synced=nullcontext, scorer=lambda: scorer)
-    recipe = tiny(train={"eval_tasks": {"tasks": ["a"], "interval": 2}, "train_iters": 5})
-    made = TaskEvaluations(recipe, engine, here, None, None, notes, stop, tmp_path / "metrics.jsonl")  # type: ignore[arg-type]
-    made._results = run  # type: ignore[method-assign]
-    return made
-
-
-def test_an_interrupted_evaluation_is_left_for_the_resumed_run(tmp_path: Path) -> None:
-    notes, stop = Notes(), StopRequest()
-    stop.signal = signal.SIGTERM
-
-    def asking(lead: Lead) -> list[Any]:
-        return list(lead.score([([1, 2], 1)]))
-
-    made = between(tmp_path, notes, stop, asking)
-    assert [step for step in range(1, 6) if made.due(step)] == [2, 4, 5]
-    assert not made.run(2) and notes.seen == []
-    assert made.missing(2) and not made.missing(3) and not made.missing(0)
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, "event": TASKS_EVALUATED, "details": {}}) + "\n")
-    assert not made.missing(2) and made.missing(4)
-
-
-def test_a_task_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> None:
-    def failing(_lead: Lead) -> list[Any]:
-        raise UserError("no metric", where="mine")
-
-    notes = Notes()
-    assert between(tmp_path, notes, StopRequest(), failing).run(4)
-    (note,) = notes.seen
-    assert (note.step, note.alarm, note.details["where"]) == (4, True, "mine")
 
 
 @pytest.mark.slow

@@ -120,6 +120,8 @@ class MegatronScorer:
             or parallel.context_parallel_size > 1
             or parallel.expert_model_parallel_size > 1
             or parallel.sequence_parallel
+            or self._recipe.model.multi_latent_attention  # megatron-core has no such cache for these two
+            or self._recipe.model.mtp_num_layers is not None
             or (self._recipe.zero is not None and self._recipe.zero.stage == 3)
         )
 

@@ -103,7 +103,9 @@ class SdpaCoreAttention(MegatronModule):
             raise NotImplementedError("packed conversations are not split over context-parallel ranks")
         if mask.dtype == torch.bool:
             # With a mask and fewer keys than queries, torch has no fused kernel on a GPU.
-            key, value = (each.repeat_interleave(query.size(2) // key.size(2), dim=2) for each in (key, value))
+            copies = query.size(2) // key.size(2)
+            if copies > 1:
+                key, value = (each.repeat_interleave(copies, dim=2) for each in (key, value))
             return self._attend(query, key, value, dropout, is_causal=False, mask=mask)
         rows = []
         for number, sizes in enumerate(lengths(mask)):
