@@ -134,7 +134,7 @@ def import_model(
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
 ) -> None:
-    """Make a run from a Hugging Face model, or from a checkpoint of Megatron-LM.
+    """Make a run from Hugging Face's or Megatron-LM's model.
 
     The run has a recipe, and a checkpoint of step 0 that any layout loads. Example of overrides: model.seq_length=4096.
     """
