@@ -83,7 +83,11 @@ def evaluate(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Evaluate a run or a Hugging Face model: perplexity, tasks of lm-evaluation-harness, checks of its text."""
+    """Evaluate a model: perplexity, harness tasks, checks of its text.
+
+    The model is a run's checkpoint or a Hugging Face folder. Tasks are those of lm-evaluation-harness; checks are of
+    repetition, memorisation and bias.
+    """
     from llmrecipes.cli.render.evaluation import earlier_lines, lines
     from llmrecipes.console import console, setup_logging
     from llmrecipes.evaluation import history

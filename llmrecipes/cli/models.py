@@ -53,7 +53,7 @@ def export(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Write a run's newest checkpoint for Hugging Face transformers.
+    """Export a checkpoint to Hugging Face transformers, or to PEFT.
 
     Any layout, without a GPU, one tensor in memory at a time.
     """

@@ -142,7 +142,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             model.use_mup,
             "true with lora",
             "the maximal-update parametrisation has no rule for the rates of adapters",
-            "model.use_mup false: it only scales training, an initialised model is the same without it",
+            "model.use_mup false",
         ),
         "model.transformer_impl": (
             model.transformer_impl == "transformer_engine",

@@ -28,11 +28,11 @@ def planned(name: str, *overrides: str, ranks: int = 1) -> Plan:
         (["lora.target_modules=[]"], "lora.target_modules", "linear_qkv"),
         (["lora.rank=193"], "lora.rank", "192"),
         (["lora.rank=0"], "lora.rank", "0"),
-        (["zero.stage=2"], "engine", "deepspeed"),
-        (["engine=deepspeed", "zero.stage=1"], "engine", "deepspeed"),
+        (["zero.stage=2"], "engine", "zero.stage"),
+        (["engine=deepspeed", "zero.stage=1"], "engine", "zero.stage"),
         (["model.mtp_num_layers=1"], "model.mtp_num_layers", "1"),
-        (["model.use_mup=true"], "model.use_mup", "lora"),
-        (["model.transformer_impl=transformer_engine"], "model.transformer_impl", "local"),
+        (["model.use_mup=true"], "model.use_mup", "true"),
+        (["model.transformer_impl=transformer_engine"], "model.transformer_impl", "model.transformer_impl"),
     ],
 )
 def test_what_adapters_do_not_go_with_is_refused(overrides: list[str], where: str, rule: str) -> None:

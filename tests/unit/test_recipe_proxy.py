@@ -127,7 +127,8 @@ def test_what_a_cpu_cannot_run_is_reported() -> None:
     "section", [name for name in Recipe.model_fields if name not in ("name", "description", "engine")]
 )
 def test_a_new_key_reaches_the_rehearsal(section: str) -> None:
-    whole = load("gpt-tiny-zero").recipe.model_copy(update={"search": load("gpt-tiny").recipe.search})
+    elsewhere = {"search": load("gpt-tiny").recipe.search, "lora": load("lora-tiny").recipe.lora}
+    whole = load("gpt-tiny-zero").recipe.model_copy(update=elsewhere)
     old = getattr(whole, section)
     longer = create_model("WithNewKey", __base__=type(old), new_key=(int, 0)).model_validate(
         {**dict(old), "new_key": 1}
