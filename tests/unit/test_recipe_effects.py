@@ -253,7 +253,7 @@ def loop(recipe: Recipe, *_: Any) -> dict[str, Any]:
     return asdict(ran)
 
 
-def tested(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def harness_asked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     asked: list[Any] = []
     monkeypatch.setattr("llmrecipes.evaluation.tasks.load_tasks", lambda names, **_: names)
     monkeypatch.setattr("llmrecipes.evaluation.harness.run_tasks", lambda _, *given, **how: asked.append((given, how)))
@@ -437,10 +437,10 @@ CASES: dict[str, Case] = {
     "train.seed": Case(7, model),
     "train.eval_interval": Case(3, loop),
     "train.eval_iters": Case(1, loop),
-    "train.eval_tasks.tasks": Case(["hellaswag"], tested, TASKS),
-    "train.eval_tasks.interval": Case(5, tested, TASKS),
-    "train.eval_tasks.limit": Case(10, tested, TASKS),
-    "train.eval_tasks.num_fewshot": Case(3, tested, TASKS),
+    "train.eval_tasks.tasks": Case(["hellaswag"], harness_asked, TASKS),
+    "train.eval_tasks.interval": Case(5, harness_asked, TASKS),
+    "train.eval_tasks.limit": Case(10, harness_asked, TASKS),
+    "train.eval_tasks.num_fewshot": Case(3, harness_asked, TASKS),
     "train.log_interval": Case(5, tracking),
     "train.label_smoothing": Case(0.5, model),
     "train.recompute_granularity": Case("selective", config_on_cpu, {"model.attention_dropout": 0.1}),
