@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import urllib.request
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -126,8 +127,8 @@ def standins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def served(model: Path, *options: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    """The command, and what the stand-in says of itself once it listens."""
+def started(model: Path, begins: str, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """The command, and the first line of its server that begins so."""
     process = subprocess.Popen(
         [sys.executable, "-m", "llmrecipes.cli", "serve", str(model), *options],
         env=environment(),
@@ -139,10 +140,53 @@ def served(model: Path, *options: str) -> tuple[subprocess.Popen[str], dict[str,
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
-        if line.startswith("{"):
-            return process, json.loads(line)
+        if line.startswith(begins):
+            return process, line
         lines.append(line)
     raise AssertionError("".join(lines))
+
+
+def served(model: Path, *options: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """The command, and what the stand-in says of itself once it listens."""
+    process, line = started(model, "{", *options)
+    return process, json.loads(line)
+
+
+@pytest.mark.slow
+def test_transformers_own_server_answers_with_greedy_text(tmp_path: Path, unused_port: int) -> None:
+    import tokenizers
+    import transformers
+
+    from tests.hf_models import VOCABULARY, saved
+
+    theirs = saved("llama", tmp_path)
+    backend = tokenizers.ByteLevelBPETokenizer()
+    backend.train_from_iterator(["def answer(): return 42"] * 9, VOCABULARY, special_tokens=["<end>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"),
+        eos_token="<end>",  # noqa: S106 - no password
+    )
+    tokenizer.save_pretrained(tmp_path)
+    prompt = tokenizer("def answer", return_tensors="pt")
+    ids = theirs.generate(**prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    expected = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :])
+
+    options = ("--backend", "transformers", "--port", str(unused_port))
+    process, _ = started(tmp_path, "INFO:     Uvicorn running", *options)
+    try:
+        body = json.dumps({"prompt": "def answer", "max_tokens": 8, "temperature": 0}).encode()
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{unused_port}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=120) as answer:  # noqa: S310
+            assert json.load(answer)["choices"][0]["text"] == expected
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, printed
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
