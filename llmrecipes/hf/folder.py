@@ -16,13 +16,14 @@ _LOCK = ".lock"
 
 
 @contextmanager
-def published(out: Path) -> Iterator[Path]:
+def published(out: Path, elsewhere: str = "--out DIR") -> Iterator[Path]:
     """A hidden folder beside `out` that is renamed to it when the block ends, with everything in it on the disk.
 
     If the block is left by an exception, nothing remains. What a killed process has left is removed by the next one.
 
     Args:
         out: the final name.
+        elsewhere: the option that chooses another place.
 
     Raises:
         UserError: it exists already, another process writes it, or the disk is full or fails.
@@ -34,7 +35,7 @@ def published(out: Path) -> Iterator[Path]:
         try:
             lock = take_lock(hidden / _LOCK)
         except UserError as busy:
-            raise UserError("another process is writing this", where=str(out), fix="wait, or --out DIR") from busy
+            raise UserError("another process is writing this", where=str(out), fix=f"wait, or {elsewhere}") from busy
         try:
             _empty(hidden)
             yield hidden
@@ -54,7 +55,7 @@ def published(out: Path) -> Iterator[Path]:
             f"this cannot be written: {error.strerror}",
             where=str(error.filename or out),
             rule="nothing is left behind",
-            fix="free some disk space if it is full, or write to another disk with --out DIR",
+            fix=f"free some disk space if it is full, or write to another disk with {elsewhere}",
         ) from error
 
 

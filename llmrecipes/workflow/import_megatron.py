@@ -75,7 +75,7 @@ def import_megatron(
     run_dir = runs_dir / loaded.recipe.name / run_id
     plan = derive(on_one_rank(loaded.recipe), 1, detect())
     require_disk(runs_dir, plan.num_parameters.total * (4 if loaded.recipe.train.precision == "fp32" else 2))
-    with published(run_dir) as hidden:
+    with published(run_dir, "--runs-dir DIR") as hidden:
         write_checkpoint(loaded.recipe, weights, hidden, weights.require_fit)
         result = ImportedFromMegatron(
             run_dir=str(run_dir),

@@ -111,7 +111,7 @@ def import_model(
     weights = open_weights(found.path, recipe.model)
     plan = derive(on_one_rank(recipe), 1, detect())
     require_disk(runs_dir, plan.num_parameters.total * (4 if recipe.train.precision == "fp32" else 2))
-    with published(run_dir) as hidden:
+    with published(run_dir, "--runs-dir DIR") as hidden:
         write_checkpoint(recipe, weights, hidden)
         weights.close()
         result = Imported(

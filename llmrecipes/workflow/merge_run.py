@@ -75,7 +75,7 @@ def merge_runs(
     merged = MergedTensors(numbers, [inputs[name] for name in models], None if base is None else inputs[base])
     recipe = recipes[models[0]]
     run_dir = runs_dir / recipe.name / run_id
-    with published(run_dir) as hidden:
+    with published(run_dir, "--runs-dir DIR") as hidden:
         write_checkpoint(recipe, Boxes(merged), hidden)
         seconds = round(time.monotonic() - started, 3)
         made = MergedRun(str(run_dir), tuple(models), base, numbers.as_dict(), seconds)
