@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -18,27 +17,10 @@ from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.megatron import ema
 from llmrecipes.engine.megatron.checkpoint.index import Stored
 from llmrecipes.engine.megatron.checkpoint.loader import INDEXES, read_index, require_tensor, unfit
-from llmrecipes.engine.megatron.checkpoint.table import Numbers
+from llmrecipes.engine.megatron.checkpoint.places import slices, weights_of
 from llmrecipes.errors import UserError
 
-_LAYERS = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
-_RENAMED = (
-    # Of TransformerEngine, which has a norm in the layer behind it; local layers use its names in checkpoints.
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(\w+)"), r"input_layernorm.\1"),
-    (re.compile(r"mlp\.linear_fc1\.layer_norm_(\w+)"), r"pre_mlp_layernorm.\1"),
-    (re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_(\w+)"), r"self_attention.q_layernorm.\1"),
-    (re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_(\w+)"), r"self_attention.kv_layernorm.\1"),
-)
-_EXPERTS = "mlp.experts.experts."
 _OPTIMIZER = "optimizer."
-
-
-class _Place(NamedTuple):
-    """A weight in a stored tensor, which may have a dimension of layers and one of experts in front."""
-
-    stored: Stored
-    before: tuple[int, ...]
-    """Index in these dimensions."""
 
 
 class StoredWeights:
@@ -68,7 +50,7 @@ class StoredWeights:
             name: place
             for key, stored in index.tensors.items()
             if not key.startswith(_OPTIMIZER)
-            for name, place in _weights(key, index.tensors.get(ema.PREFIX + key, stored) if averaged else stored)
+            for name, place in weights_of(key, index.tensors.get(ema.PREFIX + key, stored) if averaged else stored)
         }
 
     def names(self) -> Sequence[str]:
@@ -104,7 +86,7 @@ class StoredWeights:
             if whole is None:
                 whole = torch.empty(shape, dtype=stored.dtype)
             first, last = np.maximum(start, low), np.minimum(start + size, high)
-            whole[_box(first - low, last - low)] = value[_box(first - start, last - start)]
+            whole[slices(first - low, last - low)] = value[slices(first - start, last - start)]
         if whole is None:
             raise unfit(self._entry.path, f"{stored.name!r} has no elements")
         return whole.view(stored.shape[depth:])
@@ -165,27 +147,3 @@ class _Window(io.RawIOBase):
         count = self._stream.readinto(view[: max(0, self._length - self._at)])
         self._at += count
         return count
-
-
-def _weights(key: str, stored: Stored) -> Iterator[tuple[str, _Place]]:
-    """The weights that a stored tensor consists of."""
-    found = _LAYERS.fullmatch(key)
-    if found is None:
-        yield key, _Place(stored, ())
-        return
-    number, name = found.groups()
-    for pattern, replacement in _RENAMED:
-        name = pattern.sub(replacement, name)
-    stacked = number is None
-    for layer in range(stored.shape[0]) if stacked else (int(number),):
-        front, before = f"decoder.layers.{layer}.", (layer,) if stacked else ()
-        if not name.startswith(_EXPERTS):
-            yield front + name, _Place(stored, before)
-            continue
-        for expert in range(stored.shape[len(before)]):
-            rest = name.removeprefix(_EXPERTS)
-            yield f"{front}mlp.experts.local_experts.{expert}.{rest}", _Place(stored, (*before, expert))
-
-
-def _box(first: Numbers, last: Numbers) -> tuple[slice, ...]:
-    return tuple(slice(start, end) for start, end in zip(first.tolist(), last.tolist(), strict=True))

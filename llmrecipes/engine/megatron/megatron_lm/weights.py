@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from llmrecipes.checkpoint.safety import load_plain, open_inside
 from llmrecipes.engine.megatron.checkpoint.index import Stored
-from llmrecipes.engine.megatron.checkpoint.table import Numbers
+from llmrecipes.engine.megatron.checkpoint.places import slices, weights_of
 from llmrecipes.engine.megatron.megatron_lm.folder import Saved, damaged
 from llmrecipes.engine.megatron.model.given import whole_name
 from llmrecipes.engine.megatron.model.gpt import construct_without_memory
@@ -33,28 +32,8 @@ _SHOWN = 8
 _WRAPPED = re.compile(r"\A(?:module\.|model\.)+")
 """In front of the names of a model that is a part of another module."""
 _NO_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\..*|rng_state.*|.*\._extra_state.*|.*\.local_tokens_per_expert")
-_LAYERS = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
-_EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
-_FUSED = (
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(\w+)"), r"input_layernorm.\1"),
-    (re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_(\w+)"), r"self_attention.q_layernorm.\1"),
-    (re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_(\w+)"), r"self_attention.kv_layernorm.\1"),
-    (re.compile(r"mlp\.linear_fc1\.layer_norm_(\w+)"), r"pre_mlp_layernorm.\1"),
-)
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Weights with a row for each token, padded to a multiple that depends on the layout."""
-
-
-class _Place(NamedTuple):
-    """A weight in a stored tensor."""
-
-    stored: Stored
-    before: tuple[int, ...]
-    """Its layer and expert, where these are dimensions of the tensor."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape[len(self.before) :]
 
 
 class SavedWeights:
@@ -72,7 +51,7 @@ class SavedWeights:
             name: place
             for key, stored in saved.index.tensors.items()
             if not _NO_WEIGHT.fullmatch(key)
-            for name, place in _weights(_WRAPPED.sub("", key), stored)
+            for name, place in weights_of(_WRAPPED.sub("", key), stored)
         }
         self._held: dict[tuple[int, ...], torch.Tensor] = {}
         self._holding = ""
@@ -96,7 +75,7 @@ class SavedWeights:
         for start, size, where in zip(parts.offsets, parts.sizes, parts.places.tolist(), strict=True):
             first, last = np.maximum(start, low), np.minimum(start + size, low + np.asarray(box))
             part = self._part(stored, tuple(where), tuple(size.tolist()))
-            found[_slices(first - low, last - low)] = part[_slices(first - start, last - start)]
+            found[slices(first - low, last - low)] = part[slices(first - start, last - start)]
         return found.view(shape)
 
     def require_fit(self, plan: Plan) -> None:
@@ -146,37 +125,6 @@ def _load(folder: Path, path: Path, start: int, length: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise damaged(path, f"there is a {type(value).__name__} at byte {start}, not a tensor")
     return value
-
-
-def _slices(starts: Numbers, ends: Numbers) -> tuple[slice, ...]:
-    return tuple(slice(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
-
-
-def _weights(key: str, stored: Stored) -> Iterator[tuple[str, _Place]]:
-    """The weights that a stored tensor consists of."""
-    found = _LAYERS.fullmatch(key)
-    if found is None:
-        yield key, _Place(stored, ())
-        return
-    number, rest = found.groups()
-    stacked = number is None
-    for layer in range(*stored.shape[:1]) if stacked else (int(number),):
-        front, before = f"decoder.layers.{layer}.", (layer,) if stacked else ()
-        yield from _of_layer(front, rest, stored, before)
-
-
-def _of_layer(front: str, rest: str, stored: Stored, before: tuple[int, ...]) -> Iterator[tuple[str, _Place]]:
-    found = _EXPERTS.fullmatch(rest)
-    if found is None:
-        for pattern, name in _FUSED:
-            rest = pattern.sub(name, rest)
-        yield front + rest, _Place(stored, before)
-        return
-    number, rest = found.groups()
-    depth = len(before)
-    for expert in range(*stored.shape[depth : depth + 1]) if number is None else (int(number),):
-        place = _Place(stored, (*before, expert) if number is None else before)
-        yield f"{front}mlp.experts.local_experts.{expert}.{rest}", place
 
 
 def _wanted(plan: Plan) -> dict[str, tuple[int, ...]]:

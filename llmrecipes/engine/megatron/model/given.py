@@ -12,16 +12,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from llmrecipes.engine.base import WeightSource
 from llmrecipes.engine.megatron.model.init import Piece, global_name, slabs
+from llmrecipes.engine.megatron.model.names import unfused
 
 SLAB = 1 << 24
 """Elements that are read at a time: 64 MiB in fp32."""
-FUSED_NORMS = {
-    "self_attention.linear_qkv": "input_layernorm",
-    "mlp.linear_fc1": "pre_mlp_layernorm",
-    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
-    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
-}
-"""TransformerEngine fuses a norm into the linear layer after it, and checkpoints have its name there."""
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)\[(.*)\]")
 _EXPERTS = "mlp.experts.experts."
 
@@ -61,7 +55,4 @@ def whole_name(name: str) -> str:
     rest = found[2]
     if rest.startswith(_EXPERTS):
         rest = f"mlp.experts.local_experts.{place.pop(0)}.{rest.removeprefix(_EXPERTS)}"
-    module, _, kind = rest.rpartition(".layer_norm_")
-    if module:
-        rest = f"{FUSED_NORMS[module]}.{kind}"
-    return f"decoder.layers.{layer}.{rest}"
+    return f"decoder.layers.{layer}.{unfused(rest)}"
