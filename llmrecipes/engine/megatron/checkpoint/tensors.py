@@ -30,7 +30,8 @@ _RENAMED = (
     (re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_(\w+)"), r"self_attention.kv_layernorm.\1"),
 )
 _EXPERTS = "mlp.experts.experts."
-_OPTIMIZER = "optimizer."
+_OTHERS = ("optimizer.", "random.")
+"""Starts of the names of what is no weight."""
 
 
 class _Place(NamedTuple):
@@ -67,7 +68,7 @@ class StoredWeights:
         self._places = {
             name: place
             for key, stored in index.tensors.items()
-            if not key.startswith(_OPTIMIZER)
+            if not key.startswith(_OTHERS)
             for name, place in _weights(key, index.tensors.get(ema.PREFIX + key, stored) if averaged else stored)
         }
 
