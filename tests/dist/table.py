@@ -431,7 +431,7 @@ SIMILAR = {
     "gpt of 6 layers", "gpt of width 128", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm",
     "gpt in bf16", "gpt in fp16", "moe with muP", "moe with shared experts", "moe in every second layer",
     "moe in the last layer", "moe in bf16", "moe with room for all", "moe with padded capacity", "mixtral", "mtp",
-    "packed gpt", "packed mla",
+    "mla with lora", "lora in bf16", "packed mla",
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""
 

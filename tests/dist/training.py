@@ -128,7 +128,9 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
 
 def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
     """Train the steps after a checkpoint, from a model that started elsewhere."""
-    different = {"seed": 99, "initial_loss_scale": recipe.train.initial_loss_scale * 4}
+    different: dict[str, float] = {"initial_loss_scale": recipe.train.initial_loss_scale * 4}
+    if recipe.lora is None:  # the frozen base, which no checkpoint has, follows from the seed
+        different["seed"] = 99
     elsewhere = recipe.model_copy(update={"train": recipe.train.model_copy(update=different)})
     with training(elsewhere) as (engine, world):
         entry = choose(CheckpointStore(folder), world).entry

@@ -197,7 +197,7 @@ def test_what_has_no_adapters_or_base_is_refused(tmp_path: Path, capsys: pytest.
     with refused(tmp_path / "runs" / "adapted" / "a", rule="--merge-adapter"):
         export("a", None, tmp_path / "runs", tmp_path, Options(tokenizer=False))
     assert command(["export", "a", "--to", "ggml", "--runs-dir", str(tmp_path / "runs")]) == 2
-    require_message(capsys.readouterr().err, "--to", rule="peft")
+    require_message(capsys.readouterr().err, "--to", rule="'ggml'")
     for lora, train, where in (
         (None, recipe.train, "--to"),
         (recipe.lora, recipe.train.model_copy(update={"pretrained": None}), "train.pretrained"),

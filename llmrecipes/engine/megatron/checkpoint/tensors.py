@@ -20,7 +20,8 @@ from llmrecipes.engine.megatron.checkpoint.loader import INDEXES, read_index, re
 from llmrecipes.engine.megatron.checkpoint.places import slices, weights_of
 from llmrecipes.errors import UserError
 
-_OPTIMIZER = "optimizer."
+_OTHERS = ("optimizer.", "random.")
+"""Starts of the names of what is no weight."""
 
 
 class StoredWeights:
@@ -49,7 +50,7 @@ class StoredWeights:
         self._places = {
             name: place
             for key, stored in index.tensors.items()
-            if not key.startswith(_OPTIMIZER)
+            if not key.startswith(_OTHERS)
             for name, place in weights_of(key, index.tensors.get(ema.PREFIX + key, stored) if averaged else stored)
         }
 

@@ -86,7 +86,7 @@ def draw(wanted: Iterable[Piece], model: Model, seed: int) -> None:
         return values(piece.name, piece.shape, model, seed, piece.offset, piece.into.shape)
 
     threads = torch.get_num_threads()
-    drawing = chain.from_iterable(map(slabs, wanted))
+    drawing = chain.from_iterable(slabs(piece, SLAB) for piece in wanted)
     with ThreadPoolExecutor(threads) as pool:
         while held := list(islice(drawing, 4 * threads)):
             # Copied here, because each thread that uses torch's operators has as many threads again.
@@ -94,7 +94,7 @@ def draw(wanted: Iterable[Piece], model: Model, seed: int) -> None:
                 slab.into.copy_(found)
 
 
-def slabs(piece: Piece, elements: int = SLAB) -> Iterator[Piece]:
+def slabs(piece: Piece, elements: int) -> Iterator[Piece]:
     """A box in parts of whole rows, each of at most so many elements where a row has fewer."""
     first, *rest = piece.offset
     rows = max(1, elements // max(prod(piece.into.shape[1:]), 1))
