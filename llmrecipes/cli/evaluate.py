@@ -83,7 +83,7 @@ def evaluate(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Evaluate a model: perplexity, harness tasks, checks of its text.
+    """Evaluate a model: perplexity, harness tasks, its own texts.
 
     The model is a run's checkpoint or a Hugging Face folder. Tasks are those of lm-evaluation-harness; checks are of
     repetition, memorisation and bias.
