@@ -159,7 +159,7 @@ def test_transformers_own_server_answers_with_greedy_text(tmp_path: Path, unused
 
     from tests.hf_models import VOCABULARY, saved
 
-    theirs = saved("llama", tmp_path)
+    theirs: Any = saved("llama", tmp_path)
     backend = tokenizers.ByteLevelBPETokenizer()
     backend.train_from_iterator(["def answer(): return 42"] * 9, VOCABULARY, special_tokens=["<end>"])
     backend.save(str(tmp_path / "tokenizer.json"))
