@@ -120,7 +120,7 @@ class Family:
     """Keys of config.json without an effect on what a model computes."""
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
-        """config.json of a model, without what the tokenizer and the element type say; and what stands in the way."""
+        """config.json of a model, without special tokens and element type, and the keys that have no counterpart."""
         values = resolved(model)
         found = [
             Obstacle(f"model.{key}", values[key], f"a model of type {self.name} has {key}={value}")

@@ -83,7 +83,7 @@ class TaskEvaluations:
     def run(self, step: int) -> bool:
         """Evaluate and report; False on every rank if one was told to stop meanwhile.
 
-        A task that fails is reported, and training goes on.
+        A task that fails is reported, and training continues.
         """
         rows = self.recipe.train.micro_batch_size
         with self.engine.params_synced():

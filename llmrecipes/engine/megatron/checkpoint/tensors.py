@@ -103,7 +103,7 @@ class StoredWeights:
             raise UserError(
                 f"this checkpoint cannot be read: {error.strerror}",
                 where=str(path),
-                rule="a run that goes on deletes its older checkpoints",
+                rule="a running training deletes its older checkpoints",
                 fix="a checkpoint that the run keeps: checkpoint.keep_interval",
             ) from error
         require_tensor(value, stored.dtype, shape, stored.name, path)
