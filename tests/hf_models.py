@@ -36,16 +36,18 @@ CONFIGS: dict[str, Any] = {
 """One of each family, by its `model_type`."""
 
 
-def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> torch.nn.Module:
+def saved(
+    kind: str | transformers.PretrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, **options: Any
+) -> torch.nn.Module:
     """A random model whose norms and biases are random too; saved to a folder.
 
     Args:
-        kind: of `CONFIGS`.
+        kind: of `CONFIGS`, or a configuration.
         folder: to save to.
         dtype: of the weights.
         options: of `save_pretrained`.
     """
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]() if isinstance(kind, str) else kind)
     random = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -130,6 +130,12 @@ def import_model(
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Name of the recipe; default: that of the model.")
     ] = None,
+    ignored: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ignore-key", metavar="KEY", help="Unsupported key of config.json that changes nothing; repeatable."
+        ),
+    ] = None,
     run_id: NewRunIdOption = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -151,14 +157,18 @@ def import_model(
         return
     if recipe is not None:
         raise UserError(recipe, where="--recipe", rule="config.json describes the model", fix="--from megatron")
-    made = make(source, overrides or [], runs_dir, run_id, revision=revision, name=name)
+    made = make(source, overrides or [], runs_dir, run_id, revision=revision, name=name, ignored=ignored or ())
     if as_json:
         print(json.dumps(asdict(made)))
         return
     commit = "" if made.commit is None else f" at {made.commit}"
     print(f"imported {made.source}{commit}: {made.model_type}, {number(made.parameters)} parameters")
-    if made.new_rows:
-        print(f"         {made.new_rows} rows of the vocabulary are new: the mean of the others")
+    if made.ignored_keys:
+        print(f"         keys of config.json without effect: {', '.join(made.ignored_keys)}")
+    if tokens := made.new_rows - made.padding_rows:
+        print(f"         {tokens} new tokens: their rows of the vocabulary are the mean of the others")
+    if made.padding_rows:
+        print(f"         {made.padding_rows} rows without a token pad the vocabulary to a multiple for the layouts")
     print(f"to       {made.run_dir}, in {made.seconds:.1f} s with {made.peak_memory_bytes / GIB:.2f} GiB of memory")
     print(f"train:   {resume_command(Path(made.run_dir))}")
 

@@ -39,7 +39,7 @@ def family_of(model: Model, name: str | None = None) -> Family:
     nearest = min(
         problems, key=lambda each: (("num_moe_experts" in FAMILIES[each].needs) is not dense, len(problems[each]))
     )
-    raise _refused(f"no form in transformers; the nearest is {nearest}", "", problems[nearest])
+    raise _refused(f"no matching transformers architecture; the nearest is {nearest}", "", problems[nearest])
 
 
 def family_named(model_type: object, where: str) -> Family:
@@ -55,8 +55,9 @@ def family_named(model_type: object, where: str) -> Family:
     found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if found is None:
         raise UserError(
-            f"model_type {model_type!r} is not known here", where=where, rule=f"one of {', '.join(FAMILIES)}"
-        )
+            f"unsupported model_type {model_type!r}", where=where, rule=f"one of {', '.join(FAMILIES)}",
+            fix="a model of one of these types; CONTRIBUTING.md says how to add a family",
+        )  # fmt: skip
     return found
 
 
@@ -68,7 +69,7 @@ def config_of(family: Family, model: Model) -> dict[str, Any]:
     """
     config, problems = family.config_of(model)
     if problems:
-        raise _refused(f"no form as {family.name}", "", problems)
+        raise _refused(f"cannot be written as {family.name}", "", problems)
     return config
 
 
@@ -80,14 +81,16 @@ def model_of(family: Family, config: Config, where: str) -> dict[str, Any]:
     """
     model, problems = family.model_of(config)
     if problems:
-        raise _refused("this model has no form as a recipe", where, problems)
+        raise _refused("a recipe cannot describe this model", where, problems)
     return model
 
 
 def _refused(what: str, where: str, problems: list[Obstacle]) -> UserError:
-    parts = [UserError(f"{each.value}", where=each.key, rule=each.rule) for each in problems]
+    parts = [UserError(f"{each.value}", where=each.key, rule=each.rule, fix=each.fix) for each in problems]
     if len(parts) == 1:
         (each,) = problems
-        return UserError(f"{each.value}: {what}", where=": ".join(filter(None, (where, each.key))), rule=each.rule)
+        key = ": ".join(filter(None, (where, each.key)))
+        return UserError(f"{each.value}: {what}", where=key, rule=each.rule, fix=each.fix)
     lines = "\n    ".join(f"{each.key}: {each.value}; {each.rule}" for each in problems)
-    return UserError(f"{what}:\n    {lines}", where=where or "model", parts=parts)
+    fix = "; ".join(dict.fromkeys(each.fix for each in problems if each.fix))
+    return UserError(f"{what}:\n    {lines}", where=where or "model", fix=fix, parts=parts)

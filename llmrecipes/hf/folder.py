@@ -28,7 +28,7 @@ def published(out: Path, elsewhere: str = "--out DIR") -> Iterator[Path]:
     Raises:
         UserError: it exists already, another process writes it, or the disk is full or fails.
     """
-    require_absent(out)
+    require_absent(out, elsewhere)
     hidden = out.with_name(f".{out.name}.part")
     try:
         hidden.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def published(out: Path, elsewhere: str = "--out DIR") -> Iterator[Path]:
             yield hidden
             for path in (*sorted(hidden.rglob("*")), hidden):
                 sync(path)
-            require_absent(out)
+            require_absent(out, elsewhere)
             (hidden / _LOCK).unlink()
             hidden.rename(out)
             sync(out.parent)
@@ -59,15 +59,19 @@ def published(out: Path, elsewhere: str = "--out DIR") -> Iterator[Path]:
         ) from error
 
 
-def require_absent(out: Path) -> None:
+def require_absent(out: Path, elsewhere: str = "--out DIR") -> None:
     """Check that nothing has the name of a folder to be written.
+
+    Args:
+        out: the folder.
+        elsewhere: the option that chooses another place.
 
     Raises:
         UserError: something has.
     """
     if out.exists() or out.is_symlink():
         raise UserError(
-            "this exists already", where=str(out), rule="nothing is overwritten", fix="remove it, or --out DIR"
+            "this exists already", where=str(out), rule="nothing is overwritten", fix=f"remove it, or {elsewhere}"
         )
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from llmrecipes.errors import UserError
-from llmrecipes.hf.family import family_named, model_of
+from llmrecipes.hf.family import FAMILIES, family_named, model_of
 from llmrecipes.hf.reading import CONFIG, runs_code
 from llmrecipes.hf.table import Family, resolved
 from llmrecipes.recipe.schema import Model
@@ -43,11 +45,26 @@ FREE = frozenset(
 MOST, MOST_COUNTED = 1 << 31, 1 << 14
 """Largest size in a config.json, and largest number of layers or experts."""
 LATENT = frozenset({"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"})
-ROTARY = frozenset({"rotary_base", "rotary_percent", "rope_scaling", "rope_scaling_factor"})
+ROTARY = frozenset(
+    {"rotary_base", "rotary_percent", "rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
+)
+_SHARED = (
+    "configuration_utils",
+    "generation/configuration_utils",
+    "masking_utils",
+    "modeling_rope_utils",
+    "modeling_utils",
+)
+"""Files of transformers that read config.json for every model."""
 
 
-def section_of(config: Mapping[str, Any], folder: Path) -> tuple[Family, dict[str, Any]]:
+def section_of(config: Mapping[str, Any], folder: Path, ignored: Collection[str] = ()) -> tuple[Family, dict[str, Any]]:
     """Family and section `model`, but for `seq_length`, of a config.json.
+
+    Args:
+        config: the file's content.
+        folder: that it is in.
+        ignored: keys that the user says have no effect.
 
     Raises:
         UserError: an unknown family, or one that needs its own code, or keys without a counterpart; all at once.
@@ -66,15 +83,72 @@ def section_of(config: Mapping[str, Any], folder: Path) -> tuple[Family, dict[st
             fix="a model of one of these types",
         ) from error
     _require_sane(config, where)
+    # Code that auto_map names is not needed where the family is supported.
+    dropped = {"auto_map", *without_effect(config, folder), *ignored}
     try:
-        # What asks for code of its own is not needed where the family is known.
-        return family, model_of(family, {key: value for key, value in config.items() if key != "auto_map"}, where)
+        return family, model_of(family, {key: value for key, value in config.items() if key not in dropped}, where)
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
         raise UserError(
             f"a value has the wrong type or size: {str(error)[:200]}",
             where=where,
             rule=f"values as transformers writes them for model_type {family.name}",
         ) from error
+
+
+def without_effect(config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
+    """Keys of a config.json that transformers does not read for a model of this type: notes of other programs.
+
+    These are neither fields of its configuration class nor named in a file that computes the model. There are none in
+    a folder with Python code, or that a later transformers has written: either could read them.
+    """
+    family = FAMILIES[config["model_type"]]
+    unknown = family.unknown(config)
+    if not unknown or runs_code(folder) is not None or _is_later(config.get("transformers_version")):
+        return ()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[family.name]
+    home = Path(_origin("transformers")).parent
+    files = [*(home / f"{name}.py" for name in _SHARED), *Path(_origin(kind.__module__)).parent.glob("*.py")]
+    source = "\n".join(each.read_text("utf-8") for each in files)
+    words = set(re.findall(r"\w+", source))
+    return tuple(key for key in unknown if not hasattr(kind, key) and not words.issuperset(re.findall(r"\w+", key)))
+
+
+def _is_later(version: object) -> bool:
+    """Whether a version is later than that of the installed transformers, or is not one."""
+    if version is None:
+        return False
+    here, there = (re.findall(r"\d+", str(each))[:3] for each in (metadata.version("transformers"), version))
+    return not there or [int(each[:9]) for each in there] > [int(each) for each in here]
+
+
+def _origin(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(module)
+    return spec.origin
+
+
+def require_ignorable(config: Mapping[str, Any], keys: Collection[str], where: str) -> None:
+    """Check that keys which the user says have no effect are unsupported ones.
+
+    Raises:
+        UserError: config.json does not have the key, or it has an effect.
+    """
+    family = family_named(config.get("model_type"), where)
+    for key in keys:
+        if key not in config:
+            raise UserError(
+                f"{key!r} is not a key of config.json", where="--ignore-key", rule=where, fix="leave it out"
+            )
+        if key not in family.unknown(config):
+            raise UserError(
+                f"{key} is a supported key of {family.name}",
+                where="--ignore-key",
+                rule="only a key that recipes do not have can be ignored",
+                fix="leave it out",
+            )
 
 
 def _require_sane(config: Mapping[str, Any], where: str) -> None:

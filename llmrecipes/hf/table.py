@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Obstacle(NamedTuple):
     """Of the recipe, as `model.<key>`, or of config.json."""
     value: object
     rule: str
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Family:
         for each in self.keys:
             value = config.get(each.theirs, each.absent)
             if value is REQUIRED:
-                found.append(Obstacle(each.theirs, None, "config.json has this key"))
+                found.append(Obstacle(each.theirs, "missing", f"a required key of {self.name}"))
                 continue
             if each.names is not None:
                 ours = [mine for mine, theirs in each.names.items() if value in theirs]
@@ -167,12 +169,16 @@ class Family:
         for fixed in self.fixed:
             value = config.get(fixed.theirs, fixed.value if fixed.absent is REQUIRED else fixed.absent)
             if value != fixed.value and value not in fixed.same:
-                found.append(Obstacle(fixed.theirs, value, f"a recipe can only say {fixed.value}"))
+                found.append(Obstacle(fixed.theirs, value, f"only {json.dumps(fixed.value)} is supported"))
         for special in self.specials:
             more, problems = special.model_of(config)
             model |= more
             found += problems
-        return model, found + [Obstacle(key, config[key], "this program knows the key") for key in self.unknown(config)]
+        rule = "unsupported key: it may change what the model computes"
+        return model, found + [
+            Obstacle(key, config[key], rule, f"--ignore-key {key}, if it changes nothing")
+            for key in self.unknown(config)
+        ]
 
     def unknown(self, config: Config) -> list[str]:
         """Keys of config.json that the table does not have, and that say something."""

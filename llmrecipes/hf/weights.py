@@ -7,7 +7,7 @@ transform that splits the weights themselves. Every such transform moves rows, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -204,17 +204,18 @@ def _counted(names: list[str]) -> str:
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
 
 
-def open_weights(path: Path, model: Model) -> FolderWeights:
+def open_weights(path: Path, model: Model, ignored: Collection[str] = ()) -> FolderWeights:
     """Open the weights of a folder for a recipe's model.
 
     Args:
         path: the folder.
         model: of the recipe.
+        ignored: keys of config.json that the user says have no effect.
 
     Raises:
         UserError: as `reading.open_folder`, `match.section_of`, `match.require_same` and `FolderWeights`.
     """
-    family, section = section_of(read_config(path), path)
+    family, section = section_of(read_config(path), path, ignored)
     require_same(model, section, str(path / CONFIG))
     folder = open_folder(path)
     try:

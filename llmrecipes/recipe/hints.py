@@ -41,6 +41,8 @@ def namesake(name: str, document: type[BaseModel] = Recipe) -> Hint:
     known = keys(document)
     wanted = normal(name.lstrip("-").replace("-", "_"))
     leaf = wanted.rpartition(".")[2]
+    if exact := synonym(name, whole=True):
+        return Hint(tuple(_indexed(key, name) for key in exact.keys if key in known), exact.note)
     elsewhere = [key for key in known if key.rpartition(".")[2] == leaf and key != wanted]
     if elsewhere:
         return Hint((_indexed(_most_like(wanted, elsewhere), name),))

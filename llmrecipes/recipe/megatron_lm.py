@@ -26,7 +26,7 @@ _EXPERTS = (
     "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
 )  # fmt: skip
-_ROTARY = ("rotary_base", "rotary_percent")
+_ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")
 _MUP = (
     "use_mup", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim",
     "mup_attn_scale_power",
@@ -36,7 +36,6 @@ _FIXED: Mapping[str, Any] = {
     "apply_layernorm_1p": False,
     "layernorm_zero_centered_gamma": False,
     "rotary_interleaved": False,
-    "rotary_seq_len_interpolation_factor": None,
     "no_rope_freq": None,
     "window_size": None,
     "softmax_type": "vanilla",

@@ -12,7 +12,7 @@ from llmrecipes.recipe.schema import Model, Recipe
 _LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 # Keys that megatron-core's latent attention ignores, with their neutral values.
 _NOT_LATENT = {"num_query_groups": None, "kv_channels": None, "add_qkv_bias": False, "rotary_percent": 1.0,
-               "rope_scaling": False}  # fmt: skip
+               "rope_scaling": False, "rotary_seq_len_interpolation_factor": None}  # fmt: skip
 
 
 def experts(recipe: Recipe) -> Iterator[Problem]:

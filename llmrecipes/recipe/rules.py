@@ -56,6 +56,14 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
             "rope_scaling needs position_embedding_type rope",
             "position_embedding_type rope, or rope_scaling false",
         )
+    if model.rotary_seq_len_interpolation_factor is not None and (not rope or model.rope_scaling):
+        yield Problem(
+            "model.rotary_seq_len_interpolation_factor",
+            f"set with position_embedding_type {model.position_embedding_type}, rope_scaling "
+            f"{str(model.rope_scaling).lower()}",
+            "linear interpolation is only used with position_embedding_type rope and rope_scaling false",
+            "leave it out",
+        )
     channels = model.kv_channels or model.hidden_size // model.num_attention_heads
     rotated = int(channels * model.rotary_percent)
     if rope and channels and not model.multi_latent_attention and (rotated < 2 or rotated % 2):

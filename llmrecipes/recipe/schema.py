@@ -49,6 +49,8 @@ class Model(Section):
     """Llama 3.1's frequency scaling of the rotary embedding for longer contexts."""
     rope_scaling_factor: PosFloat = 8.0
     """Factor of `rope_scaling`."""
+    rotary_seq_len_interpolation_factor: PosFloat | None = None
+    """Positions are divided by this before the rotary embedding (linear interpolation, arXiv 2306.15595)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Normalisation in front of attention, MLP and output layer."""
     layernorm_epsilon: PosFloat = 1e-5

@@ -27,6 +27,7 @@ SAME: dict[str, str] = {
     "model.rope_scaling": "use_rope_scaling rope_scaling.type rope_scaling.rope_type rope_scaling.low_freq_factor "
     "rope_scaling.high_freq_factor rope_scaling.original_max_position_embeddings",
     "model.rope_scaling_factor": "rope_scaling.factor",
+    "model.rotary_seq_len_interpolation_factor": "rotary_scaling_factor seq_len_interpolation_factor",
     "model.position_embedding_type": "pos_emb use_rotary_position_embeddings rotary",
     "model.share_embeddings_and_output_weights": "tie_word_embeddings tie_embeddings weight_tying no_weight_tying "
     "untie_embeddings_and_output_weights",
@@ -157,6 +158,7 @@ NOTES: tuple[tuple[str, str], ...] = (
         "data_parallel_replicate_degree",
         "data-parallel size is derived: ranks / (tensor × pipeline × context); --nproc sets the number of ranks",
     ),
+    ("optimizer.type optimizer.name optimizer_type optim", "leave it out: the optimizer is AdamW"),
     ("bos_token_id eos_token_id pad_token_id", "leave it out: it comes from the tokenizer"),
     (
         "architectures model_type auto_map _name_or_path transformers_version",
@@ -274,7 +276,12 @@ def _table() -> dict[str, Synonym]:
 SYNONYMS = _table()
 
 
-def synonym(name: str) -> Synonym | None:
-    """The keys for a dotted name, or for an option in Megatron-LM's form (`--tensor-model-parallel-size`)."""
+def synonym(name: str, *, whole: bool = False) -> Synonym | None:
+    """The keys for a dotted name, or for an option in Megatron-LM's form (`--tensor-model-parallel-size`).
+
+    Args:
+        name: the name.
+        whole: only an entry for the name with its section, such as `optimizer.type`.
+    """
     parts = [part.lstrip("-").replace("-", "_").lower() for part in name.split(".")]
-    return SYNONYMS.get(".".join(parts[-2:])) or SYNONYMS.get(parts[-1])
+    return SYNONYMS.get(".".join(parts[-2:])) or (None if whole else SYNONYMS.get(parts[-1]))

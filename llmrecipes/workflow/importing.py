@@ -34,7 +34,8 @@ SEQ_LENGTH = 2048
 TRAIN: Mapping[str, object] = {"train_iters": 1000, "micro_batch_size": 1, "global_batch_size": 8}
 OPTIMIZER: Mapping[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
 """A small learning rate: the weights are good already."""
-SCHEDULER: Mapping[str, object] = {"lr_warmup_iters": 50}
+WARMUP, WARMUP_SHARE = 50, 20
+"""Steps of warm-up, and the largest share of `train_iters` that they are: one in 20."""
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -50,6 +51,8 @@ class Imported:
         parameters: of the model, with padding of the vocabulary.
         vocab_size: of the recipe.
         new_rows: rows of the embedding that the folder does not have, for new tokens and padding: their mean.
+        padding_rows: those of `new_rows` that only pad the vocabulary.
+        ignored_keys: keys of config.json that have no effect.
         checkpoint_bytes: size of the checkpoint.
         peak_memory_bytes: of this process.
         seconds: that it took.
@@ -62,6 +65,8 @@ class Imported:
     parameters: int
     vocab_size: int
     new_rows: int
+    padding_rows: int
+    ignored_keys: tuple[str, ...]
     checkpoint_bytes: int
     peak_memory_bytes: int
     seconds: float
@@ -75,6 +80,7 @@ def import_model(
     *,
     revision: str | None = None,
     name: str | None = None,
+    ignored: Sequence[str] = (),
 ) -> Imported:
     """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
 
@@ -88,13 +94,14 @@ def import_model(
         run_id: of the new run.
         revision: branch, tag or commit on the Hub.
         name: of the recipe; None: made from `source`.
+        ignored: keys of config.json that recipes do not have, and that the user says have no effect.
 
     Raises:
         UserError: the model cannot be found, read or described by a recipe; a run id in use; or a full disk. Nothing
             that looks like a run is left behind.
     """
     from llmrecipes.hf.folder import published
-    from llmrecipes.hf.match import section_of, validated
+    from llmrecipes.hf.match import require_ignorable, section_of, validated, without_effect
     from llmrecipes.hf.reading import CONFIG, read_config
     from llmrecipes.hf.source import resolve
     from llmrecipes.hf.weights import open_weights
@@ -102,13 +109,14 @@ def import_model(
     started = time.monotonic()
     found = resolve(source, revision)
     config = read_config(found.path)
-    family, section = section_of(config, found.path)
+    require_ignorable(config, ignored, str(found.path / CONFIG))
+    family, section = section_of(config, found.path, ignored)
     validated(section, 1, str(found.path / CONFIG))
     values = recipe_values(found, section, name or recipe_name(found.name))
-    recipe = load_values(values, found.path / CONFIG, overrides).recipe
+    recipe = _recipe(values, found.path / CONFIG, overrides)
     run_dir = runs_dir / recipe.name / run_id
     _require_tokenizer(found, recipe, overrides)
-    weights = open_weights(found.path, recipe.model)
+    weights = open_weights(found.path, recipe.model, ignored)
     plan = derive(on_one_rank(recipe), 1, detect())
     require_disk(runs_dir, plan.num_parameters.total * (4 if recipe.train.precision == "fp32" else 2))
     with published(run_dir, "--runs-dir DIR") as hidden:
@@ -122,6 +130,8 @@ def import_model(
             parameters=plan.num_parameters.total,
             vocab_size=recipe.model.vocab_size,
             new_rows=plan.shape.vocab_size - section["vocab_size"],
+            padding_rows=plan.shape.vocab_size - recipe.model.vocab_size,
+            ignored_keys=(*without_effect(config, found.path), *ignored),
             checkpoint_bytes=sum(path.stat().st_size for path in hidden.rglob("*") if path.is_file()),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             seconds=round(time.monotonic() - started, 3),
@@ -149,9 +159,17 @@ def recipe_values(found: Found, section: Mapping[str, Any], name: str) -> dict[s
         "model": {"seq_length": min(SEQ_LENGTH, most) if isinstance(most, int) else SEQ_LENGTH, **section},
         "train": dict(TRAIN),
         "optimizer": dict(OPTIMIZER),
-        "scheduler": dict(SCHEDULER),
         "data": {"tokenizer": tokenizer} if tokenizer else {},
     }
+
+
+def _recipe(values: Mapping[str, Any], where: Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe with the overrides; its warm-up, unless they set it, is at most a share of its steps."""
+    recipe = load_values(values, where, overrides).recipe
+    if any(each.partition("=")[0].startswith("scheduler") for each in overrides):
+        return recipe
+    warmup = min(WARMUP, recipe.train.train_iters // WARMUP_SHARE)
+    return load_values({**values, "scheduler": {"lr_warmup_iters": warmup}}, where, overrides).recipe
 
 
 def recipe_name(source: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
@@ -21,14 +22,17 @@ from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.state import load_model, model_state
 from llmrecipes.engine.megatron.world import join
 from llmrecipes.hf.family import family_of
+from llmrecipes.hf.match import section_of
+from llmrecipes.hf.reading import CONFIG, read_config
 from llmrecipes.hf.views import AsHuggingFace
 from llmrecipes.hf.weights import open_weights
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
+from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow.importing import import_model
 from llmrecipes.workflow.runs import find_run
-from tests.hf_models import CONFIGS, LENGTH, VOCABULARY, saved
+from tests.hf_models import CONFIGS, LENGTH, SIZES, VOCABULARY, saved
 from tests.refusals import refused, require_message
 from tests.unit.balance_worker import ROOMY
 
@@ -75,6 +79,86 @@ def test_an_import_computes_the_same_and_leaves_with_the_same_bytes(kind: str, m
     assert set(source.names()) == set(original)
     for name, value in original.items():
         assert source.read(name).equal(value), name
+
+
+WINDOW = 16
+ROPE = {"rope_theta": 10000.0}
+POSITIONS: dict[str, tuple[transformers.PretrainedConfig, int]] = {
+    "mistral-window": (transformers.MistralConfig(**SIZES, sliding_window=WINDOW), WINDOW),
+    "qwen2-window": (
+        transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+        WINDOW,
+    ),
+    "linear": (
+        transformers.LlamaConfig(**SIZES, rope_parameters={**ROPE, "rope_type": "linear", "factor": 4.0}),
+        LENGTH,
+    ),
+}
+"""A configuration, and the longest sequences that a recipe computes the same."""
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_windows_and_interpolated_positions_compute_the_same(kind: str, models: Path) -> None:
+    config, longest = POSITIONS[kind]
+    theirs = saved(config, models / kind)
+    family, section = section_of(read_config(models / kind), models / kind)
+    assert section["max_position_embeddings"] == longest
+    values = {
+        "name": "x", "model": {"seq_length": longest, **section}, "optimizer": {"lr": 1e-3},
+        "train": {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 1, "precision": "fp32"},
+    }  # fmt: skip
+    recipe = load_values(values, models / kind, ()).recipe
+    tokens = torch.randint(VOCABULARY, (2, longest), generator=torch.Generator().manual_seed(4))
+    platform = select()
+    platform.install()
+    with join(platform, 1, recipe.parallelism), torch.no_grad():
+        ours = build(derive(recipe, 1, ROOMY), platform, open_weights(models / kind, recipe.model)).module.eval()
+        logits = ours(tokens, torch.arange(longest).expand(2, -1), None)[..., :VOCABULARY]
+        expected = theirs(tokens).logits
+    assert float((logits - expected).norm() / expected.norm()) < 1e-5
+    written = family.config_of(recipe.model)[0]
+    assert section_of(written, models)[1] == section
+    with refused("model.seq_length"):
+        load_values(values, models / kind, [f"model.seq_length={longest + 1}"])
+
+
+def test_keys_that_transformers_does_not_read_are_named_and_others_refused(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved("llama", models / "llama-keys")
+    folder = shutil.copytree(models / "llama-keys", tmp_path / "model")
+    config = json.loads((folder / CONFIG).read_text())
+
+    def imported(run_id: str, *options: str, **keys: object) -> int:
+        (folder / CONFIG).write_text(json.dumps({**config, **keys}))
+        return run(["import", str(folder), BPE, "--runs-dir", str(tmp_path), "--run-id", run_id, *options])
+
+    other = {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}}
+    assert imported("a", "--json", **other) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["ignored_keys"] == list(other) and made["new_rows"] == made["padding_rows"] == 384 - VOCABULARY
+    # A key that a file of transformers reads may change the model, even where its configuration class lacks it.
+    assert imported("b", attention_chunk_size=4) == 2
+    require_message(capsys.readouterr().err, folder / CONFIG, rule="--ignore-key")
+    assert imported("b", "--json", "--ignore-key", "attention_chunk_size", attention_chunk_size=4) == 0
+    assert json.loads(capsys.readouterr().out)["ignored_keys"] == ["attention_chunk_size"]
+    for key in ("mlp_bias", "not_there"):
+        assert imported("c", "--ignore-key", key) == 2
+        require_message(capsys.readouterr().err, "--ignore-key", rule=key)
+    # A later transformers, or code in the folder, could read any key.
+    assert imported("c", transformers_version="99.0.0", **other) == 2
+    require_message(capsys.readouterr().err, folder / CONFIG, rule=tuple(other))
+    (folder / "modeling.py").touch()
+    assert imported("c", **other) == 2
+    require_message(capsys.readouterr().err, folder / CONFIG, rule=tuple(other))
+
+
+def test_the_warm_up_of_an_import_fits_its_steps(model: Path, tmp_path: Path) -> None:
+    for run_id, override, warmup in (("a", "train.train_iters=20", 1), ("b", "train.train_iters=2000", 50)):
+        recipe, _ = opened(Path(import_model(str(model), [override], tmp_path, run_id).run_dir))
+        assert recipe.scheduler.lr_warmup_iters == warmup
+    mine = ["train.train_iters=20", "scheduler.lr_warmup_iters=7"]
+    assert opened(Path(import_model(str(model), mine, tmp_path, "c").run_dir))[0].scheduler.lr_warmup_iters == 7
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +242,7 @@ def test_a_run_id_in_use_is_refused_and_a_full_disk_leaves_nothing(
         import_model(str(model), [], tmp_path, "a")
     assert not list(tmp_path.rglob("*recipe.yaml"))
     made = import_model(str(model), [], tmp_path, "a")
-    with refused(made.run_dir):
+    with refused(made.run_dir, rule="--runs-dir"):  # not --out, which import does not have
         import_model(str(model), [], tmp_path, "a")
 
 

@@ -338,6 +338,7 @@ CASES: dict[str, Case] = {
     "model.rotary_percent": Case(0.5, model, ROPE),
     "model.rope_scaling": Case(True, model, ROPE),
     "model.rope_scaling_factor": Case(2.0, model, SCALED),
+    "model.rotary_seq_len_interpolation_factor": Case(4.0, model, ROPE),
     "model.normalization": Case("RMSNorm", config),
     "model.layernorm_epsilon": Case(1e-3, config),
     "model.activation_func": Case("silu", config),

@@ -63,7 +63,9 @@ def test_another_frameworks_name_is_answered_with_ours(name: str, meant: list[st
     assert list(hint(name).keys) == meant
 
 
-@pytest.mark.parametrize("name", ["dp", "parallelism.data_parallel_size", "sliding_window", "bos_token_id"])
+@pytest.mark.parametrize(
+    "name", ["dp", "parallelism.data_parallel_size", "sliding_window", "bos_token_id", "optimizer.type"]
+)
 def test_what_a_recipe_has_no_key_for_is_explained(name: str) -> None:
     with refused(name) as caught:
         parse_override(f"{name}=2")

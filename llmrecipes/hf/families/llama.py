@@ -13,11 +13,9 @@ from llmrecipes.hf.families.parts import (
     QK_NORM,
     QKV_BIAS,
     SIZES,
-    WINDOW,
-    WINDOW_KEYS,
-    FullAttention,
     Heads,
     Rope,
+    Window,
     in_layer,
 )
 from llmrecipes.hf.table import ACTIVATIONS, Family, Fixed, Key
@@ -34,15 +32,15 @@ LLAMA_FAMILY = Family(
     keys=(*_DENSE_KEYS, _EPSILON),
     fixed=(Fixed("attention_bias", False), Fixed("mlp_bias", False)),
     tensors={**AROUND, **NORMS, **ATTENTION, **GATED_MLP},
-    specials=(Heads(), Rope(), FullAttention()),
+    specials=(Heads(), Rope(), Window()),
 )
 
 MISTRAL = replace(
     LLAMA_FAMILY,
     name="mistral",
     architecture="MistralForCausalLM",
-    fixed=(Fixed("sliding_window", None, absent=4096),),
-    specials=(Heads(groups=8), Rope(), FullAttention()),
+    fixed=(),
+    specials=(Heads(groups=8), Rope(), Window(4096, said=True)),
 )
 
 QWEN2 = replace(
@@ -50,10 +48,9 @@ QWEN2 = replace(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     needs={**LLAMA, "add_qkv_bias": True},
-    fixed=WINDOW,
+    fixed=(),
     tensors={**LLAMA_FAMILY.tensors, **QKV_BIAS},
-    specials=(Heads(free=False, groups=32), Rope(), FullAttention()),
-    training_only=WINDOW_KEYS,
+    specials=(Heads(free=False, groups=32), Rope(), Window(4096, switch=True)),
 )
 
 QWEN3 = replace(
@@ -61,10 +58,9 @@ QWEN3 = replace(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     needs={**LLAMA, "qk_layernorm": True},
-    fixed=(*WINDOW, Fixed("attention_bias", False)),
+    fixed=(Fixed("attention_bias", False),),
     tensors={**LLAMA_FAMILY.tensors, **QK_NORM},
-    specials=(Heads(channels=128, groups=32), Rope(), FullAttention()),
-    training_only=WINDOW_KEYS,
+    specials=(Heads(channels=128, groups=32), Rope(), Window(4096, switch=True)),
 )
 
 APERTUS = replace(

@@ -17,10 +17,9 @@ from llmrecipes.hf.families.parts import (
     NORMS,
     QK_NORM,
     SIZES,
-    WINDOW,
-    WINDOW_KEYS,
     Heads,
     Rope,
+    Window,
     gated,
     in_layer,
 )
@@ -90,7 +89,7 @@ MIXTRAL = Family(
     prefix="model.",
     needs={**_SOFTMAX, "moe_router_pre_softmax": False},
     keys=(*SIZES, Key("rms_norm_eps", "layernorm_epsilon", 1e-5), _TOPK),
-    fixed=(Fixed("sliding_window", None),),
+    fixed=(),
     tensors={
         **AROUND,
         **NORMS,
@@ -98,7 +97,7 @@ MIXTRAL = Family(
         **in_layer({"mlp.router.weight": (("block_sparse_moe.gate.weight",), SAME)}),
         **gated(EXPERT, "block_sparse_moe.experts.*.", ("w1", "w3", "w2")),
     },
-    specials=(Heads(groups=8), Rope(1e6), _MixtralExperts()),
+    specials=(Heads(groups=8), Rope(1e6), Window(said=True), _MixtralExperts()),
 )
 
 QWEN3_MOE = Family(
@@ -113,7 +112,7 @@ QWEN3_MOE = Family(
         Key("moe_intermediate_size", "moe_ffn_hidden_size", 768),
         Key("num_experts_per_tok", "moe_router_topk", 8),
     ),
-    fixed=(*WINDOW, Fixed("attention_bias", False)),
+    fixed=(Fixed("attention_bias", False),),
     tensors={
         **AROUND,
         **NORMS,
@@ -123,6 +122,5 @@ QWEN3_MOE = Family(
         **in_layer({"mlp.router.weight": (("mlp.gate.weight",), SAME)}),
         **gated(EXPERT, "mlp.experts.*."),
     },
-    specials=(Heads(groups=4), Rope(), _QwenExperts()),
-    training_only=WINDOW_KEYS,
+    specials=(Heads(groups=4), Rope(), Window(4096, switch=True), _QwenExperts()),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmrecipes.hf.table import ACTIVATIONS, Config, Fixed, Key, Obstacle, To
+from llmrecipes.hf.table import ACTIVATIONS, Config, Key, Obstacle, To
 from llmrecipes.hf.transforms import GATE_UP, QKV, SAME, VOCABULARY, Transform
 from llmrecipes.recipe.schema import Model
 
@@ -40,10 +40,6 @@ SIZES = (
     Key("tie_word_embeddings", "share_embeddings_and_output_weights", False),
 )
 """Keys of every family after Llama."""
-
-WINDOW = (Fixed("use_sliding_window", False),)
-WINDOW_KEYS = frozenset({"sliding_window", "max_window_layers"})
-"""Of Qwen's files; without `use_sliding_window` they say nothing."""
 
 
 class Heads:
@@ -88,31 +84,59 @@ SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """Of Llama 3.1's rotary embeddings: what megatron-core computes with, besides the factor."""
 
 
-class FullAttention:
-    """Every layer attends to all earlier tokens; transformers writes it for families that may also have a window."""
+class Window:
+    """Every token attends to all tokens before it: in a model with a sliding window that holds up to its length.
 
-    theirs = ("layer_types",)
+    With a window of w tokens, token i attends to tokens i - w + 1 to i. So sequences of at most w tokens are computed
+    the same without a window, and w becomes the `max_position_embeddings` of the recipe.
+
+    Args:
+        absent: the window where config.json does not have `sliding_window`; None: no window.
+        said: write that there is none.
+        switch: whether the window is used only with `use_sliding_window: true`, as in Qwen's files.
+    """
+
+    theirs = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+
+    def __init__(self, absent: int | None = None, *, said: bool = False, switch: bool = False) -> None:
+        self._absent, self._said, self._switch = absent, said, switch
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
         """See `Special`."""
-        return {}, []
+        if self._switch:
+            return {"use_sliding_window": False}, []
+        return ({"sliding_window": None} if self._said else {}), []
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
         """See `Special`."""
-        kinds = config.get("layer_types") or ["full_attention"]
-        other = next((each for each in kinds if each != "full_attention"), None)
-        return {}, [] if other is None else [Obstacle("layer_types", other, "every layer has full_attention")]
+        kinds = set(config.get("layer_types") or ())
+        window = config.get("sliding_window", self._absent)
+        if self._switch and not config.get("use_sliding_window", False):
+            window = None
+        if other := sorted(map(str, kinds - {"full_attention", "sliding_attention"})):
+            return {}, [Obstacle("layer_types", other[0], "layers have full_attention or sliding_attention")]
+        if kinds == {"full_attention"}:
+            window = None
+        if window is None:
+            problem = Obstacle(
+                "layer_types", "sliding_attention", "layers with sliding_attention have a sliding_window"
+            )
+            return {}, [problem] if "sliding_attention" in kinds else []
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            return {}, [Obstacle("sliding_window", window, "a number of tokens")]
+        most = config.get("max_position_embeddings")
+        return {"max_position_embeddings": min(window, most) if isinstance(most, int) else window}, []
 
 
 class Rope:
-    """Rotary embeddings, unscaled or scaled as in Llama 3.1.
+    """Rotary embeddings: unscaled, with linearly interpolated positions (arXiv 2306.15595), or scaled as in Llama 3.1.
 
     Written as `rope_theta` and `rope_scaling`, which transformers 5 reads as well as its own `rope_parameters`, and
     older programs read alone.
 
     Args:
         theta: base where config.json does not say.
-        scales: whether `model.rope_scaling` has an effect: not with latent attention.
+        scales: whether scaled positions are supported: not with latent attention.
         said: also say that it is unscaled: without, transformers would scale it.
     """
 
@@ -126,6 +150,8 @@ class Rope:
         scaling: dict[str, Any] | None = {"rope_type": "default"} if self._said else None
         if model.rope_scaling and not self._scales:
             return {}, [Obstacle("model.rope_scaling", True, "this family has no scaling of that kind")]
+        if model.rotary_seq_len_interpolation_factor is not None:
+            scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
         if model.rope_scaling:
             scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **SCALING}
         return {"rope_theta": model.rotary_base, "rope_scaling": scaling}, []
@@ -134,9 +160,9 @@ class Rope:
         """See `Special`."""
         given = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(given, dict):
-            return {}, [Obstacle("rope_scaling", given, "it is a mapping")]
+            return {}, [Obstacle("rope_scaling", given, "a mapping")]
         if self._said and not given:
-            return {}, [Obstacle("rope_scaling", None, "this family's files say it")]
+            return {}, [Obstacle("rope_scaling", None, "config.json of this family has rope_scaling")]
         kind = given.get("rope_type", given.get("type", "default"))
         theta = given.get("rope_theta", config.get("rope_theta", self._theta))
         found: dict[str, Any] = {"rotary_base": theta}
@@ -144,8 +170,10 @@ class Rope:
         problems = [] if share in (None, 1, 1.0) else [Obstacle("partial_rotary_factor", share, "all channels rotate")]
         if kind == "default":
             return found, problems
+        if kind == "linear" and self._scales:
+            return {**found, "rotary_seq_len_interpolation_factor": given.get("factor")}, problems
         if kind != "llama3" or not self._scales:
-            rule = "rope_type is default or llama3" if self._scales else "rope_type is default"
+            rule = "one of default, linear, llama3" if self._scales else "only default is supported"
             return found, [*problems, Obstacle("rope_scaling.rope_type", kind, rule)]
         for name, value in SCALING.items():
             if given.get(name) != value:

@@ -217,6 +217,7 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
         rotary_base=model.rotary_base,  # megatron-core says int, and computes with any number
         rope_scaling=model.rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         mtp_block_spec=mtp_spec(config, block, implementation, stage),
         vp_stage=stage,
     )
