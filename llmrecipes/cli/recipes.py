@@ -48,16 +48,19 @@ def show(
     """
     from llmrecipes.cli.render import plan as render
     from llmrecipes.recipe.load import load
-    from llmrecipes.workflow.plan import communication_on, plan_on
+    from llmrecipes.workflow.plan import communication_on, plan_on, preparation
 
     loaded = load(recipe, overrides or [])
     plan, cluster = plan_on(loaded.recipe, nproc=nproc, cluster=cluster_name, nodes=nodes)
     sent = communication_on(plan, cluster, cluster_name)
+    data = preparation(loaded.recipe, cluster)
     if as_json:
-        print(json.dumps(render.as_dict(loaded, plan, cluster, step_seconds, sent), indent=2))
+        print(json.dumps(render.as_dict(loaded, plan, cluster, step_seconds, sent, data), indent=2))
     else:
         asked = (recipe, *(overrides or []))
-        render.print_plan(loaded, plan, cluster, asked, plan_only=plan_only, step_seconds=step_seconds, sent=sent)
+        render.print_plan(
+            loaded, plan, cluster, asked, plan_only=plan_only, step_seconds=step_seconds, sent=sent, data=data
+        )
 
 
 def layout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmrecipes.data import sources
 from llmrecipes.data.rows import contents
@@ -38,11 +38,20 @@ class Tally:
 
 @dataclass
 class Batch:
-    """Documents of one source, about 1 MiB: the unit of work of a worker process."""
+    """Documents of one source, about 1 MiB: the unit of work of a worker process.
+
+    Args:
+        source: its number.
+        tally: of the source, at the last of these documents.
+        last: the source has `max_tokens`, and these are its last documents, if any: nothing is read before they have
+            been written, because only the writer knows which documents the next sources may repeat.
+    """
 
     source: int
     documents: list[Document] = field(default_factory=list)
     size: int = 0
+    tally: Tally | None = None
+    last: bool = False
 
     def add(self, document: Document) -> None:
         """Append a document."""
@@ -52,6 +61,19 @@ class Batch:
     def texts(self) -> list[bytes]:
         """The documents' texts."""
         return [document.text for document in self.documents]
+
+
+@dataclass
+class Limits:
+    """What the writer of tokens tells the reader of sources.
+
+    Args:
+        full: sources that have reached their `max_tokens`.
+        beyond: digests of documents that were read after that, and are not kept.
+    """
+
+    full: set[int] = field(default_factory=set)
+    beyond: set[bytes] = field(default_factory=set)
 
 
 def keep(
@@ -83,19 +105,32 @@ def keep(
 
 
 def batches(
-    every: tuple[Source, ...], rule: SplitRule, tallies: list[Tally], chat: Chat | None = None
+    every: tuple[Source, ...],
+    rule: SplitRule,
+    tallies: list[Tally],
+    chat: Chat | None = None,
+    limits: Limits | None = None,
 ) -> Iterator[Batch]:
-    """All kept documents, source by source."""
+    """All kept documents, source by source; a source that is full is read no further."""
+    limits = limits or Limits()
     seen: set[bytes] = set()
     for number, source in enumerate(every):
         batch = Batch(number)
         for document in keep(source, rule, seen, tallies[number], chat):
+            if number in limits.full:
+                limits.beyond |= {document.digest, *(each.digest for each in batch.documents)}
+                batch = Batch(number)
+                break
             batch.add(document)
             if batch.size >= _BATCH_BYTES:
+                batch.tally = replace(tallies[number])
                 yield batch
                 batch = Batch(number)
-        if batch.documents:
+        if batch.documents or source.max_tokens is not None:
+            batch.tally, batch.last = replace(tallies[number]), source.max_tokens is not None
             yield batch
+        seen -= limits.beyond
+        limits.beyond.clear()
 
 
 def training_sample(

@@ -45,7 +45,7 @@ class EncoderSpec:
 def encode_all(
     batches: Iterable[Batch], spec: EncoderSpec, workers: int
 ) -> Generator[tuple[Batch, Encoded], None, None]:
-    """Each batch with its ids, in the given order; at most two batches per worker are in flight.
+    """Each batch with its ids, in the given order; at most two batches per worker are in flight, none after a `last`.
 
     The first batches, and all of them with one worker, are encoded in this process. Closing
     the iterator stops the processes.
@@ -66,7 +66,7 @@ def encode_all(
         waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
         for batch in chain([following], every):
             waiting.append((batch, pool.submit(_encode, spec, batch.texts())))
-            if len(waiting) > 2 * workers:
+            while len(waiting) > (0 if batch.last else 2 * workers):
                 first, future = waiting.popleft()
                 yield first, future.result()
         for first, future in waiting:

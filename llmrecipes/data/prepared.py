@@ -116,6 +116,9 @@ class Prepared:
 def content(recipe: Recipe) -> dict[str, object]:
     """The part of a recipe that tokens depend on: the section data without `NOT_IN_TOKENS`, and the vocabulary."""
     data = recipe.data.model_dump(mode="json", exclude=NOT_IN_TOKENS)
+    for source in data["sources"]:
+        if source["max_tokens"] is None:
+            del source["max_tokens"]  # what was prepared before there was this key is found
     if recipe.data.chat is None:
         del data["chat"]  # what was prepared before there were conversations is found
     else:

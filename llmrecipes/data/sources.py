@@ -21,6 +21,9 @@ from llmrecipes.errors import UserError
 from llmrecipes.recipe.chat import Chat
 from llmrecipes.recipe.schema import Source
 
+BYTES_PER_TOKEN = 4.5
+"""Of English text in vocabularies of 50,000 to 130,000 tokens; the embedded code has 3.4 in one of 4,096."""
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _ROWS = 1000
 _EMBEDDED = ("stdlib", "docstrings")
 _SUFFIXES = {
@@ -73,6 +76,27 @@ def listing(source: Source) -> Listing | None:
         total += size
         digest.update(f"{file.name}\0{size}\n".encode())
     return Listing(len(found), total, digest.hexdigest())
+
+
+def text_bytes(source: Source, bytes_per_token: float | None = None) -> float | None:
+    """About how many bytes of text a source has, from the sizes of its files and its `max_tokens`.
+
+    Args:
+        source: the source; its files may be elsewhere.
+        bytes_per_token: as measured; None: `BYTES_PER_TOKEN`.
+
+    Returns:
+        None where that is unknown: a dataset on the Hub, and compressed files, without `max_tokens`.
+    """
+    limit = None if source.max_tokens is None else source.max_tokens * (bytes_per_token or BYTES_PER_TOKEN)
+    try:
+        every = files(source)
+    except UserError:
+        return limit
+    if not every or source.type == "parquet" or any(each.suffix in _COMPRESSED for each in every):
+        return limit
+    size = float(sum(each.stat().st_size for each in every))
+    return size if limit is None else min(size, limit)
 
 
 def documents(source: Source, chat: Chat | None = None) -> Iterator[str | None]:
@@ -198,18 +222,27 @@ def _hub(source: Source, of: Rows) -> Iterator[str | None]:
     import datasets
 
     path = _path(source)
+    row = 0
     try:
-        dataset = datasets.load_dataset(path, source.name, split=source.split or "train", revision=source.revision)
+        dataset = datasets.load_dataset(
+            path,
+            source.name,
+            split=source.split or "train",
+            revision=source.revision,
+            streaming=source.max_tokens is not None,  # only the files that are read are fetched
+        )
+        columns = of.columns(dataset.column_names or list(dataset._resolve_features().features or ()), path)
+        for batch in dataset.select_columns(columns).with_format("arrow").iter(batch_size=_ROWS):
+            for value in batch.to_pylist():
+                row += 1
+                yield of.document(value, f"{path}: row {row}")
+    except UserError:
+        raise
     except Exception as error:  # HTTP, DNS, authentication, parsing: each library below has its own errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        after = f" after row {row:,}" if row else ""
         raise UserError(
-            f"cannot load dataset {path!r}: {reason}",
+            f"cannot read dataset {path!r}{after}: {reason}",
             where="data.sources",
             fix="check path, name, split and revision, and that this machine reaches the Hub (HF_ENDPOINT)",
         ) from error
-    columns = of.columns(dataset.column_names, path)
-    row = 0
-    for batch in dataset.select_columns(columns).with_format("arrow").iter(batch_size=_ROWS):
-        for value in batch.to_pylist():
-            row += 1
-            yield of.document(value, f"{path}: row {row}")

@@ -6,13 +6,15 @@ import gzip
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from llmrecipes.console import duration
 from llmrecipes.data import heldout, sources
 from llmrecipes.data.chat import Conversations
-from llmrecipes.data.corpus import Batch, Document, Tally, batches
+from llmrecipes.data.corpus import Batch, Document, Limits, Tally, batches
 from llmrecipes.data.encode import Encoded
 from llmrecipes.data.manifest import ChatCounts, Counts, HeldOut, SourceFiles, SourceRecord, stem
 from llmrecipes.data.pool import EncoderSpec, encode_all
@@ -42,26 +44,40 @@ def write(
     Raises:
         UserError: a source that cannot be read, or that keeps nothing for training.
     """
-    tallies = [Tally() for _ in every]
+    tallies, limits = [Tally() for _ in every], Limits()
+    tokens = [0 for _ in every]
     talks = [ChatCounts() for _ in every] if chat else []
     with ExitStack() as stack:
         parts: dict[tuple[int, Split], _Part] = {}
         texts: dict[Split, _Text] = {}
         started = reported = time.monotonic()
-        total = 0
-        encoding = stack.enter_context(closing(encode_all(batches(every, rule, tallies, chat), spec, workers)))
-        for batch, encoded in encoding:
-            _add(batch, encoded, folder, spec.dtype, parts, texts, stack)
+        sizes = [0 for _ in every]
+        reading = batches(every, rule, tallies, chat, limits)
+        counted = [Tally() for _ in every]
+        for batch, encoded in stack.enter_context(closing(encode_all(reading, spec, workers))):
+            number = batch.source
+            if number in limits.full:
+                limits.beyond |= {document.digest for document in batch.documents}
+                continue
+            room = None if (most := every[number].max_tokens) is None else most - tokens[number]
+            added, rest = _add(batch, encoded, room, folder, spec.dtype, parts, texts, stack)
+            tokens[number] += added
+            sizes[number] += batch.size - sum(len(document.text) for document in rest)
+            if batch.tally is not None:
+                counted[number] = replace(batch.tally, read=batch.tally.read - len(rest))
             if isinstance(encoded, Conversations):
-                talks[batch.source] = _counted(talks[batch.source], encoded)
-            total += batch.size
+                talks[number] = _counted(talks[number], encoded, added)
+            if most is not None and tokens[number] >= most:
+                limits.full.add(number)
+                limits.beyond |= {document.digest for document in rest}
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
-                rate = total / MIB / (reported - started)
-                log(f"{total / MIB:,.0f} MiB tokenized, {rate:.1f} MiB/s; at {sources.label(every[batch.source])}")
+                log(_progress(every, number, sizes, tokens, reported - started))
+        for number in limits.full:
+            tallies[number] = counted[number]
         records = [_record(n, source, tallies[n], parts, talks) for n, source in enumerate(every)]
         for n, record in enumerate(records):
-            log(_summary(record))
+            log(_summary(record) + (f"; read up to max_tokens {every[n].max_tokens:,}" if n in limits.full else ""))
             if talks:
                 log(_answers(record.label, talks[n]))
         for part in parts.values():
@@ -113,20 +129,37 @@ class _Text:
         self.bytes += len(text)
 
 
+def _progress(every: tuple[Source, ...], number: int, sizes: list[int], tokens: list[int], seconds: float) -> str:
+    done = sum(sizes)
+    rate = done / seconds
+    line = f"{done / MIB:,.0f} MiB tokenized, {rate / MIB:.1f} MiB/s; at {sources.label(every[number])}"
+    left = 0.0
+    for source, size, count in zip(every[number:], sizes[number:], tokens[number:], strict=True):
+        expected = sources.text_bytes(source, size / count if count else None)
+        if expected is None:
+            return line
+        left += max(0.0, expected - size)
+    return f"{line}; about {duration(left / rate)} left"
+
+
 def _add(
     batch: Batch,
     encoded: Encoded,
+    room: int | None,
     folder: Path,
     dtype: str,
     parts: dict[tuple[int, Split], _Part],
     texts: dict[Split, _Text],
     stack: ExitStack,
-) -> None:
+) -> tuple[int, list[Document]]:
+    """Write documents until `room` tokens are reached; the number of tokens, and the documents behind them."""
     ids = np.frombuffer(encoded.ids, dtype)
     talks = isinstance(encoded, Conversations)
     answers = encoded.answers if isinstance(encoded, Conversations) else b""
     start = 0
-    for document, length in zip(batch.documents, encoded.lengths, strict=True):
+    for place, (document, length) in enumerate(zip(batch.documents, encoded.lengths, strict=True)):
+        if room is not None and start >= room:
+            return start, batch.documents[place:]
         if not length:
             continue
         key = (batch.source, document.split)
@@ -138,10 +171,11 @@ def _add(
             if document.split not in texts:
                 texts[document.split] = _Text(folder / heldout.name(document.split), stack)
             texts[document.split].add(document.text)
+    return start, []
 
 
-def _counted(counts: ChatCounts, encoded: Conversations) -> ChatCounts:
-    answers = np.frombuffer(encoded.answers, np.uint8)
+def _counted(counts: ChatCounts, encoded: Conversations, added: int) -> ChatCounts:
+    answers = np.frombuffer(encoded.answers, np.uint8)[:added]
     more = {**encoded.tally, "tokens": len(answers), "answer_tokens": int(answers.sum())}
     update: dict[str, object] = {name: getattr(counts, name) + value for name, value in more.items()}
     return counts.model_copy(update={**update, "refusal": counts.refusal or encoded.refusal})

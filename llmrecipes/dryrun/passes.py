@@ -20,9 +20,13 @@ class Passes:
     Args:
         modules: chunks of the model on this rank.
         storages: learns which module is running, and has the time.
+        begun: called with the number of passes that have begun.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], storages: Storages) -> None:
+    def __init__(
+        self, modules: Sequence[torch.nn.Module], storages: Storages, begun: Callable[[int], None] = lambda count: None
+    ) -> None:
+        self._begun = begun
         self.order: list[Pass] = []
         self._chunks = {id(module): number for number, module in enumerate(modules)}
         self._names = {
@@ -69,6 +73,7 @@ class Passes:
         number = self._numbers[kind, chunk]
         self._numbers[kind, chunk] += 1
         self.order.append(Pass(kind=kind, chunk=chunk, micro_batch=number, begin=self._storages.now))
+        self._begun(len(self.order))
 
 
 def pattern(name: str) -> str:

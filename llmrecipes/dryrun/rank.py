@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
 
+from llmrecipes.console import duration
 from llmrecipes.dryrun.passes import Passes
 from llmrecipes.dryrun.recorder import Recorder, recording
 from llmrecipes.dryrun.saving import plan_save
@@ -26,12 +27,16 @@ from llmrecipes.recipe.shape import Shape
 MOST_MOMENTS = 300
 
 
-def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
+REPORT_SECONDS = 5.0
+
+
+def dry_run(spec: DryRunSpec, rank: int, log: Callable[[str], None] = lambda line: None) -> RankReport:
     """Run one rank of the world.
 
     Args:
         spec: the world.
         rank: of it.
+        log: receives a line of progress every few seconds.
     """
     plan = derive(spec.recipe, spec.world_size, spec.cluster)
     engines = cast(MetaBackend, backend(spec.recipe))
@@ -46,11 +51,12 @@ def dry_run(spec: DryRunSpec, rank: int) -> RankReport:
         storages.hold(engine.model_states())
         engine.watch_states(storages.label)
         built = time.monotonic()
+        log(f"model and optimizer built in {duration(built - started)}")
         with recording(recorder):
             for _ in range(engine.first_steps):
                 engine.train_step(batches(plan))
         recorder.clear()
-        passes = Passes(engine.modules, storages)
+        passes = Passes(engine.modules, storages, _progress(plan, len(engine.modules), log))
         first = storages.now
         with recording(recorder), passes.watched():
             engine.train_step(batches(plan))
@@ -109,6 +115,22 @@ def batches(plan: Plan) -> Iterator[Batch]:
             "loss_mask": torch.ones(size, length),
             "position_ids": positions,
         }
+
+
+def _progress(plan: Plan, chunks: int, log: Callable[[str], None]) -> Callable[[int], None]:
+    """Called with the passes that have begun; logs every few seconds."""
+    started = reported = time.monotonic()
+    passes = 2 * plan.num_microbatches * chunks
+
+    def begun(count: int) -> None:
+        nonlocal reported
+        now = time.monotonic()
+        if now - reported > REPORT_SECONDS:
+            reported = now
+            left = (now - started) / count * (passes - count)
+            log(f"pass {count:,} of {passes:,}, about {duration(left)} left")
+
+    return begun
 
 
 def _of_step(plan: Plan, stage: int) -> tuple[Recipe, Shape, Layout, int, int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 from llmrecipes.console import setup_logging
@@ -24,8 +25,14 @@ def main() -> None:
     spec = DryRunSpec.model_validate_json(path.read_text("utf-8"))
     from llmrecipes.dryrun.rank import dry_run
 
-    for rank in spec.ranks:
-        (path.parent / report_name(rank)).write_text(dry_run(spec, rank).model_dump_json() + "\n", "utf-8")
+    for number, rank in enumerate(spec.ranks, start=1):
+        which = f"rank {rank}" + (f" ({number} of {len(spec.ranks)})" if len(spec.ranks) > 1 else "")
+        report = dry_run(spec, rank, partial(_say, which))
+        (path.parent / report_name(rank)).write_text(report.model_dump_json() + "\n", "utf-8")
+
+
+def _say(which: str, line: str) -> None:
+    print(f"{which}: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -309,6 +309,9 @@ class Source(Section):
     """Column that holds the text (`jsonl`, `parquet`, `hub`)."""
     weight: PosFloat = 1.0
     """Share of training samples drawn from this source, relative to the other sources' weights."""
+    max_tokens: PosInt | None = None
+    """Tokens, of all splits, after which the source is not read further; a `hub` dataset is then streamed, not
+    downloaded whole. Unset: all of it."""
 
 
 class Tokenizer(Section):

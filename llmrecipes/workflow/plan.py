@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from typing import Any
+
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import planned
@@ -9,6 +12,58 @@ from llmrecipes.plan.communication import Communication, communication
 from llmrecipes.plan.derive import Plan, default_world_size, derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.units import MIB
+
+TEXT_RATE = {"bpe": 13.0 * MIB, "huggingface": 2.8 * MIB}
+"""Bytes of text a second that `prepare` tokenizes on one core, by `data.tokenizer.type`: benchmarks/RESULTS.md."""
+_TWO_BYTES = 65500
+"""Vocabularies below this have token ids of two bytes: megatron-core's `DType.optimal_dtype`."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What `llmrecipes prepare` has to do for a recipe, from the sizes of its sources.
+
+    Attributes:
+        text_bytes: of all sources together.
+        tokens: at `bytes_per_token` bytes of text each, at most `max_tokens` of each source.
+        disk_bytes: of the token files.
+        cores: of one node.
+        bytes_per_second: of one core, assumed.
+        seconds: on `cores`.
+    """
+
+    text_bytes: float
+    tokens: float
+    disk_bytes: float
+    cores: float
+    bytes_per_second: float
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def preparation(recipe: Recipe, machine: Cluster) -> Preparation | None:
+    """Size and time of `prepare` on one node of a machine; None where a source's size is unknown."""
+    from llmrecipes.data.sources import BYTES_PER_TOKEN, text_bytes
+
+    sizes = [text_bytes(source) for source in recipe.data.sources]
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        return None
+    tokens = sum(known) / BYTES_PER_TOKEN
+    cores = max(1.0, machine.cpu_cores / machine.nodes)
+    rate = TEXT_RATE[recipe.data.tokenizer.type]
+    return Preparation(
+        text_bytes=sum(known),
+        tokens=tokens,
+        disk_bytes=tokens * (2 if recipe.model.vocab_size < _TWO_BYTES else 4),
+        cores=cores,
+        bytes_per_second=rate,
+        seconds=sum(known) / rate / cores,
+    )
 
 
 def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: int | None) -> tuple[Plan, Cluster]:

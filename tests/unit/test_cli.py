@@ -63,6 +63,15 @@ def test_show_prints_the_resolved_recipe_and_the_plan(capsys: pytest.CaptureFixt
     assert shown["plan"]["fits"] is True
 
 
+def test_show_plans_the_preparation_of_what_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("show", "gpt-1b", "--cluster", "h100-ib", "--json")
+    data = json.loads(run(capsys, *asked)[1])["preparation"]
+    assert data["tokens"] == pytest.approx(27e9)  # max_tokens of the recipe, of 100 billion
+    assert data["disk_bytes"] == pytest.approx(54e9)
+    assert data["seconds"] == pytest.approx(data["text_bytes"] / data["bytes_per_second"] / data["cores"])
+    assert json.loads(run(capsys, *asked, "data.sources.0.max_tokens=null")[1])["preparation"] is None
+
+
 def test_show_prints_the_configuration_of_an_engine_that_has_one(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("show", "gpt-tiny", "zero.stage=2", "zero.extra.comms_logger.enabled=true", "--nproc", "2")
     shown = json.loads(run(capsys, *asked, "--json")[1])
@@ -93,6 +102,7 @@ def test_show_plan_leaves_the_recipe_out_and_the_time_open(capsys: pytest.Captur
     rows = {line.split("  ")[0]: line for line in out.splitlines()}
     assert "unknown" in rows["time of a step"] and "llmrecipes bench step gpt-tiny" in rows["time of a step"]
     assert "38 MiB" in rows["checkpoint"]
+    assert "MiB" in rows["prepared data"] and "time to prepare" in rows
     measured = run(capsys, "show", "gpt-tiny", "--nproc", "1", "--plan", "--step-seconds", "2")[1]
     assert "21m20s" in measured and "unknown" not in measured
     assert json.loads(run(capsys, "show", "gpt-tiny", "--nproc", "1", "--json")[1])["step_seconds"] is None

@@ -157,6 +157,32 @@ def test_the_files_do_not_depend_on_the_number_of_workers(
     assert prepared.manifest == made[1].manifest
 
 
+def test_a_source_is_read_up_to_its_max_tokens_whatever_the_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_ALONE", 1)
+    monkeypatch.setattr(corpus_module, "_BATCH_BYTES", 4096)
+    first, second = corpus(tmp_path / "first"), corpus(tmp_path / "second", seed=1, word="Wörter")
+    # What the limit cuts off is not a duplicate in a later source; what is kept is.
+    for name in ("0000.txt", "0150.txt", "0199.txt"):
+        shutil.copy(tmp_path / "first" / name, tmp_path / "second" / f"copy-{name}")
+    limited = recipe(first.model_copy(update={"max_tokens": 6000}), second)
+    lines: list[str] = []
+    one = prepare(limited, tmp_path / "one", workers=1, progress=lines.append)
+    assert prepare(limited, tmp_path / "two", workers=2).manifest == one.manifest
+    cut, whole = one.manifest.sources
+    tokens = sum(counts.tokens for counts in cut.splits.values())
+    documents = sum(counts.documents for counts in cut.splits.values())
+    assert 6000 <= tokens < 6200 and cut.read == documents < 150
+    assert (whole.read, whole.duplicates) == (203, 1)
+    assert any("max_tokens 6,000" in line for line in lines)
+    kept = IndexedDataset(str(one.path / stem(0, "train")))
+    everything = IndexedDataset(
+        str(prepare(recipe(first, second), tmp_path / "all", workers=1).path / stem(0, "train"))
+    )
+    assert all(kept[n].tolist() == everything[n].tolist() for n in range(len(kept)))
+
+
 def test_preparing_again_uses_the_new_tokenizer(tmp_path: Path) -> None:
     used = recipe(corpus(tmp_path / "text", documents=50))
     shutil.rmtree(prepare(used, tmp_path / "data", workers=1).path)

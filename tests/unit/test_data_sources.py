@@ -41,6 +41,32 @@ def test_text_reads_a_file_a_document_exactly_and_marks_what_is_not_utf8(tmp_pat
     assert [file.name for file in sources.files(glob)] == ["d.md"]
 
 
+def test_the_size_of_text_is_known_from_files_or_from_max_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 9000)
+    text = Source(type="text", path=str(tmp_path))
+    assert sources.text_bytes(text) == 9000
+    assert sources.text_bytes(text.model_copy(update={"max_tokens": 100}), 3.0) == 300
+    assert sources.text_bytes(text.model_copy(update={"max_tokens": 10**6})) == 9000
+    hub = Source(type="hub", path="no/such")
+    assert sources.text_bytes(hub) is None
+    assert sources.text_bytes(hub.model_copy(update={"max_tokens": 100}), 3.0) == 300
+
+
+def test_a_limited_hub_dataset_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_ROWS", 3)
+    for name in ("a", "b"):
+        pq.write_table(
+            pa.table({"text": [f"{name}{n}" for n in range(3)], "n": [1, 2, 3]}), tmp_path / f"{name}.parquet"
+        )
+    source = Source(type="hub", path=str(tmp_path), max_tokens=2)
+    reading = sources.documents(source)
+    assert next(reading) == "a0"
+    (tmp_path / "b.parquet").unlink()  # downloaded whole, it would be in the cache
+    assert [next(reading), next(reading)] == ["a1", "a2"]
+    with refused("data.sources"):  # a connection that is lost in the middle
+        next(reading)
+
+
 def test_jsonl_rows_may_differ_in_their_other_keys(tmp_path: Path) -> None:
     rows = [json.dumps({"text": f"row {n}", "n": n}) for n in range(3)]
     source = _jsonl(tmp_path / "a.jsonl", [*rows, "", '{"text": null}', '{"other": {"deep": 1}, "text": "last"}'])

@@ -212,6 +212,17 @@ def test_a_skewed_routing_needs_more_memory(process: GlooWorld) -> None:
     assert skewed["memory"]["activations"] > even["memory"]["activations"]
 
 
+def test_progress_counts_every_pass_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmrecipes.dryrun import rank
+
+    monkeypatch.setattr(rank, "REPORT_SECONDS", -1.0)
+    lines: list[str] = []
+    begun = rank._progress(plan_of(spec("gpt-tiny-3d", world=8)), 2, lines.append)
+    begun(1)
+    begun(16)
+    assert "1 of 16" in lines[0] and "16 of 16, about 0.0s" in lines[1]
+
+
 def test_a_rank_of_gpt_175b_takes_seconds_and_no_memory(process: GlooWorld) -> None:
     """Eight micro-batches of the first of eight stages, on 1,024 ranks."""
     text = spec("gpt-175b", "train.global_batch_size=256", world=1024)

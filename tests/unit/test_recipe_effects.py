@@ -473,6 +473,7 @@ CASES: dict[str, Case] = {
     "data.sources.N.revision": Case("0" * 40, tokens, HUB),
     "data.sources.N.text_key": Case("body", tokens, FILES),
     "data.sources.N.weight": Case(3.0, order),
+    "data.sources.N.max_tokens": Case(1000, tokens),
     "data.chat.messages_key": Case("talk", tokens, CHAT),
     "data.chat.prompt_key": Case("question", tokens, CHAT),
     "data.chat.completion_key": Case("answer", tokens, CHAT),

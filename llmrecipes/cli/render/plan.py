@@ -8,6 +8,7 @@ from typing import Any
 
 from llmrecipes.commandline import command_line
 from llmrecipes.console import console, duration
+from llmrecipes.data.sources import text_bytes
 from llmrecipes.engine.configuration import configuration
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
@@ -18,6 +19,8 @@ from llmrecipes.recipe.load import Loaded, to_yaml
 from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.scaled import with_zero
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.units import MIB
+from llmrecipes.workflow.plan import Preparation
 
 
 def as_dict(
@@ -26,11 +29,12 @@ def as_dict(
     cluster: Cluster,
     step_seconds: float | None = None,
     sent: Communication | None = None,
+    data: Preparation | None = None,
 ) -> dict[str, Any]:
     """Output of `show --json`.
 
     `step_seconds` is null until it is given, `engine_configuration` for an engine whose library has none,
-    `communication` without a cluster profile.
+    `communication` without a cluster profile, `preparation` where the size of a source is unknown.
     """
     whole = None if step_seconds is None else step_seconds * loaded.recipe.train.train_iters
     return {
@@ -41,6 +45,7 @@ def as_dict(
         "engine": engine_name(plan.recipe),
         "engine_configuration": configuration(plan),
         "communication": None if sent is None else sent.as_dict(),
+        "preparation": None if data is None else data.as_dict(),
         "step_seconds": step_seconds,
         "total_seconds": whole,
     }
@@ -55,11 +60,13 @@ def print_plan(
     plan_only: bool = False,
     step_seconds: float | None = None,
     sent: Communication | None = None,
+    data: Preparation | None = None,
 ) -> None:
     """The resolved recipe unless `plan_only`, then the plan as a table, the configuration of the engine's library if it
     has one, and warnings.
 
-    `asked` is the recipe's name or path and the overrides, as the user wrote them; `sent` is known with a profile.
+    `asked` is the recipe's name or path and the overrides, as the user wrote them; `sent` is known with a profile,
+    `data` where the sizes of all sources are known.
     """
     from rich.table import Table
 
@@ -77,6 +84,7 @@ def print_plan(
         *rows(plan, cluster),
         *_start(loaded.recipe),
         *_disk(loaded.recipe, plan),
+        *_preparation(loaded.recipe, data),
         *_communication(plan, sent),
         *time,
     ]:
@@ -102,6 +110,21 @@ def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
     most = f"at most {gib((kept + 1) * plan.checkpoint_bytes)}"
     more = f", and each of step {recipe.checkpoint.keep_interval:,} × n" if recipe.checkpoint.keep_interval else ""
     return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}: {most} on disk{more}")]
+
+
+def _preparation(recipe: Recipe, data: Preparation | None) -> list[tuple[str, str, str]]:
+    if data is None:
+        unknown = [f"data.sources[{n}]" for n, each in enumerate(recipe.data.sources) if text_bytes(each) is None]
+        return [("prepared data", "unknown", f"size of {', '.join(unknown)}; max_tokens limits it")]
+    rate = f"{data.bytes_per_second / MIB:g} MiB/s a core"
+    return [
+        (
+            "prepared data",
+            gib(round(data.disk_bytes)),
+            f"about {data.tokens:,.0f} tokens, {gib(round(data.text_bytes))} of text",
+        ),
+        ("time to prepare", duration(data.seconds), f"on {data.cores:g} cores of one node, assuming {rate}"),
+    ]
 
 
 def _communication(plan: Plan, sent: Communication | None) -> list[tuple[str, str, str]]:
