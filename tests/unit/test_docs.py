@@ -1,0 +1,63 @@
+"""Printed samples in the documentation are what the program prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.cli.app import run
+from llmrecipes.recipe.load import names, recipes_dir
+from tests.helpers import ROOT
+
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+REPEATABLE = re.compile(
+    r"llmrecipes (list$|clusters$|layout .*--cluster|show .*--plan.*--cluster|"
+    r"submit (?!.*--to k8s).*--cluster .*--dry-run)"
+)
+"""Commands whose output depends neither on this machine nor on earlier ones; Kubernetes' objects have golden files."""
+ABSOLUTE = re.compile(r"(^|[ =])/")
+"""A path of the machine that printed the sample."""
+ELIDED = ("...", "…")
+
+
+def samples() -> list[tuple[str, str, list[str]]]:
+    """Page, command and printed lines of every sample of such a command."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```(?:console)?\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+            for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                command, *printed = part.splitlines()
+                command = command.partition("  #")[0].strip()
+                if (
+                    printed
+                    and REPEATABLE.match(command)
+                    and "mine.yaml" not in command
+                    and not set("|<>;&") & set(command)
+                ):
+                    found.append((page.name, command, printed))
+    return found
+
+
+SAMPLES = samples()
+
+
+@pytest.mark.parametrize(("page", "command", "printed"), SAMPLES, ids=[f"{page}: {what}" for page, what, _ in SAMPLES])
+def test_a_sample_is_what_the_command_prints(
+    page: str, command: str, printed: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folders = ["--runs-dir", str(tmp_path), "--data-dir", str(tmp_path)] if " submit " in command else []
+    run([*shlex.split(command)[1:], *folders])
+    captured = capsys.readouterr()
+    real = {" ".join(line.split()) for line in f"{captured.out}\n{captured.err}".splitlines()}
+    wanted = [" ".join(line.split()) for line in printed if line.strip() not in ELIDED]
+    wanted = [line for line in wanted if line and not line.endswith(ELIDED) and not ABSOLUTE.search(line)]
+    assert [line for line in wanted if line not in real] == []
+
+
+def test_samples_are_found_and_every_recipe_is_listed() -> None:
+    assert {"recipes.md", "tutorial.md"} <= {page for page, _, _ in SAMPLES}
+    listed = (ROOT / "docs" / "recipes.md").read_text("utf-8").partition("llmrecipes list\n")[2].partition("```")[0]
+    assert {line.split()[0] for line in listed.splitlines()[1:]} == set(names(recipes_dir()))
