@@ -113,7 +113,7 @@ def import_model(
     values = recipe_values(found, section, name or recipe_name(found.name))
     recipe = load_values(values, found.path / CONFIG, overrides).recipe
     run_dir = runs_dir / recipe.name / run_id
-    _require_tokenizer(found, recipe, overrides)
+    require_tokenizer(found, recipe, overrides)
     weights = open_weights(found.path, recipe.model)
     plan = derive(on_one_rank(recipe), 1, detect())
     require_disk(runs_dir, plan.num_parameters.total * (4 if recipe.train.precision == "fp32" else 2))
@@ -166,7 +166,7 @@ def recipe_name(source: str) -> str:
     return re.sub(r"^[^a-z0-9]+", "", re.sub(r"[^a-z0-9._-]+", "-", last.lower()))[:63] or "imported"
 
 
-def _require_tokenizer(found: Found, recipe: Recipe, overrides: Sequence[str]) -> None:
+def require_tokenizer(found: Found, recipe: Recipe, overrides: Sequence[str]) -> None:
     """A new tokenizer would give every token id another meaning, so one is only trained where that is asked for.
 
     Raises:
