@@ -232,10 +232,10 @@ def finetune(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> int:
-    """Fine-tune a Hugging Face model on conversations and export it.
+    """Fine-tune a Hugging Face model on conversations.
 
-    Writes a recipe, prepares the data, trains and exports. Repeat the command to continue where it was interrupted;
-    steps that are done are not repeated.
+    Writes a recipe, prepares the data, trains and exports the model. Repeat the command to continue where it was
+    interrupted; steps that are done are not repeated.
     """
     from llmrecipes.commandline import command_line
     from llmrecipes.console import console, setup_logging

@@ -155,7 +155,7 @@ def steps(asked: Finetuning, paths: Paths) -> list[Step]:
     recipe = load(str(asked.recipe)).recipe if asked.recipe.exists() else None
     run = paths.runs_dir / asked.name / RUN_ID
     where: dict[str, Any] = {"data_dir": paths.data_dir}
-    options = {"to": "hf", "out": asked.exported, "merge-adapter": asked.lora}
+    options: dict[str, Any] = {"to": "hf", "out": asked.exported, "merge-adapter": asked.lora}
     commands = {
         "recipe": asked.command(paths, "recipe"),
         "prepare": command_line("prepare", asked.recipe, **where),
