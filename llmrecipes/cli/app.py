@@ -49,6 +49,7 @@ FIRST_STEPS = (
 SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
     "Recipes": {
         "list": recipes.list_recipes,
+        "new": recipes.new,
         "show": recipes.show,
         "layout": recipes.layout,
         "dryrun": dryrun.dryrun,
@@ -64,6 +65,7 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "upcycle": training.upcycle,
         "convert": training.convert,
         "import": models.import_model,
+        "finetune": models.finetune,
     },
     "Runs": {
         "runs": runs.runs,

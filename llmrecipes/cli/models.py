@@ -1,4 +1,4 @@
-"""`export` and `import`: parsing and printing only."""
+"""`export`, `import` and `finetune`: parsing and printing only."""
 
 from __future__ import annotations
 
@@ -201,3 +201,75 @@ def _import_megatron(
         print(f"note     {note}")
     print(f"to       {made.run_dir}, in {made.seconds:.1f} s with {made.peak_memory_bytes / GIB:.2f} GiB of memory")
     print(f"train:   {resume_command(Path(made.run_dir))}")
+
+
+@early_signals()
+def finetune(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder with config.json and safetensors, or name on the Hub.")
+    ],
+    overrides: OverridesArgument = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", metavar="FILE", help="Conversations: .jsonl or .parquet, or TYPE:PATH such as hub:NAME."
+        ),
+    ] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train adapters; the exported model has them merged.")] = False,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            "--template", metavar="NAME", help="Chat template: chatml, llama3 or qwen3; default: the tokenizer's."
+        ),
+    ] = None,
+    epochs: Annotated[float, typer.Option("--epochs", metavar="N", min=0.01, help="Passes over the data.")] = 2.0,
+    lr: Annotated[
+        float | None,
+        typer.Option("--lr", metavar="X", min=1e-9, help="Peak learning rate; default: 1e-5, with --lora 2e-4."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder of recipe and exported model; default: MODEL-sft or -lora."),
+    ] = None,
+    step: Annotated[
+        str | None,
+        typer.Option("--step", metavar="STEP", help="Do only this step: recipe, prepare, train or export."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps without doing them.")] = False,
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
+    ] = None,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Fine-tune a Hugging Face model on conversations.
+
+    Writes a recipe, prepares the data, trains and exports the model. Repeat the command to continue where it was
+    interrupted; steps that are done are not repeated.
+    """
+    from llmrecipes.commandline import command_line
+    from llmrecipes.console import console, setup_logging
+    from llmrecipes.workflow.finetune import RUN_ID, STEPS, Finetuning, steps
+    from llmrecipes.workflow.finetune import finetune as do
+    from llmrecipes.workflow.run import Paths
+
+    setup_logging()
+    if data is None:
+        raise UserError(
+            "not set", where="--data", rule="a model is fine-tuned on conversations", fix="--data chat.jsonl"
+        )
+    if step is not None and step not in STEPS:
+        raise UserError(f"{step!r}", where="--step", rule=f"one of {', '.join(STEPS)}")
+    asked = Finetuning(model, data, out, lora, template, epochs, lr, revision, tuple(overrides or ()))
+    paths = Paths(runs_dir, data_dir)
+    if dry_run:
+        for number, each in enumerate(steps(asked, paths), 1):
+            print(f"{number}/{len(STEPS)} {each.name:<8} {'done' if each.done else 'to do'}  {each.command}")
+        return 0
+    code = do(asked, paths, lambda line: console().print(line, markup=False, soft_wrap=True), step)
+    if code == 0 and step in (None, "export"):
+        if lora:
+            adapters = command_line("export", f"{asked.name}/{RUN_ID}", options={"to": "peft"}, runs_dir=runs_dir)
+            print(f"adapters only: {adapters}")
+        print(f"serve:   {command_line('serve', asked.exported)}")
+    return code

@@ -1,13 +1,15 @@
-"""`list`, `show`, `layout`, `clusters`, `schema` and `docs`: parsing and printing only."""
+"""`list`, `new`, `show`, `layout`, `clusters`, `schema` and `docs`: parsing and printing only."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from llmrecipes.cli import completion
 from llmrecipes.cli.options import (
     ClusterOption,
     JsonOption,
@@ -26,6 +28,96 @@ def list_recipes(as_json: JsonOption = False) -> None:
 
     rows = recipes.summaries(names(recipes_dir()))
     print(json.dumps(rows, indent=2) if as_json else recipes.table(rows))
+
+
+def new(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Name of the recipe; default: asked, with everything else.")
+    ] = None,
+    overrides: OverridesArgument = None,
+    params: Annotated[
+        str | None, typer.Option("--params", metavar="N", help="Parameters, such as 350m or 1b: the nearest recipe.")
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like", metavar="RECIPE", help="Recipe with the shape of the model.", autocompletion=completion.recipes
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", metavar="TYPE:PATH", help="Source, such as jsonl:FILE or hub:NAME; repeatable."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", metavar="NAME", help="bpe (trained on the data), or a Hugging Face one."),
+    ] = None,
+    seq_length: Annotated[
+        int | None, typer.Option("--seq-length", metavar="N", min=2, help="Tokens of a sequence.")
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option("--tokens", metavar="N", help="Tokens to train on, such as 20b; default: 20 a parameter."),
+    ] = None,
+    cluster_name: ClusterOption = None,
+    nodes: NodesOption = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write to.")] = Path(),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the recipe if it exists.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a recipe from a few answers, or from options.
+
+    Without NAME it asks, on a terminal. Layout, batch and recomputation are chosen so that it fits the machine.
+    """
+    from llmrecipes.commandline import command_line
+    from llmrecipes.console import number
+    from llmrecipes.plan.check import gib
+    from llmrecipes.workflow.new import Wanted, amount, make, write
+
+    if name is None:
+        if as_json or not sys.stdin.isatty():
+            raise UserError("not set", where="NAME", rule="questions are asked on a terminal",
+                            fix="llmrecipes new NAME --params 1b")  # fmt: skip
+        name = typer.prompt("Name of the recipe")
+        if params is None and like is None:
+            params = typer.prompt("Parameters of the model (350m, 1b, 7b)")
+        data = data or typer.prompt("Data: stdlib, jsonl:FILE, text:FOLDER or hub:NAME, several with spaces").split()
+        tokenizer = tokenizer or typer.prompt("Tokenizer: bpe, or the name of a Hugging Face one", default="bpe")
+        seq_length = seq_length or typer.prompt("Tokens of a sequence", default=2048, type=int)
+        tokens = tokens or typer.prompt("Tokens to train on (20b; auto: 20 for each parameter)", default="auto")
+        asked = cluster_name or typer.prompt(
+            "Cluster profile (llmrecipes clusters; here: this machine)", default="here"
+        )
+        cluster_name = None if asked == "here" else asked
+        if cluster_name is not None and nodes is None:
+            nodes = typer.prompt("Nodes", default=1, type=int)
+    wanted = Wanted(
+        name=name,
+        params=None if params is None else amount(params, "--params"),
+        like=like,
+        data=tuple(data or ()),
+        tokenizer=tokenizer,
+        seq_length=seq_length,
+        tokens=None if tokens in (None, "auto") else amount(str(tokens), "--tokens"),
+        cluster=cluster_name,
+        nodes=nodes,
+        overrides=tuple(overrides or ()),
+    )
+    made = make(wanted)
+    path, plan = write(made, out, force=force), made.plan
+    if as_json:
+        shown = {"path": str(path), "like": made.like, "fits": plan.fits, "world_size": plan.layout.world_size}
+        print(json.dumps({**shown, "parameters": plan.num_parameters.total, "tokens": plan.total_tokens}, indent=2))
+        return
+    print(f"wrote  {path}: {number(plan.num_parameters.total)} parameters in the shape of {made.like}")
+    steps, ranks = made.recipe.train.train_iters, plan.layout.world_size
+    print(
+        f"       {number(plan.total_tokens)} tokens in {steps:,} steps on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    )
+    memory = f"{gib(plan.memory.total)} of {gib(plan.memory_capacity_bytes)} a rank"
+    print(f"plan   {'fits' if plan.fits else 'does NOT fit'}: {memory}")
+    options = {"cluster": cluster_name, "nodes": nodes, "plan": True}
+    print(f"show:  {command_line('show', path, options=options)}")
 
 
 def show(

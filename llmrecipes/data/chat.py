@@ -18,25 +18,6 @@ import tokenizers
 from llmrecipes.data.encode import Encoded
 from llmrecipes.errors import UserError
 
-CHATML = """{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}
-{{ message['content'] + '<|im_end|>' }}
-{%- endgeneration -%}
-{%- else -%}
-{{ message['content'] + '<|im_end|>' }}
-{%- endif -%}
-{{ '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{ '<|im_start|>assistant\\n' }}
-{%- endif -%}
-"""
-"""The template of tokenizers that are trained here."""
-SPECIAL = ("<|im_start|>", "<|im_end|>")
-"""Its special tokens; the last ends an answer."""
-
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WHOLE = 1 << 20
 """Characters of a conversation that are tokenized whatever is kept, so that what is cut off can be counted."""
@@ -128,8 +109,9 @@ class Template:
                     "it writes them alone, so answers cannot be told from the rest",
                     where=f"data.chat.chat_template: {self.origin}",
                     rule="a template marks answers with {% generation %}, or later messages do not change earlier ones",
-                    fix="a copy of the template with {% generation %} … {% endgeneration %} around what the assistant "
-                    "says, named in data.chat.chat_template",
+                    fix="data.chat.template=qwen3 for a tokenizer of Qwen 3; or a copy of the template with "
+                    "{% generation %} … {% endgeneration %} around what the assistant says, named in "
+                    "data.chat.chat_template",
                 )
             found.append((len(before), len(whole)))
             if len(whole) > limit:

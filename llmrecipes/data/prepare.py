@@ -158,7 +158,7 @@ def _chat(recipe: Recipe, part: Path) -> ChatSpec | None:
 
 def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, log: Callable[[str], None]) -> TokenizerRecord:
     from llmrecipes.data import corpus, tokenizer
-    from llmrecipes.data.chat import SPECIAL
+    from llmrecipes.data.marked import special_tokens
 
     section, sample_bytes = recipe.data.tokenizer, None
     if section.type == "bpe":
@@ -166,7 +166,7 @@ def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, log: Callable[[str],
         chat = recipe.data.chat
         sample = corpus.training_sample(recipe.data.sources, rule, chat=chat)
         sample_bytes = sum(len(text.encode()) for text in sample)
-        backend, eod = tokenizer.train(sample, recipe.model.vocab_size, SPECIAL if chat else ())
+        backend, eod = tokenizer.train(sample, recipe.model.vocab_size, special_tokens(chat))
         seconds = time.monotonic() - started
         size = tokenizer.vocabulary(backend)
         log(f"trained a byte-level BPE of {size:,} tokens on {sample_bytes / MIB:.1f} MiB in {seconds:.1f} s")

@@ -123,6 +123,8 @@ def content(recipe: Recipe) -> dict[str, object]:
         del data["chat"]  # what was prepared before there were conversations is found
     else:
         data["chat"]["max_length"] = max_length(recipe)
+        if recipe.data.chat.template is None:
+            del data["chat"]["template"]  # likewise what was prepared before there were names of templates
     return {**data, "vocab_size": recipe.model.vocab_size}
 
 

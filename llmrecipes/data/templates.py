@@ -7,10 +7,11 @@ from pathlib import Path
 
 import tokenizers
 
-from llmrecipes.data.chat import CHATML, SPECIAL, Template
+from llmrecipes.data.chat import Template
+from llmrecipes.data.marked import TEMPLATES
 from llmrecipes.data.prepared import TOKENIZER, Prepared
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Recipe, Tokenizer
 
 NAME = "chat_template.jinja"
 """File of a prepared folder; Hugging Face tokenizers have the same."""
@@ -18,10 +19,11 @@ BUILT_IN = "built in (ChatML)"
 
 
 def of_recipe(recipe: Recipe) -> Template:
-    """The template of a recipe with `data.chat`: its file, the tokenizer's own, or ChatML for a `bpe` tokenizer.
+    """The template of a recipe with `data.chat`: named, a file, the tokenizer's own, or ChatML for a `bpe` tokenizer.
 
     Raises:
-        UserError: there is none, the file cannot be read, or it is no Jinja template.
+        UserError: there is none, the file cannot be read, it is not a Jinja template, or the tokenizer lacks a special
+            token of the named one.
     """
     from llmrecipes.data import tokenizer
 
@@ -30,10 +32,15 @@ def of_recipe(recipe: Recipe) -> Template:
         raise ValueError(f"recipe {recipe.name} has no data.chat")
     source: str | None
     if section.type == "bpe":
-        source, special, origin = CHATML, {"eos_token": SPECIAL[-1]}, BUILT_IN
+        marked = TEMPLATES[chat.template or "chatml"]
+        source, special = marked.source, {"eos_token": marked.special[-1]}
+        origin = BUILT_IN if chat.template is None else f"built in ({chat.template})"
     else:
         source, special = tokenizer.huggingface_template(section)
         origin = f"tokenizer {section.path}"
+        if chat.template is not None:
+            _require_special(section, chat.template)
+            source, origin = TEMPLATES[chat.template].source, f"built in ({chat.template})"
     if chat.chat_template is not None:
         source, origin = read(Path(chat.chat_template)), chat.chat_template
     if source is None:
@@ -41,11 +48,37 @@ def of_recipe(recipe: Recipe) -> Template:
             f"tokenizer {section.path!r} has no chat template",
             where="data.chat.chat_template",
             rule="a chat template turns messages into text; that of a base model's tokenizer is usually missing",
-            fix="data.chat.chat_template=FILE.jinja, for example the one of the model's instruction-tuned version",
+            fix=f"data.chat.template={_fitting(section)}; or data.chat.chat_template=FILE.jinja, for example the one of"
+            " the model's instruction-tuned version",
         )
     template = Template(source, origin, tuple(sorted(special.items())))
     template.check()
     return template
+
+
+def fitting(section: Tokenizer) -> list[str]:
+    """Names of the built-in templates whose special tokens a Hugging Face tokenizer has."""
+    from llmrecipes.data.tokenizer import huggingface_special
+
+    has = huggingface_special(section)
+    return [name for name, marked in TEMPLATES.items() if has.issuperset(marked.special)]
+
+
+def _fitting(section: Tokenizer) -> str:
+    return "|".join(fitting(section)) or "NAME with a tokenizer that has its special tokens"
+
+
+def _require_special(section: Tokenizer, name: str) -> None:
+    from llmrecipes.data.tokenizer import huggingface_special
+
+    has = huggingface_special(section)
+    if missing := [token for token in TEMPLATES[name].special if token not in has]:
+        raise UserError(
+            f"tokenizer {section.path!r} has no special token {missing[0]}",
+            where=f"data.chat.template: {name}",
+            rule="turns begin and end with special tokens, which the tokenizer has as one id each",
+            fix=f"data.chat.template={_fitting(section)}; or data.chat.chat_template=FILE.jinja",
+        )
 
 
 def read(file: Path) -> str:
@@ -103,14 +136,28 @@ def question(prepared: Prepared, content: str) -> Question:
         UserError: see `of_prepared`; or the template refuses the message.
     """
     template = of_prepared(prepared)
-    record = prepared.tokenizer()
+    backend = tokenizers.Tokenizer.from_file(str(prepared.path / TOKENIZER))
+    text = template.prompt([{"role": "user", "content": content}])
+    ids = backend.encode(text, add_special_tokens=False).ids
+    return Question(text, ids, answer_end(prepared, template, content))
+
+
+def answer_end(prepared: Prepared, template: Template, content: str = ".") -> int:
+    """Id that ends an answer: its last special token, which need not be the end of a document.
+
+    Args:
+        prepared: data of a run on conversations.
+        template: the one that made its tokens.
+        content: what the user asks.
+
+    Raises:
+        UserError: the template refuses the message.
+    """
     backend = tokenizers.Tokenizer.from_file(str(prepared.path / TOKENIZER))
     user = {"role": "user", "content": content}
-    text = template.prompt([user])
-    answered, spans = template.spans([user, {"role": "assistant", "content": "."}], len(text) + 1)
-    # What ends an answer is the last special token of one, which need not be the end of a document.
+    limit = len(template.prompt([user])) + 1
+    answered, spans = template.spans([user, {"role": "assistant", "content": "."}], limit)
     end = backend.encode(answered[slice(*spans[-1])] if spans else "", add_special_tokens=False).ids
     special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     ends = [number for number in end if number in special]
-    ids = backend.encode(text, add_special_tokens=False).ids
-    return Question(text, ids, ends[-1] if ends else record.eod)
+    return ends[-1] if ends else prepared.tokenizer().eod

@@ -166,6 +166,16 @@ def huggingface_template(section: Section) -> tuple[str | None, dict[str, str]]:
     return template, {name: token for name, token in found.special_tokens_map.items() if isinstance(token, str)}
 
 
+def huggingface_special(section: Section) -> set[str]:
+    """Texts of a Hugging Face tokenizer's special tokens.
+
+    Raises:
+        UserError: not found or not reachable.
+    """
+    added = _huggingface(section).added_tokens_decoder.values()
+    return {token.content for token in added if token.special}
+
+
 @cache
 def _huggingface(section: Section) -> Any:
     from transformers import AutoTokenizer

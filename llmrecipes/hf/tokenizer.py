@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.data.prepared import TOKENIZER
-from llmrecipes.data.templates import NAME, of_prepared
+from llmrecipes.data.templates import NAME, answer_end, of_prepared
 from llmrecipes.errors import UserError
 from llmrecipes.hf.export import write_json
 
@@ -22,7 +22,7 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[st
 
     A `bpe` one is one file and its end-of-text token. A Hugging Face one is written by transformers, with its special
     tokens and chat template, from where the recipe names it. The template of a run on conversations is the one that
-    made its tokens.
+    made its tokens, and `eos_token` what ends an answer.
 
     Args:
         folder: where to.
@@ -30,20 +30,21 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[st
         prepared: its data.
 
     Returns:
-        What config.json and generation_config.json say of it: ids of special tokens.
+        What config.json and generation_config.json say of it: ids of special tokens. `eos_token_id` is a list where
+        an answer ends with another token than a document; the first ends an answer.
 
     Raises:
         UserError: it is damaged, cannot be loaded any more, or is a different one by now.
     """
     tokenizer = prepared.tokenizer()
-    ends: list[int | None] = [tokenizer.eod]
-    end = tokenizer.backend.id_to_token(tokenizer.eod)
     template = of_prepared(prepared) if prepared.manifest.chat is not None else None
-    if template is not None and (answered := dict(template.special_tokens).get("eos_token")) is not None:
-        # A program that generates stops where an answer ends.
-        end, ends = answered, list(dict.fromkeys([tokenizer.backend.token_to_id(answered), *ends]))
+    # A program that generates stops where an answer ends, and where a document does.
+    ends = [tokenizer.eod] if template is None else list(dict.fromkeys([answer_end(prepared, template), tokenizer.eod]))
+    end = tokenizer.backend.id_to_token(ends[0])
     if recipe.data.tokenizer.type == "huggingface":
-        special = _from_transformers(folder, recipe, tokenizer.backend.get_vocab())
+        # A template that writes eos_token itself keeps its meaning; any other token may be the end of an answer.
+        renamed = end if template is not None and "eos_token" not in template.source else None
+        special = _from_transformers(folder, recipe, tokenizer.backend.get_vocab(), renamed)
     else:
         special = {"bos_token_id": None, "pad_token_id": None}
         (folder / TOKENIZER).write_bytes((prepared.path / TOKENIZER).read_bytes())
@@ -61,7 +62,8 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[st
     return {**special, "eos_token_id": ends[0] if len(ends) == 1 else ends}
 
 
-def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int]) -> dict[str, Any]:
+def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int], end: str | None) -> dict[str, Any]:
+    """Save the tokenizer of the recipe, with another `eos_token` if `end` is set."""
     from transformers import AutoTokenizer
 
     section = recipe.data.tokenizer
@@ -84,5 +86,7 @@ def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int])
             rule="a model is written with the tokenizer of its training data",
             fix="set data.tokenizer.revision to the commit that it was, or --no-tokenizer",
         )
+    if end is not None:
+        found.eos_token = end
     found.save_pretrained(folder)
     return {"bos_token_id": found.bos_token_id, "pad_token_id": found.pad_token_id}

@@ -16,8 +16,11 @@ class Chat(Section):
     """Column of questions, in a source without `messages_key`: a conversation of one question and its answer."""
     completion_key: str = "completion"
     """Column of the answers to `prompt_key`."""
+    template: Literal["chatml", "llama3", "qwen3"] | None = None
+    """Built-in chat template with marked answers, whose special tokens the tokenizer has; unset: that of the tokenizer,
+    and ChatML for a `bpe` tokenizer."""
     chat_template: str | None = None
-    """File of a Jinja chat template; unset: that of the tokenizer, and ChatML for a `bpe` tokenizer."""
+    """File of a Jinja chat template, in place of `template`."""
     max_length: PosInt | None = None
     """Longest conversation, in tokens; unset: what a sequence holds, `model.seq_length` + 1."""
     overlong: Literal["truncate", "drop"] = "truncate"

@@ -54,6 +54,18 @@ def length(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def template(recipe: Recipe) -> Iterator[Problem]:
+    """A template comes from one place."""
+    chat = recipe.data.chat
+    if chat is not None and chat.template is not None and chat.chat_template is not None:
+        yield Problem(
+            "data.chat.template",
+            f"{chat.template} with data.chat.chat_template",
+            "a template is built in or comes from a file",
+            "leave one of template and chat_template out",
+        )
+
+
 def packing(recipe: Recipe) -> Iterator[Problem]:
     """What cannot keep the conversations of one sequence apart."""
     chat = recipe.data.chat

@@ -8,6 +8,7 @@ open: tags, anchors and aliases, several documents in one file.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ MAX_DEPTH = 32
 MAX_NODES = 50_000  # keys, values, lists and mappings: read in well under a second
 MAX_KEY = 200
 MAX_INT = 2**63 - 1
+_WIDTH = 120
 
 _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
@@ -64,6 +66,14 @@ class _Dumper(yaml.SafeDumper):
     """Quotes strings that YAML 1.1 or YAML 1.2 would read as another type."""
 
 
+class _ShortDumper(_Dumper):
+    """Lists of scalars on one line."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        plain = all(not isinstance(item, (dict, list)) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=plain if flow_style is None else flow_style)
+
+
 for _name, _pattern, _first in (
     ("null", _NULL, ["~", "n", "N", ""]),
     ("bool", _BOOL, list("tTfF")),
@@ -72,6 +82,7 @@ for _name, _pattern, _first in (
 ):
     _Loader.add_implicit_resolver(_TAG + _name, _pattern, _first)
     _Dumper.add_implicit_resolver(_TAG + _name, _pattern, _first)
+    _ShortDumper.add_implicit_resolver(_TAG + _name, _pattern, _first)
 
 
 def clip(text: str, length: int = 200) -> str:
@@ -101,7 +112,30 @@ def parse(text: str) -> Document:
 
 def dump(data: Any) -> str:
     """Plain data as YAML that `parse` (and any YAML 1.1 or 1.2 reader) reads back to the same data."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_WIDTH)
+
+
+def dump_for_people(data: Mapping[str, Any], comments: Mapping[str, str], header: str = "") -> str:
+    """`dump` with comments, lists of scalars on one line, and an empty line before each section.
+
+    Args:
+        data: as for `dump`.
+        comments: by dotted key, a line of text without `#`; of a key that is not there, none.
+        header: lines of text at the top.
+    """
+    text = yaml.dump(dict(data), Dumper=_ShortDumper, sort_keys=False, allow_unicode=True, width=1 << 16)
+    lines = text.splitlines()
+    for key, number in sorted(parse(text).lines.items(), key=lambda item: -item[1]):
+        line = lines[number - 1]
+        if comment := comments.get(key):
+            short = f"{line}  # {comment}"
+            indent = line[: len(line) - len(line.lstrip())]
+            lines[number - 1 : number] = [short] if len(short) <= _WIDTH else [f"{indent}# {comment}", line]
+    spaced = [
+        f"\n{line}" if number and line.endswith(":") and line[0].isalpha() else line
+        for number, line in enumerate(lines)
+    ]
+    return "\n".join([*(f"# {line}" for line in header.splitlines()), *spaced]) + "\n"
 
 
 def _refuse(text: str) -> Problem | None:

@@ -21,6 +21,7 @@ from llmrecipes.recipe.schema import Recipe
 
 # A resolved recipe in a run directory keeps the name of the recipe it came from.
 RESOLVED_NAME = "recipe.yaml"
+DEFAULTS_NOTE = "Keys that are left out have their defaults (docs/reference.md)."
 RECIPES = Kind("recipe", "RECIPE", "recipes/", "name, model, train and optimizer")
 
 
@@ -115,6 +116,21 @@ def _loaded(parsed: document.Document, path: Path, overrides: Sequence[str]) -> 
 def to_yaml(recipe: Recipe) -> str:
     """The resolved recipe, with all defaults, as YAML that `load` accepts."""
     return document.dump(recipe.model_dump(mode="json"))
+
+
+def short(recipe: Recipe, comments: Mapping[str, str] | None = None, header: str = "") -> str:
+    """What differs from the defaults, as YAML that `load` reads back to an equal recipe.
+
+    Args:
+        recipe: the resolved recipe.
+        comments: by dotted key.
+        header: lines of text at the top.
+    """
+    values = recipe.model_dump(mode="json", exclude_defaults=True)
+    text = document.dump_for_people(values, comments or {}, header)
+    if Recipe.model_validate(document.parse(text).data) != recipe:
+        raise RuntimeError(f"the short form of recipe {recipe.name} is of another recipe:\n{text}")
+    return text
 
 
 def recipe_hash(recipe: Recipe) -> str:

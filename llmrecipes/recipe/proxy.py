@@ -136,7 +136,7 @@ def _scheduler(scheduler: Scheduler, iters: int) -> Scheduler:
 def _data(data: Data, model: Model) -> Data:
     local = tuple(source for source in data.sources if source.type != "hub")
     longest = data.chat and data.chat.max_length
-    # The template of a large tokenizer has special tokens that a small one lacks.
+    # A file's template may have special tokens that a small tokenizer lacks.
     small = {"max_length": longest and min(longest, model.seq_length + 1), "chat_template": None}
     tokenizer = data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None})
     return data.model_copy(

@@ -18,7 +18,7 @@ from llmrecipes.io import write_atomic
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.engines import engine_name
-from llmrecipes.recipe.load import RESOLVED_NAME, load_values, recipe_hash, to_yaml
+from llmrecipes.recipe.load import DEFAULTS_NOTE, RESOLVED_NAME, load_values, recipe_hash, short
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import Note
 from llmrecipes.tracking.status import StatusSink
@@ -36,6 +36,12 @@ OPTIMIZER: Mapping[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
 """A small learning rate: the weights are good already."""
 WARMUP, WARMUP_SHARE = 50, 20
 """Steps of warm-up, and the largest share of `train_iters` that they are: one in 20."""
+COMMENTS = {
+    "train.train_iters": "steps",
+    "train.global_batch_size": "sequences of a step",
+    "optimizer.lr": "small: the weights are trained already",
+}
+"""Of the recipe of an imported model, by key."""
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -115,7 +121,7 @@ def import_model(
     values = recipe_values(found, section, name or recipe_name(found.name))
     recipe = _recipe(values, found.path / CONFIG, overrides)
     run_dir = runs_dir / recipe.name / run_id
-    _require_tokenizer(found, recipe, overrides)
+    require_tokenizer(found, recipe, overrides)
     weights = open_weights(found.path, recipe.model, ignored)
     plan = derive(on_one_rank(recipe), 1, detect())
     require_disk(runs_dir, plan.num_parameters.total * (4 if recipe.train.precision == "fp32" else 2))
@@ -136,7 +142,7 @@ def import_model(
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             seconds=round(time.monotonic() - started, 3),
         )
-        finish_run(hidden, recipe, asdict(result))
+        finish_run(hidden, recipe, asdict(result), COMMENTS)
     return result
 
 
@@ -178,7 +184,7 @@ def recipe_name(source: str) -> str:
     return re.sub(r"^[^a-z0-9]+", "", re.sub(r"[^a-z0-9._-]+", "-", last.lower()))[:63] or "imported"
 
 
-def _require_tokenizer(found: Found, recipe: Recipe, overrides: Sequence[str]) -> None:
+def require_tokenizer(found: Found, recipe: Recipe, overrides: Sequence[str]) -> None:
     """A new tokenizer would give every token id another meaning, so one is only trained where that is asked for.
 
     Raises:
@@ -214,20 +220,23 @@ def require_disk(runs_dir: Path, needed: int) -> None:
         )
 
 
-def finish_run(run_dir: Path, recipe: Recipe, origin: Mapping[str, Any]) -> None:
+def finish_run(
+    run_dir: Path, recipe: Recipe, origin: Mapping[str, Any], comments: Mapping[str, str] | None = None
+) -> None:
     """Make a directory with a checkpoint of step 0 a run.
 
     Args:
         run_dir: the directory.
         recipe: of the run.
         origin: what it was made from.
+        comments: on keys of the recipe, which is written without defaults; training replaces it by the resolved one.
     """
     status = StatusSink(run_dir, resumed_step=0, total_steps=recipe.train.train_iters)
     status.note(Note(step=0, event="checkpoint_saved"))  # without it the run must not start from fresh weights
     status.close("KILLED")
     write_atomic(run_dir / ORIGIN, json.dumps(origin, indent=2) + "\n")
     # The recipe makes a directory a run, so it comes last.
-    write_atomic(run_dir / RESOLVED_NAME, to_yaml(recipe))
+    write_atomic(run_dir / RESOLVED_NAME, short(recipe, comments, DEFAULTS_NOTE))
 
 
 def write_checkpoint(

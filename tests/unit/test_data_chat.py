@@ -18,8 +18,9 @@ import torch
 import transformers
 
 from llmrecipes.data import sources, tokenizer
-from llmrecipes.data.chat import CHATML, SPECIAL, ChatSpec, Conversations, Template, chat_encoder
+from llmrecipes.data.chat import ChatSpec, Conversations, Template, chat_encoder
 from llmrecipes.data.dataset import build
+from llmrecipes.data.marked import CHATML, SPECIAL, TEMPLATES
 from llmrecipes.data.packing import best_fit
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.prepared import fingerprint
@@ -385,13 +386,15 @@ def test_a_tokenizer_without_a_template_is_refused_before_anything_is_read(
     rows: list[Source], theirs: transformers.PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     given = with_theirs(recipe(*rows), tmp_path / "tokenizer")
-    with refused("data.chat.chat_template", rule="FILE.jinja"):
+    with refused("data.chat.chat_template", rule=("FILE.jinja", "data.chat.template=chatml|qwen3")):
         prepare(given, tmp_path / "data", workers=1)
     for content, rule in ((b"{% for", "Jinja"), (b"\xff", "UTF-8")):
         (tmp_path / "a.jinja").write_bytes(content)
         named = with_theirs(recipe(*rows, chat_template=str(tmp_path / "a.jinja")), tmp_path / "tokenizer")
         with refused("data.chat.chat_template", rule=rule):
             prepare(named, tmp_path / "data", workers=1)
+    with refused("data.chat.template: llama3", rule=("<|begin_of_text|>", "data.chat.template=chatml|qwen3")):
+        prepare(with_theirs(recipe(*rows, template="llama3"), tmp_path / "tokenizer"), tmp_path / "data", workers=1)
 
 
 def test_a_template_from_a_file_and_its_own_end_of_an_answer(
@@ -415,6 +418,74 @@ def test_a_template_from_a_file_and_its_own_end_of_an_answer(
     assert any(str(tmp_path / "a.jinja") in line for line in lines)
 
 
+THINKING = "<think>\nwhy\n</think>\n\nb"
+RENDERED = {
+    # Token for token as printed in OpenAI's description of ChatML, Meta's of Llama 3's prompt format, and Qwen 3's.
+    "chatml": (
+        talk(" a\n", THINKING, "c", " d ", system="s"),
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n a\n<|im_end|>\n<|im_start|>assistant\n",
+        f"{THINKING}<|im_end|>",
+        "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n",
+        " d <|im_end|>",
+        "\n",
+    ),
+    "llama3": (
+        talk(" a\n", "b", "c", " d ", system="s"),
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\ns<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\na<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "b<|eot_id|>",
+        "<|start_header_id|>user<|end_header_id|>\n\nc<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "d<|eot_id|>",
+        "",
+    ),
+    "qwen3": (
+        talk(" a\n", THINKING, "c", "\nd ", system="s"),
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n a\n<|im_end|>\n<|im_start|>assistant\n",
+        "b<|im_end|>",
+        "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n",
+        "<think>\n\n</think>\n\nd <|im_end|>",
+        "\n",
+    ),
+}
+"""Conversations, and their text in turn: not an answer, an answer with the end of its turn, …"""
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_marked_templates_render_the_text_of_their_models_and_mark_the_answers(name: str) -> None:
+    messages, *parts = RENDERED[name]
+    template = Template(TEMPLATES[name].source, name)
+    text, spans = template.spans(messages, 1 << 20)
+    assert text == "".join(parts)
+    assert [text[slice(*span)] for span in spans] == parts[1::2]
+    # The prompt for an answer is what precedes one.
+    assert template.prompt(messages[:2]) == parts[0]
+    assert all(part.endswith(TEMPLATES[name].special[-1]) for part in parts[1::2])
+    backend, end = tokenizer.train(_some(50), 600, TEMPLATES[name].special)
+    ((ids, answers),) = rows_of(encoded(backend, [messages], TEMPLATES[name].source))
+    learnt = backend.decode([i for i, answer in zip(ids, answers, strict=True) if answer], skip_special_tokens=False)
+    assert learnt == "".join(parts[1::2])
+    assert [i for i, answer in zip(ids, answers, strict=True) if answer].count(end) == 2
+
+
+def test_qwen_3_keeps_the_reasoning_of_the_last_answer_and_the_results_of_tools() -> None:
+    template = Template(TEMPLATES["qwen3"].source, "qwen3")
+    messages = [*talk("a", THINKING), {"role": "tool", "content": "5"}, {"role": "assistant", "content": "e"}]
+    text, spans = template.spans(messages, 1 << 20)
+    assert text == (
+        f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{THINKING}<|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\ne<|im_end|>\n"
+    )
+    assert [text[slice(*span)] for span in spans] == [f"{THINKING}<|im_end|>", "<think>\n\n</think>\n\ne<|im_end|>"]
+
+
+def test_a_named_template_is_that_of_the_prepared_data(rows: list[Source], tmp_path: Path) -> None:
+    found = prepare(recipe(*rows, template="llama3"), tmp_path / "data", workers=1)
+    assert (found.path / "chat_template.jinja").read_text() == TEMPLATES["llama3"].source
+    asked = question(found, "Why?")
+    assert found.tokenizer().backend.id_to_token(asked.end) == "<|eot_id|>"
+    assert fingerprint(recipe(*rows)) != fingerprint(recipe(*rows, template="chatml"))
+
+
 # -- rules -----------------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +500,10 @@ def test_a_template_from_a_file_and_its_own_end_of_an_answer(
             "data.sources.0.text_key", "data.chat.messages_key",
         ),
         ({"data": {"sources": [{"type": "docstrings"}], "chat": {"max_length": 66}}}, "data.chat.max_length", "65"),
+        (
+            {"data": {"sources": [{"type": "docstrings"}], "chat": {"template": "chatml", "chat_template": "x"}}},
+            "data.chat.template", "chat_template",
+        ),
         ({"data": {"sources": [{"type": "docstrings"}], "chat": {"max_length": 1}}}, "data.chat.max_length", "65"),
         ({"model": {"transformer_impl": "transformer_engine"}}, "model.transformer_impl", "data.chat.packing"),
         ({"model": {"mtp_num_layers": 1, "position_embedding_type": "rope"}}, "model.mtp_num_layers", "next"),

@@ -21,10 +21,12 @@ from safetensors import safe_open
 import llmrecipes
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME
 from llmrecipes.cli.app import run
+from llmrecipes.data.marked import CHATML, SPECIAL
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import open_prepared
 from llmrecipes.data.templates import of_prepared
 from llmrecipes.data.tokenizer import EOD
+from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hf.export import write
 from llmrecipes.hf.family import FAMILIES, family_named, family_of, model_of
@@ -454,3 +456,36 @@ def test_the_chat_template_is_the_one_that_made_the_tokens(kind: str, paths: Pat
     assert found.apply_chat_template(talk, tokenize=False) == expected
     ends = special["eos_token_id"] if isinstance(special["eos_token_id"], list) else [special["eos_token_id"]]
     assert found.eos_token_id in ends and found.eos_token in expected
+
+
+def test_a_model_ends_with_every_token_that_ends_an_answer_or_a_document(paths: Paths, tmp_path: Path) -> None:
+    """As of Qwen's base models: their tokenizer's end of text is not the end of a turn."""
+    talks = tmp_path / "talks.jsonl"
+    talks.write_text("".join(f'{{"prompt": "question {n}", "completion": "answer {n * 7}"}}\n' for n in range(200)))
+    backend, end = train_tokenizer([talks.read_text()], 300, SPECIAL)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOD).save_pretrained(tmp_path / "theirs")
+    ends = [end, backend.token_to_id(EOD)]
+    for number, (chat, eos) in enumerate(
+        [
+            ({"template": "chatml"}, SPECIAL[-1]),
+            # A template that writes eos_token is to find the one that it was written for.
+            ({"chat_template": str(tmp_path / "a.jinja")}, EOD),
+        ]
+    ):
+        (tmp_path / "a.jinja").write_text("{{ eos_token }}" + CHATML)
+        data = {
+            "sources": [{"type": "jsonl", "path": str(talks)}], "chat": chat, "num_workers": 0,
+            "tokenizer": {"type": "huggingface", "path": str(tmp_path / "theirs")},
+        }  # fmt: skip
+        recipe = tiny(model={"vocab_size": 400}, data=data)
+        prepare(recipe, paths.data_dir, progress=lambda _: None)
+        prepared = open_prepared(recipe, paths.data_dir)
+        out = tmp_path / str(number)
+        out.mkdir()
+        assert write_tokenizer(out, recipe, prepared)["eos_token_id"] == ends
+        found = transformers.AutoTokenizer.from_pretrained(out)
+        assert found.eos_token == eos
+        assert len(found) == len(backend.get_vocab())
+        talk = [{"role": "user", "content": "question 1"}]
+        asked = found.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        assert asked == of_prepared(prepared).prompt(talk)

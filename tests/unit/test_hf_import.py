@@ -198,8 +198,11 @@ def test_training_starts_alike_from_an_import_and_from_the_recipe_s_key(
     first = Path(made["run_dir"])
     assert first == tmp_path / "runs/one/a" and made["vocab_size"] == VOCABULARY
     assert run(["train", str(first / "recipe.yaml"), "--run-id", "a", "--no-sample", *folders]) == 0
-    recipe = (first / "recipe.yaml").read_text().replace("pretrained: null", f"pretrained: {original}")
-    (tmp_path / "two.yaml").write_text(recipe)
+    resolved = (first / "recipe.yaml").read_text()
+    (imported,) = (first / "logs").glob("recipe.until-*.yaml")
+    assert len(imported.read_text().splitlines()) < 60 < len(resolved.splitlines())
+    assert load_recipe(str(imported), ["name=one"]).recipe == load_recipe(str(first / "recipe.yaml")).recipe
+    (tmp_path / "two.yaml").write_text(resolved.replace("pretrained: null", f"pretrained: {original}"))
     again = ["train", str(tmp_path / "two.yaml"), "name=two", "--run-id", "b", "--no-sample", *folders]
     assert run(again) == 0
     second = tmp_path / "runs/two/b"

@@ -477,6 +477,7 @@ CASES: dict[str, Case] = {
     "data.chat.messages_key": Case("talk", tokens, CHAT),
     "data.chat.prompt_key": Case("question", tokens, CHAT),
     "data.chat.completion_key": Case("answer", tokens, CHAT),
+    "data.chat.template": Case("llama3", tokens, CHAT),
     "data.chat.chat_template": Case("a.jinja", tokens, CHAT),
     "data.chat.max_length": Case(32, tokens, CHAT),
     "data.chat.overlong": Case("drop", tokens, CHAT),

@@ -10,7 +10,7 @@ import pytest
 
 from llmrecipes.recipe.document import MAX_DEPTH
 from llmrecipes.recipe.files import MAX_SHOWN
-from llmrecipes.recipe.load import Loaded, load, names, recipe_hash, recipes_dir, to_yaml
+from llmrecipes.recipe.load import Loaded, load, names, recipe_hash, recipes_dir, short, to_yaml
 from llmrecipes.recipe.proxy import proxy
 from tests.refusals import has_token, refused
 
@@ -341,3 +341,25 @@ def test_shipped_recipes_and_their_rehearsals_are_valid(name: str, tmp_path: Pat
     path = tmp_path / "recipe.yaml"
     path.write_text(to_yaml(proxy(recipe)), "utf-8")
     assert load(str(path)).recipe == proxy(recipe)
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_short_form_of_a_recipe_is_the_same_recipe(name: str, tmp_path: Path) -> None:
+    recipe = load(name).recipe
+    comments = {"name": "a: [", "train.train_iters": "x" * 130, "data.split": "shares", "parallelism": "no such key"}
+    text = short(recipe, comments, "first\nsecond")
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(text, "utf-8")
+    assert load(str(file)).recipe == recipe
+    lines = text.splitlines()
+    assert lines[:3] == ["# first", "# second", f"name: {name}  # a: ["]
+    assert max(map(len, lines)) < 220
+    # Nothing is repeated that is a default, and keys that have to be there are.
+    assert "layernorm_epsilon: 1.0e-05" not in text and "  num_layers:" in text
+    assert len(lines) < len(to_yaml(recipe).splitlines()) / 2
+
+
+def test_a_short_recipe_keeps_sections_of_defaults_and_strings_that_look_like_something_else() -> None:
+    made = load("sft-tiny", ["description='yes: # no'", "data.chat={}", "tracking.experiment='1e5'"]).recipe
+    text = short(made)
+    assert "  chat: {}" in text and "  split: [96.0, 4.0, 0.0]" in text and "  experiment: '1e5'" in text

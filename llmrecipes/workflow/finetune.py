@@ -1,0 +1,393 @@
+"""`llmrecipes finetune`: from a model and conversations to a folder that can be served, in steps that can be repeated.
+
+The state of each step is what it has written: a step that is done is recognised, and not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmrecipes.commandline import command_line
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.cluster import Cluster, detect
+from llmrecipes.io import write_atomic
+from llmrecipes.plan.fitting import fitted
+from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, short
+from llmrecipes.train.spec import RunOptions
+from llmrecipes.workflow.importing import recipe_name, recipe_values, require_tokenizer
+from llmrecipes.workflow.new import as_values, source_of
+from llmrecipes.workflow.run import Log, Paths, TrainOptions, finished, is_prepared, prepare_data
+from llmrecipes.workflow.train import train
+
+if TYPE_CHECKING:
+    from llmrecipes.recipe.schema import Recipe
+
+STEPS = ("recipe", "prepare", "train", "export")
+RUN_ID = "finetune"
+RECORD = "finetune.json"
+MEASURED = 20_000
+"""Conversations whose length is measured; the others are assumed to be alike."""
+LORA = {"rank": 16, "alpha": 32.0, "dropout": 0.05}
+LEARNING_RATE = {False: 1e-5, True: 2e-4}
+"""Without and with adapters: those of Tülu 3 (arXiv 2411.15124) and QLoRA (arXiv 2305.14314), rounded."""
+MOST_BATCH, LEAST_STEPS = 64, 100
+"""Sequences of a step, as long as the run has that many steps."""
+HELD_OUT = 0.05
+_FILL = 0.95
+"""Share of packed sequences that is not padding, for the number of steps."""
+_MULTIPLE = 64
+"""Of `model.seq_length`."""
+COMMENTS = {
+    "model.seq_length": "the longest conversation that was measured, as far as the model has positions",
+    "train.pretrained": "weights that the run starts from",
+    "train.micro_batch_size": "the largest that fits the memory, by the plan",
+    "data.split": "training, validation and test, by the hash of a conversation",
+    "lora.rank": "only adapters are trained",
+}
+
+
+@dataclass(frozen=True)
+class Finetuning:
+    """What is asked for.
+
+    Attributes:
+        model: folder, or name on the Hub.
+        data: `FILE.jsonl`, `FILE.parquet`, or `TYPE:PATH` of a source.
+        out: folder of the recipe and the exported model; None: named after the model.
+        lora: train adapters, and merge them into the exported model.
+        template: of `data.chat.template`; None: that of the tokenizer.
+        epochs: passes over the training split.
+        lr: None: `LEARNING_RATE`.
+        revision: of the model on the Hub.
+        overrides: `key.path=value` of the recipe.
+    """
+
+    model: str
+    data: str
+    out: Path | None = None
+    lora: bool = False
+    template: str | None = None
+    epochs: float = 2.0
+    lr: float | None = None
+    revision: str | None = None
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Of the recipe and the exported model."""
+        return self.out or Path(f"{recipe_name(self.model)[:58]}-{'lora' if self.lora else 'sft'}")
+
+    @property
+    def name(self) -> str:
+        """Of the recipe."""
+        return recipe_name(self.folder.absolute().name)
+
+    @property
+    def recipe(self) -> Path:
+        """Its file."""
+        return self.folder / f"{self.name}.yaml"
+
+    @property
+    def exported(self) -> Path:
+        """Folder of the fine-tuned model."""
+        return self.folder / "model"
+
+    def command(self, paths: Paths, step: str | None = None) -> str:
+        """The command that does this, or one step of it."""
+        options: dict[str, Any] = {
+            "data": self.data,
+            "lora": self.lora,
+            "template": self.template,
+            "epochs": None if self.epochs == Finetuning.epochs else self.epochs,
+            "lr": self.lr,
+            "out": self.out,
+            "revision": self.revision,
+            "step": step,
+        }
+        where: dict[str, Any] = {"runs_dir": paths.runs_dir, "data_dir": paths.data_dir}
+        return command_line("finetune", self.model, overrides=self.overrides, options=options, **where)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        name: one of `STEPS`.
+        command: that does it.
+        done: whether its result is there.
+    """
+
+    name: str
+    command: str
+    done: bool
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Conversations of the data.
+
+    Attributes:
+        conversations: rows of all sources, those included that cannot be used.
+        used: conversations that were measured and can be used.
+        tokens: of all, extrapolated from those measured.
+        longest: tokens of the longest that was measured.
+    """
+
+    conversations: int
+    used: int
+    tokens: int
+    longest: int
+
+
+def steps(asked: Finetuning, paths: Paths) -> list[Step]:
+    """The steps, and which of them are done.
+
+    Raises:
+        UserError: the folder belongs to another fine-tuning, or its recipe is not valid.
+    """
+    _require_same(asked)
+    recipe = load(str(asked.recipe)).recipe if asked.recipe.exists() else None
+    run = paths.runs_dir / asked.name / RUN_ID
+    where: dict[str, Any] = {"data_dir": paths.data_dir}
+    options: dict[str, Any] = {"to": "hf", "out": asked.exported, "merge-adapter": asked.lora}
+    commands = {
+        "recipe": asked.command(paths, "recipe"),
+        "prepare": command_line("prepare", asked.recipe, **where),
+        "train": command_line("train", asked.recipe, options={"run-id": RUN_ID}, runs_dir=paths.runs_dir, **where),
+        "export": command_line("export", f"{asked.name}/{RUN_ID}", options=options, runs_dir=paths.runs_dir, **where),
+    }
+    trained = recipe is not None and finished(run, recipe.train.train_iters)
+    done = {
+        "recipe": recipe is not None,
+        "prepare": recipe is not None and is_prepared(recipe, paths.data_dir),
+        "train": trained,
+        "export": trained and asked.exported.exists(),
+    }
+    return [Step(name, commands[name], done[name]) for name in STEPS]
+
+
+def finetune(asked: Finetuning, paths: Paths, log: Log, only: str | None = None) -> int:
+    """Do the steps that are not done.
+
+    Args:
+        asked: the model, the data, and how.
+        paths: where runs and prepared data are kept.
+        log: receives lines.
+        only: the only step to do.
+
+    Returns:
+        The exit code: of a training that was interrupted, else 0. The same call continues it.
+
+    Raises:
+        UserError: a model that cannot be read, data without conversations, a tokenizer without a template, a model that
+            does not fit this machine, or a folder of another fine-tuning.
+    """
+    for number, step in enumerate(steps(asked, paths), 1):
+        if only is not None and step.name != only:
+            continue
+        log(f"{number}/{len(STEPS)} {step.name:<8} {step.command}")
+        if step.done:
+            log("             done before")
+            continue
+        code = _do(step.name, asked, paths, log)
+        if code:
+            log(f"to continue: {asked.command(paths)}")
+            return code
+    return int(ExitCode.DONE)
+
+
+def _do(step: str, asked: Finetuning, paths: Paths, log: Log) -> int:
+    if step == "recipe":
+        _write_recipe(asked, log)
+        return 0
+    recipe = load(str(asked.recipe)).recipe
+    if step == "prepare":
+        prepare_data(recipe, paths.data_dir, log)
+    elif step == "train":
+        return train(recipe, paths, TrainOptions(run_id=RUN_ID, run=RunOptions(sample=False)), log)
+    else:
+        from llmrecipes.workflow.export import Options, export
+
+        options = Options(merge_adapter=asked.lora)
+        made = export(f"{asked.name}/{RUN_ID}", asked.exported, paths.runs_dir, paths.data_dir, options)
+        log(f"exported step {made.step} to {made.path}: {made.family}, {made.dtype}, {made.bytes / 2**20:,.1f} MiB")
+    return 0
+
+
+def _write_recipe(asked: Finetuning, log: Log) -> None:
+    recipe, lengths = make_recipe(asked, detect(), log)
+    rows, tokens = f"{lengths.conversations:,} conversations", f"{lengths.tokens:,} tokens"
+    header = f"{rows} of {asked.data}, {tokens}, {asked.epochs:g} epochs.\n{DEFAULTS_NOTE}"
+    try:
+        asked.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(asked.folder / RECORD, json.dumps(_record(asked), indent=2) + "\n")
+        write_atomic(asked.recipe, short(recipe, COMMENTS, header))
+    except OSError as error:
+        raise UserError(
+            f"cannot write: {error.strerror}", where=str(error.filename or asked.folder), fix="--out DIR"
+        ) from error
+    log(
+        f"{rows}, about {tokens}, the longest {lengths.longest:,}; {recipe.train.train_iters:,} steps of "
+        f"{recipe.train.global_batch_size} sequences of {recipe.model.seq_length:,} tokens"
+    )
+    log(f"wrote {asked.recipe}, which may be edited before the next steps")
+
+
+def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, Lengths]:
+    """The recipe of a fine-tuning, and what was measured for it.
+
+    Args:
+        asked: the model, the data, and how.
+        cluster: the machine that it is to fit.
+        log: receives lines.
+
+    Raises:
+        UserError: see `finetune`.
+    """
+    from llmrecipes.data import templates
+    from llmrecipes.hf.match import section_of, validated
+    from llmrecipes.hf.reading import CONFIG, read_config
+    from llmrecipes.hf.source import resolve
+
+    source = source_of(asked.data, "--data", chat=True)
+    found = resolve(asked.model, asked.revision)
+    config = read_config(found.path)
+    _, section = section_of(config, found.path)
+    validated(section, 1, str(found.path / CONFIG))
+    values = recipe_values(found, section, asked.name)
+    bound = section.get("max_position_embeddings") or values["model"]["seq_length"]
+    precision: Literal["bf16", "fp32"] = "bf16" if cluster.gpus else "fp32"
+    values["description"] = f"{recipe_name(found.name)} on the conversations of {source.path or source.type}"[:200]
+    values["model"]["seq_length"] = bound
+    values["train"] |= {"pretrained": found.pinned, "precision": precision}
+    values["optimizer"] = {"lr": asked.lr or LEARNING_RATE[asked.lora], "weight_decay": 0.0}
+    values["scheduler"] = {"lr_decay_style": "linear"}
+    values["data"] |= {"sources": [as_values(source)], "chat": {"template": asked.template}}
+    values["data"]["split"] = [100 - 100 * HELD_OUT, 100 * HELD_OUT, 0.0]
+    if asked.lora:
+        values["lora"] = dict(LORA)
+    given = load_values(values, found.path / CONFIG, asked.overrides).recipe
+    require_tokenizer(found, given, asked.overrides)
+    _require_template(asked, given)
+    log(f"measuring the conversations of {asked.data} as {templates.of_recipe(given).origin} writes them")
+    lengths = measured(given)
+    length = min(bound, math.ceil(max(lengths.longest - 1, 1) / _MULTIPLE) * _MULTIPLE)
+    sequences = lengths.tokens * (1 - HELD_OUT) * asked.epochs / (length * _FILL)
+    batch = MOST_BATCH
+    while batch > 1 and sequences / batch < LEAST_STEPS:
+        batch //= 2
+    values["model"]["seq_length"] = length
+    values["train"]["global_batch_size"] = batch
+    recipe, _ = fitted(load_values(values, found.path / CONFIG, asked.overrides).recipe, cluster)
+    return _with_length(recipe, sequences, values, found.path / CONFIG, asked.overrides), lengths
+
+
+def _with_length(
+    recipe: Recipe, sequences: float, values: dict[str, Any], path: Path, overrides: Sequence[str]
+) -> Recipe:
+    """The recipe with as many steps as its batch takes for the sequences; overrides have the last word."""
+    batch = recipe.train.global_batch_size
+    iters = max(1, math.ceil(sequences / batch))
+    chosen = recipe.model_dump(mode="json", include={"parallelism", "train"}, exclude_defaults=True)
+    valid = sequences * HELD_OUT / (1 - HELD_OUT)
+    values = {**values, **chosen}
+    values["train"] |= {
+        "train_iters": iters,
+        "eval_interval": max(1, iters // 8),
+        "eval_iters": min(max(1, math.ceil(valid / batch)), 20),
+        "log_interval": max(1, iters // 100),
+    }
+    values["scheduler"]["lr_warmup_iters"] = math.ceil(iters * 0.03) if iters > 1 else 0
+    values["checkpoint"] = {"save_interval": max(1, iters // 4)}
+    return load_values(values, path, overrides).recipe
+
+
+def measured(recipe: Recipe) -> Lengths:
+    """Tokens of the conversations of a recipe with a Hugging Face tokenizer, cut at what a sequence holds.
+
+    Raises:
+        UserError: the sources cannot be read, or have no conversation that can be used.
+    """
+    from llmrecipes.data import sources, templates
+    from llmrecipes.data.chat import ChatSpec, chat_encoder
+    from llmrecipes.data.prepared import max_length
+    from llmrecipes.data.tokenizer import load_huggingface
+
+    backend, _ = load_huggingface(recipe.data.tokenizer, recipe.model.vocab_size)
+    spec = ChatSpec(templates.of_recipe(recipe), max_length(recipe), truncate=True)
+    encode = chat_encoder(backend.to_str(), "uint32", spec)
+    rows, refusal = 0, ""
+    lengths: list[int] = []
+    batch: list[bytes] = []
+    for source in recipe.data.sources:
+        for text in sources.documents(source, recipe.data.chat):
+            rows += 1
+            if text and rows <= MEASURED:
+                batch.append(text.encode())
+            if len(batch) == 256:
+                made = encode(batch)
+                lengths, refusal, batch = [*lengths, *made.lengths], refusal or made.refusal, []
+    made = encode(batch)
+    used = [length for length in (*lengths, *made.lengths) if length]
+    if not used:
+        refusal = refusal or made.refusal
+        raise UserError(
+            f"none of {rows:,} conversations can be learnt" + (f"; the template: {refusal}" if refusal else ""),
+            where="--data",
+            rule="a conversation has an answer of the assistant, without the text of special tokens",
+            fix="docs/finetuning.md#conversations",
+        )
+    tokens = math.ceil(sum(used) * max(1, rows / MEASURED))
+    return Lengths(rows, len(used), tokens, max(used))
+
+
+def _require_template(asked: Finetuning, recipe: Recipe) -> None:
+    from llmrecipes.data import templates
+    from llmrecipes.data.tokenizer import huggingface_template
+
+    chat = recipe.data.chat
+    if chat is None or chat.template is not None or chat.chat_template is not None:
+        return
+    if recipe.data.tokenizer.type == "huggingface" and huggingface_template(recipe.data.tokenizer)[0] is None:
+        names = templates.fitting(recipe.data.tokenizer)
+        raise UserError(
+            f"the tokenizer of {asked.model} has no chat template",
+            where="--template",
+            rule="a chat template turns messages into text; that of a base model's tokenizer is usually missing",
+            fix=" or ".join(f"--template {name}" for name in names) or "data.chat.chat_template=FILE.jinja",
+        )
+
+
+def _record(asked: Finetuning) -> dict[str, Any]:
+    return {name: value for name, value in asdict(asked).items() if name != "out"} | {"overrides": [*asked.overrides]}
+
+
+def _require_same(asked: Finetuning) -> None:
+    """The folder is new, or that of the same call.
+
+    Raises:
+        UserError: it is of another one.
+    """
+    path = asked.folder / RECORD
+    try:
+        then = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        then = None
+    except (OSError, ValueError):
+        then = {}
+    if then is None and not asked.recipe.exists() and not asked.exported.exists():
+        return
+    now = _record(asked)
+    changed = sorted(name for name in now if not isinstance(then, dict) or then.get(name) != now[name])
+    if changed:
+        what = f"made with another {', '.join(changed)}" if then else "not made by finetune"
+        raise UserError(
+            what, where=str(asked.folder), rule="a folder holds one fine-tuning, which the same command continues",
+            fix="--out DIR for another one; or edit the recipe in it, and repeat the steps after it",
+        )  # fmt: skip

@@ -1,0 +1,250 @@
+"""`llmrecipes new`: a recipe from a few answers, in the shape of the nearest one in recipes/."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.machine import planned
+from llmrecipes.io import write_atomic
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.fitting import fitted
+from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, names, short
+from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
+from llmrecipes.recipe.shape import shape
+
+TOKENS_PER_PARAMETER = 20
+"""Hoffmann et al. 2022, arXiv 2203.15556."""
+LEAST_STEPS = 100
+SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text"}
+"""Types of files whose type is not said."""
+COMMENTS = {
+    "train.train_iters": "steps",
+    "train.micro_batch_size": "sequences on one rank at a time: the largest that fits, by the plan",
+    "train.global_batch_size": "sequences of a step",
+    "optimizer.lr": "peak; llmrecipes search tries others",
+    "data.sources": "several are blended by their weights",
+    "data.split": "training, validation and test, by the hash of a document",
+}
+_TYPES = get_args(Source.model_fields["type"].annotation)
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmbt]?)", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a recipe is to be like.
+
+    Attributes:
+        name: of the recipe and its file.
+        params: of the model; None: `like` says it.
+        like: recipe with the shape and everything that is not asked for; None: the nearest by `params`.
+        data: sources, as `source_of` reads them; none: those of `like`.
+        tokenizer: bpe, or the name or folder of a Hugging Face tokenizer; None: that of `like`.
+        seq_length: None: that of `like`.
+        tokens: to train on; None: 20 for each parameter, or with `like` as many as there.
+        cluster: name or path of the profile of the machine; None: this machine.
+        nodes: of the cluster; None: one.
+        overrides: `key.path=value`, which have the last word.
+    """
+
+    name: str
+    params: int | None = None
+    like: str | None = None
+    data: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    seq_length: int | None = None
+    tokens: int | None = None
+    cluster: str | None = None
+    nodes: int | None = None
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Made:
+    """A recipe that was made.
+
+    Attributes:
+        recipe: the resolved recipe.
+        text: its file.
+        like: the recipe that it follows.
+        plan: on the machine it was made for.
+    """
+
+    recipe: Recipe
+    text: str
+    like: str
+    plan: Plan
+
+
+def amount(text: str, option: str) -> int:
+    """`1b`, `350M`, `2.5k` or `1000` as a number.
+
+    Raises:
+        UserError: it is not one.
+    """
+    match = _AMOUNT.fullmatch(text.strip())
+    number = 0 if match is None else round(float(match[1]) * _UNITS[match[2].lower()])
+    if not 0 < number <= 10**18:
+        raise UserError(
+            f"{text!r}", where=option, rule="a number, with K, M, B or T for thousands to trillions", fix="1b"
+        )
+    return number
+
+
+def source_of(text: str, option: str, *, chat: bool = False) -> Source:
+    """`TYPE:PATH`, `stdlib`, `docstrings`, or a file whose suffix says its type.
+
+    Args:
+        text: what the user gave.
+        option: for messages.
+        chat: a source of conversations.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    types = (
+        ("docstrings", "jsonl", "parquet", "hub") if chat else tuple(each for each in _TYPES if each != "docstrings")
+    )
+    kind, colon, path = text.partition(":")
+    if not colon:
+        kind, path = SUFFIXES.get(Path(text).suffix, "text" if Path(text).is_dir() and not chat else text), text
+    embedded = kind in ("stdlib", "docstrings")
+    if kind not in types or (embedded and colon) or not path:
+        raise UserError(
+            f"{text!r}",
+            where=option,
+            rule=f"a file with the suffix {', '.join(SUFFIXES)}, or TYPE:PATH with a type of {', '.join(types)}",
+            fix="jsonl:chat.jsonl" if chat else "text:FOLDER, or hub:HuggingFaceFW/fineweb-edu",
+        )
+    return Source(type=kind) if embedded else Source(type=kind, path=path)  # type: ignore[arg-type]
+
+
+def as_values(source: Source) -> dict[str, Any]:
+    """A source as it is written in a recipe."""
+    return source.model_dump(mode="json", exclude_defaults=True)
+
+
+def nearest(params: int) -> str:
+    """The recipe in recipes/ for pretraining a dense model whose number of parameters is nearest, as a ratio."""
+    found: list[tuple[float, int, str]] = []
+    for name in names():
+        try:
+            recipe = load(name).recipe
+        except UserError:  # one invalid file must not hide the others
+            continue
+        plain = not (recipe.lora or recipe.zero or recipe.data.chat or recipe.model.num_moe_experts)
+        if plain and recipe.train.pretrained is None:
+            ratio = abs(math.log(count(recipe.model, shape(recipe.model)).total / params))
+            found.append((round(ratio, 6), len(name), name))
+    if not found:
+        raise UserError("no recipe for pretraining in recipes/", where="--params", fix="--like FILE.yaml")
+    return min(found)[2]
+
+
+def make(wanted: Wanted) -> Made:
+    """The recipe, without writing it.
+
+    Raises:
+        UserError: neither or both of `params` and `like`; a value that is not one; a tokenizer that cannot be loaded;
+            overrides that make an invalid recipe.
+    """
+    if (wanted.params is None) == (wanted.like is None):
+        what = "not set" if wanted.params is None else f"{wanted.params} with --like {wanted.like}"
+        raise UserError(what, where="--params", rule="one of --params and --like says the size of the model",
+                        fix="--params 1b, or --like gpt-1b")  # fmt: skip
+    like = wanted.like or nearest(wanted.params or 1)
+    base = load(like).recipe
+    path = Path(f"{wanted.name}.yaml")
+    seq_length = wanted.seq_length or base.model.seq_length
+    values = base.model_dump(mode="json", exclude_defaults=True)
+    for section in ("zero", "search", "parallelism", "engine"):
+        values.pop(section, None)
+    model = values["model"] | {"seq_length": seq_length}
+    if model.get("max_position_embeddings", seq_length) < seq_length:
+        model["max_position_embeddings"] = seq_length
+    overlaps = ("overlap_grad_reduce", "overlap_param_gather")
+    values |= {
+        "name": wanted.name,
+        "description": f"made by llmrecipes new, in the shape of {base.name}",
+        "model": model,
+        "parallelism": {name: True for name in overlaps if getattr(base.parallelism, name)},
+    }
+    data = values.setdefault("data", {})
+    if wanted.data:
+        data["sources"] = [as_values(source_of(each, "--data")) for each in wanted.data]
+    if wanted.tokenizer is not None:
+        data["tokenizer"], model["vocab_size"] = _tokenizer(wanted.tokenizer, base)
+    machine = planned(wanted.cluster, wanted.nodes or (1 if wanted.cluster else None), 1)
+    sized = load_values(values, path, wanted.overrides).recipe
+    default = TOKENS_PER_PARAMETER * count(sized.model, shape(sized.model)).total
+    same = base.train.train_iters * base.train.global_batch_size * base.model.seq_length
+    tokens = wanted.tokens or (same if wanted.like else default)
+    batch = max(1, round(base.train.global_batch_size * base.model.seq_length / sized.model.seq_length))
+    while batch > 1 and tokens < LEAST_STEPS * batch * sized.model.seq_length:
+        batch = -(-batch // 2)
+    values["train"] |= {"global_batch_size": batch, "micro_batch_size": 1} | (
+        {"precision": "bf16"} if machine.gpus else {}
+    )
+    recipe, ranks = fitted(load_values(values, path, wanted.overrides).recipe, machine)
+    values |= recipe.model_dump(mode="json", include={"parallelism", "train"}, exclude_defaults=True)
+    iters = max(1, round(tokens / (recipe.train.global_batch_size * recipe.model.seq_length)))
+    values["train"]["train_iters"] = iters
+    values["train"]["eval_interval"] = min(base.train.eval_interval, max(1, iters // 4))
+    values["scheduler"] = _scheduler(base, iters)
+    save = values.setdefault("checkpoint", {})
+    save["save_interval"] = min(base.checkpoint.save_interval, max(1, iters // 4))
+    if save.get("keep_interval", 0) % save["save_interval"]:
+        del save["keep_interval"]  # only steps that are saved can be kept
+    made = load_values(values, path, wanted.overrides).recipe
+    plan = derive(made, ranks, machine)
+    header = f"{tokens:,} tokens in the shape of {like}. {DEFAULTS_NOTE}"
+    return Made(made, short(made, COMMENTS, header), like, plan)
+
+
+def write(made: Made, folder: Path, *, force: bool) -> Path:
+    """Write the file of a recipe.
+
+    Raises:
+        UserError: it exists, unless `force`; or it cannot be written.
+    """
+    path = folder / f"{made.recipe.name}.yaml"
+    if path.exists() and not force:
+        raise UserError("this exists already", where=str(path), rule="a recipe is overwritten only with --force",
+                        fix="--force, or another name")  # fmt: skip
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, made.text)
+    except OSError as error:
+        raise UserError(
+            f"cannot write: {error.strerror}", where=str(error.filename or path), fix="--out DIR"
+        ) from error
+    return path
+
+
+def _tokenizer(text: str, base: Recipe) -> tuple[dict[str, Any], int]:
+    """The section of a tokenizer, and the size of its vocabulary."""
+    if text == "bpe":
+        return {}, base.model.vocab_size
+    from llmrecipes.data.tokenizer import load_huggingface, vocabulary
+
+    section = Tokenizer(type="huggingface", path=text)
+    backend, _ = load_huggingface(section, 1 << 31)
+    return section.model_dump(mode="json", exclude_defaults=True), vocabulary(backend)
+
+
+def _scheduler(base: Recipe, iters: int) -> dict[str, Any]:
+    """The schedule of a recipe over another number of steps: each part keeps its share, warm-up at most its length."""
+    found = base.scheduler.model_dump(mode="json", exclude_defaults=True)
+    found.pop("lr_decay_iters", None)
+    share = iters / base.train.train_iters
+    if warmup := found.pop("lr_warmup_iters", 0):
+        found["lr_warmup_iters"] = min(warmup, round(warmup * share))
+    if decay := found.pop("lr_wsd_decay_iters", 0):
+        found["lr_wsd_decay_iters"] = max(1, round(decay * share))
+    return found

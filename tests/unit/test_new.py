@@ -1,0 +1,130 @@
+"""`llmrecipes new`: recipes from options and from answers, that `show` plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.cli.app import run
+from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.load import load
+from llmrecipes.recipe.shape import shape
+from tests.helpers import environment
+from tests.refusals import require_message
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "like", "world"),
+    [
+        (["--params", "2m"], "gpt-tiny", None),
+        (["--params", "300M", "--cluster", "h100-ib"], "gpt-350m", 8),
+        (["--params", "6b", "--cluster", "h100-ib", "--nodes", "3", "--seq-length", "8192"], "gpt-7b", 24),
+        (["--params", "350b", "--cluster", "h100-ib", "--nodes", "64", "--tokens", "2t"], "llama3-405b", 512),
+        (["--like", "gpt-1b", "--cluster", "h100-ib", "--data", "hub:a/b", "--data", "jsonl:c"], "gpt-1b", 8),
+    ],
+)
+def test_a_recipe_fits_and_is_planned_by_show(
+    options: list[str], like: str, world: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["new", "mine", *options, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["like"] == like and made["fits"]
+    recipe, base = load(made["path"]).recipe, load(like).recipe
+    assert count(recipe.model, shape(recipe.model)).total == made["parameters"]
+    assert (recipe.model.hidden_size, recipe.optimizer.lr) == (base.model.hidden_size, base.optimizer.lr)
+    machine = [] if world is None else options[options.index("--cluster") :][: 4 if "--nodes" in options else 2]
+    assert run(["show", made["path"], *machine, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert plan["fits"] and plan["world_size"] == (world or plan["world_size"]) == made["world_size"]
+    assert plan["total_tokens"] == made["tokens"]
+    assert recipe.scheduler.lr_warmup_iters < recipe.train.train_iters
+    if "--seq-length" in options:
+        assert recipe.model.seq_length == 8192
+    if "--data" in options:
+        assert [(source.type, source.path) for source in recipe.data.sources] == [("hub", "a/b"), ("jsonl", "c")]
+    wanted = 2e12 if "--tokens" in options else 20 * made["parameters"]
+    if "--params" in options:
+        assert plan["total_tokens"] == pytest.approx(wanted, rel=0.02)
+
+
+def test_a_recipe_that_was_made_is_short_and_trains_on_what_was_asked(folder: Path) -> None:
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.txt").write_text("some text " * 99)
+    options = ["--like", "gpt-tiny", "--data", "texts", "--tokens", "50k", "--tokenizer", "bpe", "--out", "sub"]
+    assert run(["new", "mine", *options, "model.num_layers=1"]) == 0
+    file = folder / "sub" / "mine.yaml"
+    recipe = load(str(file)).recipe
+    assert len(file.read_text().splitlines()) < 60 and recipe.model.num_layers == 1
+    assert recipe.data.sources[0].type == "text" and recipe.data.tokenizer.type == "bpe"
+    tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
+    assert tokens == pytest.approx(50_000, rel=0.02) and recipe.train.train_iters >= 100
+
+
+def test_no_file_is_overwritten_unless_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine.yaml").write_text("kept")
+    assert run(["new", "mine", "--params", "2m"]) == 2
+    require_message(capsys.readouterr().err, "mine.yaml", rule="--force")
+    assert (folder / "mine.yaml").read_text() == "kept"
+    assert run(["new", "mine", "--params", "2m", "--force"]) == 0
+    assert load("mine.yaml").recipe.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "rule"),
+    [
+        ([], "NAME", "--params"),
+        (["mine"], "--params", ("--params 1b", "--like gpt-1b")),
+        (["mine", "--params", "1b", "--like", "gpt-1b"], "--params", "--like"),
+        (["mine", "--params", "big"], "--params", "1b"),
+        (["mine", "--params", "0"], "--params", "1b"),
+        (["mine", "--params", "2m", "--tokens", "1x"], "--tokens", "1b"),
+        (["mine", "--params", "2m", "--data", "books"], "--data", "text:FOLDER"),
+        (["mine", "--params", "2m", "--data", "docstrings"], "--data", "text:FOLDER"),
+        (["mine", "--params", "2m", "--tokenizer", "/no/such"], "data.tokenizer", "HF_ENDPOINT"),
+        (["mine", "--like", "gpt-2b"], "gpt-2b", "gpt-7b"),
+        (["mine", "--params", "2m", "--cluster", "none"], "none", ()),
+        (["mine", "--params", "2m", "--nodes", "2"], "--nodes", "--cluster"),
+        (["Mine", "--params", "2m"], "name", ()),
+        (["mine", "--params", "2m", "train.lr=1"], "train.lr", "optimizer.lr"),
+    ],
+)
+def test_what_makes_no_recipe_is_refused(
+    arguments: list[str], where: str, rule: str | tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["new", *arguments]) == 2
+    require_message(capsys.readouterr().err, where, rule=rule)
+    assert list(folder.iterdir()) == []
+
+
+def test_on_a_terminal_it_asks(folder: Path) -> None:
+    terminal, end = pty.openpty()
+    words = [sys.executable, "-m", "llmrecipes.cli", "new"]
+    with subprocess.Popen(words, stdin=end, stdout=end, stderr=end, env=environment(), cwd=folder) as process:
+        os.close(end)
+        answers = ["mine", "1b", "jsonl:a.jsonl stdlib", "", "1024", "1b", "h100-ib", "2"]
+        os.write(terminal, "".join(f"{answer}\n" for answer in answers).encode())
+        printed = b""
+        try:
+            while part := os.read(terminal, 4096):
+                printed += part
+        except OSError:  # the other end is closed
+            pass
+        assert process.wait(timeout=60) == 0, printed.decode()
+    os.close(terminal)
+    recipe = load("mine.yaml").recipe
+    assert [source.type for source in recipe.data.sources] == ["jsonl", "stdlib"]
+    assert (recipe.model.seq_length, recipe.data.tokenizer.type) == (1024, "bpe")
+    tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
+    assert tokens == pytest.approx(1e9, rel=0.02)
