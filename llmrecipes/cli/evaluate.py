@@ -49,6 +49,12 @@ def evaluate(
     include_path: Annotated[
         Path | None, typer.Option("--include-path", metavar="DIR", help="Folder with more task files.")
     ] = None,
+    trust_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-code", help="Run the code that task files name, in a process without network and credentials."
+        ),
+    ] = False,
     text_key: Annotated[
         str, typer.Option("--text-key", metavar="NAME", help="Column of the text in a jsonl or parquet source.")
     ] = "text",
@@ -106,6 +112,7 @@ def evaluate(
     request = Request(
         tasks=tuple(task or ()),
         include_path=include_path,
+        trust_code=trust_code,
         data=tuple(data or ()),
         text_key=text_key,
         checks=tuple(map(_check, check or ())),
@@ -120,7 +127,7 @@ def evaluate(
         temperature=temperature,
         seed=seed,
     )
-    done = evaluate_run(run, request, runs_dir, data_dir, Layout(tensor, nproc))
+    done = evaluate_run(run, request, runs_dir, data_dir, Layout(tensor, nproc), progress=not as_json)
     if as_json:
         values = {"model": str(done.model), "step": done.step, "results": done.records, "warnings": done.warnings}
         print(json.dumps(values, indent=2))

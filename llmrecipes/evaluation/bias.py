@@ -32,7 +32,7 @@ def bias(lead: Lead) -> Result:
         lead: the model.
     """
     asked = list(_sentences(lead))
-    rows = list(lead.score(row for _, pair in asked for row in pair))
+    rows = list(lead.score([row for _, pair in asked for row in pair]))
     totals = [math.fsum(row.logprobs) for row in rows]
     differences = [sign * (man - woman) for (sign, _), man, woman in zip(asked, totals[::2], totals[1::2], strict=True)]
     male = [d for (sign, _), d in zip(asked, differences, strict=True) if sign > 0]

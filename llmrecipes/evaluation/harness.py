@@ -6,6 +6,7 @@ import io
 import math
 import os
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
@@ -16,13 +17,15 @@ import lm_eval.evaluator
 import lm_eval.utils
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.lead import Interrupted, Lead
 from llmrecipes.evaluation.result import Result
-from llmrecipes.evaluation.tasks import Tasks, sandboxed_templates
+from llmrecipes.evaluation.sandbox import sandboxed_templates
+from llmrecipes.evaluation.tasks import Tasks
 from llmrecipes.evaluation.windows import windows
 
 SEED = 1234
@@ -91,7 +94,9 @@ class HarnessModel(TemplateLM):
                 for row in windows([self.eot_token_id, *self.tok_encode(request.args[0])], longest, longest):
                     parts.append(number)
                     yield row
+                self._lead.count(1)
 
+        self._lead.begin(len(requests))
         totals = [0.0] * len(requests)
         for count, row in enumerate(self._lead.score(rows())):
             totals[parts[count]] += math.fsum(row.logprobs)
@@ -167,7 +172,10 @@ def run_tasks(lead: Lead, tasks: Tasks, *, limit: int | None, num_fewshot: int |
             )
         except (UserError, Interrupted):
             raise
-        except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:  # a task's mistake, or data
+        except (  # a task's mistake, or its data's
+            ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, SyntaxError,
+            RecursionError, re.error, TemplateError,
+        ) as error:  # fmt: skip
             raise UserError(
                 f"a task failed: {type(error).__name__}: {error}", where=", ".join(tasks.names), fix="correct the task"
             ) from error

@@ -18,6 +18,7 @@ from llmrecipes.data.tokenizer import TextTokenizer
 from llmrecipes.engine.base import World
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.engine.scoring import Scorer
+from llmrecipes.tracking.progress import Counted
 
 T = TypeVar("T")
 BATCHES_AT_ONCE = 32
@@ -64,6 +65,7 @@ class Lead:
         tokenizer: of the model, on every rank.
         batch_size: rows of one data-parallel rank in a forward pass.
         stop: whether this rank was told to stop.
+        progress: shows what is done; on the first rank.
     """
 
     def __init__(
@@ -73,11 +75,24 @@ class Lead:
         tokenizer: TextTokenizer,
         batch_size: int,
         stop: Callable[[], bool] = lambda: False,
+        progress: Counted | None = None,
     ) -> None:
         self.tokenizer, self.positions = tokenizer, scorer.positions
         self._scorer, self._world, self._stop = scorer, world, stop
         self._rows = batch_size * world.data_parallel_size
         self._answering = False
+        self.name, self._progress = "", progress
+        """Of what is evaluated now."""
+
+    def begin(self, total: int | None) -> None:
+        """Show progress of so many items."""
+        if self._progress is not None:
+            self._progress.begin(self.name, total)
+
+    def count(self, items: int) -> None:
+        """Show that items are done."""
+        if self._progress is not None:
+            self._progress.add(items)
 
     def run(self, task: Callable[[Lead], T]) -> T | None:
         """Run a task on the first rank, with the help of the others; a collective of all ranks.
@@ -104,8 +119,12 @@ class Lead:
         """Score the last tokens of rows, lazily and in order.
 
         Args:
-            rows: 2 to `positions` + 1 tokens, and how many of the last ones are asked for: 1 to all but one.
+            rows: 2 to `positions` + 1 tokens, and how many of the last ones are asked for: 1 to all but one. Progress
+                is shown if they are a sequence.
         """
+        counted = isinstance(rows, Sequence)
+        if isinstance(rows, Sequence):
+            self.begin(len(rows))
         source = iter(rows)
         while block := list(islice(source, BATCHES_AT_ONCE * self._rows)):
             found: dict[int, Row] = {}
@@ -118,6 +137,7 @@ class Lead:
                     part = slice(len(tokens) - 1 - last, len(tokens) - 1)
                     same = scores.greedy[place, part] == torch.tensor(tokens[-last:])
                     found[number] = Row(scores.logprobs[place, part].tolist(), bool(same.all()))
+                self.count(len(batch) if counted else 0)
             yield from (found[number] for number in range(len(block)))
 
     def extend(
@@ -137,6 +157,7 @@ class Lead:
         """
         found: dict[int, list[int]] = {}
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+        self.begin(len(prompts))
         for start in range(0, len(order), self._rows):
             batch = order[start : start + self._rows]
             asked = _Extend(
@@ -147,6 +168,7 @@ class Lead:
                 tuple(until),
             )
             found |= dict(zip(batch, self._ask(asked), strict=True))
+            self.count(len(batch))
         eod = self.tokenizer.eod
         return [new[:-1] if new and new[-1] == eod else new for new in (found[n] for n in range(len(prompts)))]
 

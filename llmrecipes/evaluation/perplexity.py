@@ -13,7 +13,14 @@ from llmrecipes.evaluation.windows import windows
 
 
 def perplexity(
-    lead: Lead, name: str, texts: Iterable[Text], *, length: int, stride: int, text_bytes: int | None = None
+    lead: Lead,
+    name: str,
+    texts: Iterable[Text],
+    *,
+    length: int,
+    stride: int,
+    text_bytes: int | None = None,
+    count: int | None = None,
 ) -> Result:
     """Score every token of every document, each document by itself after an end-of-document token.
 
@@ -28,6 +35,7 @@ def perplexity(
         length: tokens that are read at once.
         stride: 1 to `length`; see `windows`.
         text_bytes: of all documents; None: counted.
+        count: of documents, if it is known, to show progress.
 
     Raises:
         UserError: there is no document.
@@ -40,7 +48,9 @@ def perplexity(
         for text in texts:
             documents, tokens, total_bytes = documents + 1, tokens + len(text.tokens), total_bytes + text.bytes
             yield from windows([eod, *text.tokens], length, stride)
+            lead.count(1)
 
+    lead.begin(count)
     nats = math.fsum(value for row in lead.score(rows()) for value in row.logprobs)
     if not tokens:
         raise UserError(f"{name!r} has no tokens", where="--data", rule="an evaluation has at least one document")

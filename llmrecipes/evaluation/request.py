@@ -19,6 +19,7 @@ class Request(BaseModel):
 
     Attributes:
         tasks: of the harness, or paths of task files.
+        trust_code: run the code that task files name, in a process without network and variables.
         include_path: folder with more task files.
         data: for perplexity; see `evaluation.texts.Texts.parse`.
         text_key: column of the text in a JSON or Parquet source.
@@ -38,6 +39,7 @@ class Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tasks: tuple[str, ...] = ()
+    trust_code: bool = False
     include_path: Path | None = None
     data: tuple[str, ...] = ()
     text_key: str = "text"

@@ -80,7 +80,9 @@ class Prepare:
             needed = (*needed, Texts.parse("train"), Texts.parse(DATA))
         for each in needed:
             each.require(prepared)
-        tasks = load_tasks(request.tasks, request.include_path) if request.tasks else None
+        tasks = None
+        if request.tasks:
+            tasks = load_tasks(request.tasks, request.include_path, trust_code=request.trust_code)
         return cls(request, prepared, tokenizer, window, texts, tasks)
 
     def run(self, lead: Lead) -> list[Result]:
@@ -92,17 +94,23 @@ class Prepare:
         request, found = self.request, list[Result]()
         for texts in self.texts:
             logger.info("perplexity on %s", texts.name)
+            lead.name = texts.name
             documents = texts.documents(self.tokenizer, self.prepared)
             stride = request.stride or max(1, self.window // 2)
             size = texts.bytes(self.prepared)
-            found.append(perplexity(lead, texts.name, documents, length=self.window, stride=stride, text_bytes=size))
+            count, window = texts.count(self.prepared), self.window
+            found.append(
+                perplexity(lead, texts.name, documents, length=window, stride=stride, text_bytes=size, count=count)
+            )
         if self.tasks is not None:
             from llmrecipes.evaluation.harness import run_tasks
 
             logger.info("tasks: %s", ", ".join(self.tasks.names))
+            lead.name = "tasks"
             found += run_tasks(lead, self.tasks, limit=request.limit, num_fewshot=request.num_fewshot)
         for check in request.checks:
             logger.info("check: %s", check)
+            lead.name = check
             found.append(self._check(lead, check))
         return found
 

@@ -1,32 +1,35 @@
-"""The harness's tasks: found, checked and loaded before a model is.
+"""The harness's tasks: checked and loaded, with their data, before a model is.
 
-A task of the harness is its authors' code and runs as such. A task file of the user is data: what would make it code
-(`!function`, a class, another templating) is refused, and templates run in Jinja's sandbox.
+A task of the harness is its authors' code, installed as a package, and runs as such. A task file of the user is data
+(`task_files`): what runs is what was parsed and checked, and the harness never sees the file.
 """
 
 from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from llmrecipes.errors import UserError
+from llmrecipes.evaluation.sandbox import sandboxed_templates
+from llmrecipes.evaluation.task_files import Code, TaskFile, checked, read_folder, read_task_file, require_data
+from llmrecipes.evaluation.task_schema import LOADERS, Group, Override
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
+logger = logging.getLogger(__name__)
+
 OPTION = "--task"
-FILES = ("json", "csv", "parquet", "text", "arrow")
-"""Loaders of the `datasets` library that read plain data; the others unpickle or run what they find."""
 SECONDS_TO_HUB = 5.0
+MOST_TASKS = 2000
+"""Tasks of the groups in task files; groups that contain others can multiply."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Tasks:
     Attributes:
         names: as given.
         built: the harness's tasks and groups.
-        manager: that has built them.
+        manager: of the harness's own tasks.
     """
 
     names: tuple[str, ...]
@@ -59,94 +62,228 @@ def require_harness(where: str = OPTION) -> None:
         )
 
 
-def load_tasks(names: Sequence[str], include: Path | None = None, where: str = OPTION) -> Tasks:
+def load_tasks(
+    names: Sequence[str], include: Path | None = None, where: str = OPTION, *, trust_code: bool = False
+) -> Tasks:
     """Load tasks and their data.
 
     Args:
         names: tasks, groups or tags of the harness or of `include`, or paths of YAML files.
         include: folder with more task files.
         where: option or key that named them.
+        trust_code: run the code that task files name; only in an isolated process.
 
     Raises:
         UserError: the harness is not installed; an unknown task, with the nearest; a task file that is damaged or
             is code; data that is missing, or is on the Hub where this machine does not reach it.
     """
     require_harness(where)
-    files = [name for name in names if name.endswith((".yaml", ".yml"))]
-    alone = len(files) == len(names) and include is None
-    for name in files:
-        alone = require_data(Path(name), where) and alone
-    if include is not None:
-        if not include.is_dir():
-            raise UserError("no such folder", where=f"--include-path {include}", fix="a folder with task files")
-        for path in sorted(include.rglob("*.yaml")):
-            require_data(path, where)
+    if trust_code:
+        from llmrecipes.evaluation.isolation import require_isolated
+
+        require_isolated()
+    files = {name: read_task_file(Path(name), where) for name in names if name.endswith((".yaml", ".yml"))}
+    folder = {} if include is None else {file.name: file for file in read_folder(include, where)}
+    if not trust_code:
+        for file in (*files.values(), *folder.values()):
+            require_data(file)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default that a task relies on
-    manager = _manager(None if include is None else str(include), not alone)
-    for name in names:
-        if name not in files and name not in manager.task_index:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
+    alone = include is None and len(files) == len(names) and not any("group" in file.values for file in files.values())
+    manager = _manager(not alone)
+    for name, file in folder.items():
+        if name in manager.task_index:
             raise UserError(
-                f"no task {name!r}",
-                where=where,
-                rule="a task, group or tag of lm-evaluation-harness, or the path of a task file",
-                fix=f"one of {', '.join(near)}" if near else "lm-eval ls tasks lists them",
+                f"{name!r} is a task of the harness",
+                where=str(file.path),
+                rule="a file does not replace a task of the harness: its results would be taken for that task's",
+                fix="another name",
             )
+    builder = _Builder(manager, folder, where, trust_code)
     with sandboxed_templates():
-        return Tasks(tuple(names), tuple(each for name in names for each in _load(manager, name, where)), manager)
+        built = [
+            each
+            for name in names
+            for each in (builder.file(files[name], {}, ()) if name in files else builder.named(name, {}, ()))
+        ]
+    return Tasks(tuple(names), tuple(built), manager)
 
 
 @cache
-def _manager(include: str | None, defaults: bool) -> TaskManager:
-    """The index of tasks; that of the harness's own takes seconds to read."""
+def _manager(defaults: bool) -> TaskManager:
+    """The index of the harness's own tasks, which takes seconds to read; without `defaults`, an empty one."""
     import lm_eval.tasks
 
-    return lm_eval.tasks.TaskManager(include_path=include, include_defaults=defaults)
+    if defaults:
+        logger.info("reading the index of the harness's tasks, which takes some seconds")
+    return lm_eval.tasks.TaskManager(include_defaults=defaults)
 
 
-def _load(manager: TaskManager, name: str, where: str) -> list[Any]:
-    remote = sorted({path for config in _leaves(manager, name, set()) if (path := _on_hub(config, name, where))})
-    unreachable = bool(remote) and not _reaches_hub()
-    try:
-        with _quiet(offline=unreachable):
-            loaded = manager.load([name])
-    except UserError:
-        raise
-    except Exception as error:  # of datasets, fsspec, HTTP, Jinja and the task itself
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        if unreachable:
-            raise UserError(
-                f"task {name!r} needs {', '.join(remote[:3])} from the Hugging Face Hub, which this machine does not "
-                f"reach, and it is not in the cache ({type(error).__name__}: {reason[:200]})",
-                where=where,
-                rule="a task's data is read before the model is loaded",
-                fix="a machine with network, or its cache in HF_HOME; a task file with local data works everywhere",
-            ) from error
+@dataclass
+class _Builder:
+    """Makes the harness's objects from parsed files, and from its own tasks.
+
+    Args:
+        manager: of the harness's own tasks.
+        folder: files of `--include-path`, by name.
+        where: option or key that named the tasks.
+        trust_code: see `load_tasks`.
+    """
+
+    manager: TaskManager
+    folder: Mapping[str, TaskFile]
+    where: str
+    trust_code: bool
+    _count: int = field(default=0, init=False)
+
+    def named(
+        self, name: str, overrides: dict[str, Any], above: tuple[str, ...], file: Path | None = None
+    ) -> list[Any]:
+        """A task, group or tag of the folder or the harness."""
+        if name in self.folder:
+            return self.file(self.folder[name], overrides, above)
+        if tagged := [each for each in self.folder.values() if name in each.tags]:
+            return [task for each in tagged for task in self.file(each, overrides, above)]
+        if name in self.manager.task_index:
+            return self._harness_task(name, overrides, file)
+        near = difflib.get_close_matches(name, [*self.folder, *self.manager.all_tasks], n=3, cutoff=0.5)
         raise UserError(
-            f"task {name!r} cannot be loaded: {type(error).__name__}: {reason[:300]}",
-            where=where,
-            fix="correct the task file or its data" if name.endswith((".yaml", ".yml")) else "",
-        ) from error
-    # Groups contain their tasks.
-    inside = {child for children in loaded["group_map"].values() for child in children}
-    groups = [group for key, group in loaded["groups"].items() if key not in inside]
-    return groups or list(loaded["tasks"].values())
+            f"no task {name!r}",
+            where=self.where if file is None else str(file),
+            rule="a task, group or tag of lm-evaluation-harness, or the path of a task file",
+            fix=f"one of {', '.join(near)}" if near else "lm-eval ls tasks lists them",
+        )
+
+    def file(self, file: TaskFile, overrides: dict[str, Any], above: tuple[str, ...]) -> list[Any]:
+        """The task or group of a file."""
+        if "group" in file.values:
+            return [self._group(file.name, file.values, overrides, file.path, above)]
+        return [self._task({**file.values, **overrides}, file.path)]
+
+    def _group(
+        self, name: str, values: Mapping[str, Any], overrides: dict[str, Any], file: Path, above: tuple[str, ...]
+    ) -> Any:
+        from lm_eval.api.group import Group as HarnessGroup
+        from lm_eval.config.group import GroupConfig
+
+        if name in above:
+            raise UserError(f"group {name!r} contains itself", where=str(file), fix="remove it from its own tasks")
+        own = {key: values[key] for key in values.keys() & (Group.model_fields.keys() - {"task", "tag"})}
+        config = checked(Group, own, file)
+        children = values.get("task") or []
+        group = HarnessGroup.from_config(GroupConfig(**{**config, "group": name}))
+        common = {key: value for key, value in values.items() if key not in Group.model_fields} | overrides
+        for child in children if isinstance(children, list) else [children]:
+            for each in self._child(child, name, common, file, (*above, name)):
+                group.add(each)
+        return group
+
+    def _child(self, child: Any, group: str, common: dict[str, Any], file: Path, above: tuple[str, ...]) -> list[Any]:
+        if isinstance(child, str):
+            return self.named(child, common, above, file)
+        name = child.get("group", child.get("task")) if isinstance(child, dict) else None
+        if not isinstance(name, str):
+            raise UserError(
+                f"{str(child)[:80]!r} in group {group!r}",
+                where=str(file),
+                rule="the tasks of a group are names, and mappings with task or group",
+                fix="task: my_task",
+            )
+        known = name in self.folder or name in self.manager.task_index
+        own = {key: value for key, value in child.items() if key not in ("task", "group") or not known}
+        if known:
+            return self.named(name, common | own, above, file)
+        if "group" in child:
+            return [self._group(f"{group}::{name}", own, common, file, above)]
+        return [self._task({**common, **own, "task": f"{group}::{name}"}, file)]
+
+    def _task(self, values: Mapping[str, Any], file: Path) -> Any:
+        self._count += 1
+        if self._count > MOST_TASKS:
+            raise UserError(f"more than {MOST_TASKS} tasks", where=str(file), fix="fewer tasks at once")
+        name = str(values["task"])
+        _require_no_written_code(values, name, str(file))
+        if self.trust_code:
+            return self._made(str(file), name, [], lambda: _trusted(values))
+        from llmrecipes.evaluation.data_task import DataTask, plain_config
+
+        config = plain_config(values, file)
+        path = config["dataset_path"]
+        remote = [] if path in LOADERS or Path(path).is_dir() else [path]
+        return self._made(str(file), name, remote, lambda: DataTask(config=config))
+
+    def _harness_task(self, name: str, overrides: dict[str, Any], file: Path | None) -> list[Any]:
+        """A task of the harness: its code is installed, and a file changes nothing that the code gets."""
+        changed = checked(Override, overrides, file) if file is not None else {}
+        remote = sorted(
+            {path for config in _leaves(self.manager, name, set()) if (path := _data(config, name, self.where))}
+        )
+        entry = self.manager.task_index[name]
+        index = self.manager.task_index
+        made = self._made(
+            name, name, remote, lambda: self.manager._factory.build(entry, overrides=changed or None, registry=index)
+        )
+        return made if isinstance(made, list) else [made]
+
+    def _made(self, shown: str, name: str, remote: list[str], make: Callable[[], Any]) -> Any:
+        unreachable = bool(remote) and not _reaches_hub()
+        try:
+            with _quiet(offline=unreachable):
+                return make()
+        except UserError:
+            raise
+        except Exception as error:  # of datasets, fsspec, HTTP, Jinja and the task itself
+            reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+            if unreachable:
+                raise UserError(
+                    f"task {name!r} needs {', '.join(remote[:3])} from the Hugging Face Hub, which this machine does "
+                    f"not reach, and it is not in the cache ({type(error).__name__}: {reason[:200]})",
+                    where=self.where,
+                    rule="a task's data is read before the model is loaded",
+                    fix="a machine with network, or its cache in HF_HOME; a task file with local data works everywhere",
+                ) from error
+            raise UserError(
+                f"task {shown!r} cannot be loaded: {type(error).__name__}: {reason[:300]}",
+                where=self.where,
+                fix="correct the task file or its data" if shown.endswith((".yaml", ".yml")) else "",
+            ) from error
+
+
+def _trusted(values: Mapping[str, Any]) -> Any:
+    """A task with its own code, as the harness makes it."""
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._factory import _ctor_accepts_config
+
+    config = {key: _with_functions(value) for key, value in values.items() if key not in ("tag", "group")}
+    kind = config.get("class")
+    if kind is None:
+        return ConfigurableTask(config=config)
+    task = kind(config=config) if _ctor_accepts_config(kind) else kind()
+    if hasattr(getattr(task, "config", None), "task"):
+        task.config.task = config["task"]
+    return task
+
+
+def _with_functions(value: Any) -> Any:
+    from lm_eval.tasks._yaml_loader import _import_func_in_yml
+
+    if isinstance(value, Code):
+        return _import_func_in_yml(value.name, value.folder)
+    if isinstance(value, dict):
+        return {key: _with_functions(inner) for key, inner in value.items()}
+    return [_with_functions(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _leaves(manager: TaskManager, name: str, seen: set[str]) -> Iterator[dict[str, Any]]:
-    """Configurations of the tasks that a name stands for, with functions left as names."""
+    """Configurations of the harness's tasks that a name stands for, with functions left as names."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     entry = manager.task_index.get(name)
-    if name in seen:
+    if entry is None or name in seen:
         return
     seen.add(name)
-    if entry is None:
-        path = Path(name)
-        config = load_yaml(path, resolve_func=False) if path.is_file() else {}
-        children = config.get("task")
-    elif entry.yaml_path is None:
-        config, children = {}, sorted(entry.tags or ())
+    if entry.yaml_path is None:
+        config: dict[str, Any] = {}
+        children: Any = sorted(entry.tags or ())
     else:
         config = load_yaml(entry.yaml_path, resolve_func=False)
         children = config.get("task")
@@ -164,12 +301,30 @@ def _leaves(manager: TaskManager, name: str, seen: set[str]) -> Iterator[dict[st
                 yield {**config, **child}
 
 
-def _on_hub(config: dict[str, Any], name: str, where: str) -> str | None:
-    """The dataset of a task on the Hub; None if its data is local.
+def _data(config: dict[str, Any], name: str, where: str) -> str | None:
+    """The data set of a task of the harness on the Hub; None if its data is local.
 
     Raises:
-        UserError: a task that runs generated code, or whose metric is code from the Hub.
+        UserError: a task that runs generated code, or whose metric is code from the Hub; or a folder here has the name
+            of its data set, and would be read in its place.
     """
+    _require_no_written_code(config, name, where)
+    for metric in () if config.get("process_results") else config.get("metric_list") or ():
+        _require_own_metric(metric, name, where)
+    path = config.get("dataset_path")
+    if not isinstance(path, str) or config.get("custom_dataset") or path in LOADERS:
+        return None
+    if Path(path).exists():
+        raise UserError(
+            f"{path} is a folder here, and the data set of task {name!r} on the Hub",
+            where=where,
+            rule="a task of the harness runs on its own data: its code trusts that data, and its numbers are compared",
+            fix="start in another folder",
+        )
+    return path
+
+
+def _require_no_written_code(config: Mapping[str, Any], name: str, where: str) -> None:
     if config.get("unsafe_code"):
         raise UserError(
             f"task {name!r} runs code that the model writes",
@@ -177,17 +332,12 @@ def _on_hub(config: dict[str, Any], name: str, where: str) -> str | None:
             rule="nothing that a model writes is executed here",
             fix="another task",
         )
-    if not config.get("process_results"):
-        for metric in config.get("metric_list") or ():
-            _require_own_metric(metric, name, where)
-    path = config.get("dataset_path")
-    if not isinstance(path, str) or config.get("custom_dataset"):
-        return None
-    return None if path in FILES or Path(path).exists() else path
 
 
 def _require_own_metric(metric: Any, name: str, where: str) -> None:
     from lm_eval.api.registry import metric_registry
+
+    from llmrecipes.evaluation.data_task import unknown_metric
 
     known = isinstance(metric, dict) and (
         str(metric.get("metric")).endswith(".py")
@@ -195,118 +345,7 @@ def _require_own_metric(metric: Any, name: str, where: str) -> None:
         or metric.get("metric") in metric_registry
     )
     if not known or metric.get("hf_evaluate"):
-        what = metric.get("metric") if isinstance(metric, dict) else metric
-        raise UserError(
-            f"metric {what!r} of task {name!r}",
-            where=where,
-            rule="a metric is one of the harness's: others are code that is downloaded from the Hub",
-            fix="one of acc, acc_norm, exact_match, f1, perplexity, bits_per_byte, …",
-        )
-
-
-def require_data(path: Path, where: str = OPTION) -> bool:
-    """Refuse a task file that is not plain data, with what it includes.
-
-    Returns:
-        Whether it is a task by itself, and not a group of others.
-
-    Raises:
-        UserError: it cannot be read, is no YAML mapping, or would run code.
-    """
-    alone = True
-    for file, config in _files(path, where, ()):
-        alone = alone and not isinstance(config.get("task"), list)
-        for key, value in _pairs(config):
-            if key in ("class", "use_prompt", "custom_dataset", "unsafe_code") and value:
-                raise UserError(
-                    f"has {key}",
-                    where=str(file),
-                    rule="a task file is data, without code of its own",
-                    fix="doc_to_text, doc_to_choice and doc_to_target as templates",
-                )
-            if key == "dataset_path" and isinstance(value, str):
-                _require_loader(value, file)
-    return alone
-
-
-def _require_loader(path: str, file: Path) -> None:
-    local = Path(path).is_dir()
-    if path in FILES or local or ("/" in path and not path.endswith(".py") and not path.startswith((".", "/"))):
-        return
-    raise UserError(
-        f"dataset_path: {path}",
-        where=str(file),
-        rule=f"one of {', '.join(FILES)} with dataset_kwargs.data_files, an existing folder, or a name on the Hub",
-        fix="dataset_path: json",
-    )
-
-
-def _files(path: Path, where: str, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    try:
-        with path.open("rb") as stream:  # errors have its name
-            config = yaml.load(stream, Loader=_Plain)  # noqa: S506 (a SafeLoader)
-    except OSError as error:
-        raise UserError(
-            f"cannot read: {error.strerror}", where=str(path), fix=f"an existing file for {where}"
-        ) from error
-    except yaml.YAMLError as error:
-        raise UserError(f"is no YAML: {' '.join(str(error).split())}", where=str(path), fix="correct it") from error
-    if not isinstance(config, dict) or not (above or {"task", "group"} & config.keys()):
-        raise UserError(
-            "has no key task",
-            where=str(path),
-            rule="a task file is a mapping with the task's name",
-            fix="task: my_task",
-        )
-    yield path, config
-    includes = config.get("include") or []
-    for name in includes if isinstance(includes, list) else [includes]:
-        inner = path.parent / str(name)
-        if inner.resolve() in (each.resolve() for each in (*above, path)):
-            raise UserError(f"includes {name}, which includes it", where=str(path), fix="remove one of them")
-        yield from _files(inner, where, (*above, path))
-
-
-class _Plain(yaml.SafeLoader):
-    """YAML of the harness's task files, without its functions."""
-
-
-def _function(_loader: yaml.Loader, node: yaml.Node) -> Any:
-    raise UserError(
-        f"line {node.start_mark.line + 1}: !function {node.value}",
-        where=str(node.start_mark.name),
-        rule="a task file is data: !function would run Python code of this machine",
-        fix="doc_to_text, doc_to_choice and doc_to_target as templates",
-    )
-
-
-_Plain.add_constructor("!function", _function)
-
-
-def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield str(key), inner
-            yield from _pairs(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _pairs(inner)
-
-
-@contextmanager
-def sandboxed_templates() -> Iterator[None]:
-    """A block in which the harness renders its templates in Jinja's sandbox, where they reach only a document."""
-    import lm_eval.utils
-    from jinja2.sandbox import SandboxedEnvironment
-
-    before = lm_eval.utils.env
-    sandbox = SandboxedEnvironment(loader=before.loader, undefined=before.undefined, keep_trailing_newline=True)
-    sandbox.filters.update(before.filters)
-    lm_eval.utils.env = sandbox
-    try:
-        yield
-    finally:
-        lm_eval.utils.env = before
+        raise unknown_metric(metric.get("metric") if isinstance(metric, dict) else metric, name, where)
 
 
 def _reaches_hub() -> bool:

@@ -103,6 +103,13 @@ class Texts:
             raise ValueError(f"{self.name}: a split of what?")
         return islice((text for text in found if text.tokens), self.limit)
 
+    def count(self, prepared: Prepared | None) -> int | None:
+        """Documents of a split, as many as the limit lets through; None if they are not known before they are read."""
+        if self.split is None or prepared is None:
+            return self.limit
+        number = sum(source.splits[self.split].documents for source in prepared.manifest.sources)
+        return number if self.limit is None else min(number, self.limit)
+
     def bytes(self, prepared: Prepared | None) -> int | None:
         """Bytes of a whole split, counted when it was prepared; None if they are not known before it is read."""
         if self.split is None or prepared is None or self.limit is not None:

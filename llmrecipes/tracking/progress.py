@@ -19,6 +19,8 @@ from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.units import GIB
 
 SECONDS_BETWEEN_LINES = 1.0
+SECONDS_BEFORE_COUNTING = 2.0
+SECONDS_BETWEEN_COUNTS = 10.0
 STEPS_FOR_TIME_LEFT = 50
 WIDE = 120
 """Terminal columns from which on all values of a step are shown."""
@@ -99,6 +101,64 @@ class ProgressSink:
             self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
         else:  # not through rich, which exits when the reader of a pipe is gone
             print(text, file=self._console.file, flush=True)
+
+
+class Counted:
+    """Shows how much of some work is done, and the time left: a bar on a terminal, elsewhere a line now and then.
+
+    Work of less than two seconds shows nothing.
+
+    Args:
+        console: on stderr.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._name, self._total, self._done = "", 0, 0
+        self._begun = self._printed = 0.0
+        self._live: Progress | None = None
+
+    def begin(self, name: str, total: int | None) -> None:
+        """Another work, of some items; None if it is not known how many."""
+        self.close()
+        self._name, self._total, self._done = name, total or 0, 0
+        self._begun = self._printed = self._clock()
+
+    def add(self, items: int) -> None:
+        """Some items are done."""
+        self._done += items
+        now = self._clock()
+        if now - self._begun < SECONDS_BEFORE_COUNTING:
+            return
+        if self._console.is_terminal:
+            self._draw(now)
+        elif now - self._printed >= SECONDS_BETWEEN_COUNTS or self._printed == self._begun:
+            self._printed = now
+            print(f"{self._name}  {self._text(now)}", file=self._console.file, flush=True)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _draw(self, now: float) -> None:
+        if self._live is None:
+            text = TextColumn("{task.description}")
+            self._live = Progress(
+                text, BarColumn(30), console=self._console, transient=True, refresh_per_second=4,
+                redirect_stdout=False, redirect_stderr=False,
+            )  # fmt: skip
+            self._task = self._live.add_task("", total=self._total or None)
+            self._live.start()
+        text_now = escape(f"{self._name}  {self._text(now)}")
+        self._live.update(self._task, completed=self._done, description=text_now)
+
+    def _text(self, now: float) -> str:
+        if not self._total:
+            return f"{self._done:,} done"
+        left = (now - self._begun) * max(self._total - self._done, 0) / max(self._done, 1)
+        return f"{self._done:,}/{self._total:,}  left {duration(left)}"
 
 
 def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[str, str]:

@@ -10,10 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation import history
+from llmrecipes.evaluation import history, isolation
 from llmrecipes.evaluation.request import DATA, Request
 from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.task_files import read_regular
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
@@ -22,6 +25,7 @@ from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.engines import without_zero
 from llmrecipes.recipe.load import RESOLVED_NAME, load_values
 from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.units import MIB
 from llmrecipes.workflow.evaluate_rank import EvaluationSpec, evaluate
 from llmrecipes.workflow.recorded import run_recipe
 from llmrecipes.workflow.run import new_run_id
@@ -30,6 +34,8 @@ from llmrecipes.workflow.tensors import find_checkpoint
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
 
+LARGEST_RESULTS = 64 * MIB
+"""Bytes of an isolated process's results."""
 PRECISIONS = {"float32": "fp32", "float16": "fp16"}
 """Of computing with a folder's weights, by their type; bf16 for the others."""
 
@@ -63,7 +69,15 @@ class Evaluation:
     warnings: tuple[str, ...] = ()
 
 
-def evaluate_run(name: str, request: Request, runs_dir: Path, data_dir: Path, layout: Layout = Layout()) -> Evaluation:
+def evaluate_run(
+    name: str,
+    request: Request,
+    runs_dir: Path,
+    data_dir: Path,
+    layout: Layout = Layout(),
+    *,
+    progress: bool = False,
+) -> Evaluation:
     """Evaluate a run's checkpoint, and keep the results in its directory and in its MLflow run.
 
     Results are written when all of them are there: an evaluation that is interrupted leaves nothing.
@@ -75,6 +89,7 @@ def evaluate_run(name: str, request: Request, runs_dir: Path, data_dir: Path, la
         runs_dir: where runs are kept.
         data_dir: where prepared data is kept.
         layout: ranks on this machine.
+        progress: show on stderr how much is done.
 
     Raises:
         UserError: no such run or checkpoint; tasks or data that are missing; a model that does not fit.
@@ -82,12 +97,16 @@ def evaluate_run(name: str, request: Request, runs_dir: Path, data_dir: Path, la
     if not (request.tasks or request.data or request.checks):
         request = request.model_copy(update={"data": (DATA,)})
     if _is_folder(Path(name)):
-        return _evaluate_folder(Path(name), request, data_dir, layout)
+        return _evaluate_folder(Path(name), request, data_dir, layout, progress=progress)
     run_dir, entry = find_checkpoint(name, runs_dir)
     recipe = run_recipe(run_dir)
     _require_intact(run_dir, entry)
     spec = EvaluationSpec(
-        recipe=on_ranks(recipe, layout), data_dir=data_dir, checkpoint=entry.path.absolute(), request=request
+        recipe=on_ranks(recipe, layout),
+        data_dir=data_dir,
+        checkpoint=entry.path.absolute(),
+        request=request,
+        progress=progress,
     )
     results = _results(spec, layout, run_dir / "logs")
     records = history.records(results, entry.step, str(entry.path))
@@ -99,7 +118,7 @@ def _is_folder(path: Path) -> bool:
     return (path / "config.json").is_file() and not (path / RESOLVED_NAME).is_file()
 
 
-def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layout) -> Evaluation:
+def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layout, *, progress: bool) -> Evaluation:
     """Evaluate a folder of a Hugging Face model, which is only read."""
     from llmrecipes.hf.match import section_of, validated
     from llmrecipes.hf.reading import CONFIG, open_folder, read_config
@@ -120,7 +139,11 @@ def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layou
     precision = PRECISIONS.get(str(config.get("dtype") or config.get("torch_dtype")), "bf16")
     recipe = load_values(values, found.path / CONFIG, [f"train.precision={precision}"]).recipe
     spec = EvaluationSpec(
-        recipe=on_ranks(recipe, layout), data_dir=data_dir, folder=found.path.absolute(), request=request
+        recipe=on_ranks(recipe, layout),
+        data_dir=data_dir,
+        folder=found.path.absolute(),
+        request=request,
+        progress=progress,
     )
     with TemporaryDirectory() as logs:
         results = _results(spec, layout, Path(logs))
@@ -131,7 +154,62 @@ def _results(spec: EvaluationSpec, layout: Layout, logs: Path) -> list[Result]:
     cluster = detect()
     plan = derive(spec.recipe, layout.ranks or layout.tensor, cluster)
     _require_memory(plan, layout)
+    if spec.request.trust_code:
+        return _isolated(spec, plan, logs)
     return evaluate(spec) if plan.layout.world_size == 1 else _start(spec, plan, cluster, logs)
+
+
+def _isolated(spec: EvaluationSpec, plan: Plan, logs: Path) -> list[Result]:
+    """Evaluate in a process that tasks may run code in; what it writes is read as data of a stranger."""
+    if plan.layout.world_size > 1:
+        raise UserError(
+            f"{plan.layout.world_size} ranks",
+            where=isolation.OPTION,
+            rule="code of a task file runs in one process without network, and ranks need one",
+            fix="--tp 1 and no --nproc",
+        )
+    folder = logs / f"eval-{new_run_id()}"
+    folder.mkdir(parents=True)
+    output, path = folder / "results.json", folder / "spec.json"
+    path.write_text(spec.model_copy(update={"output": output.absolute()}).model_dump_json() + "\n", "utf-8")
+    try:
+        code = isolation.run("llmrecipes.workflow.evaluate_rank", [str(path.absolute())])
+        written = _written(output)
+    finally:
+        shutil.rmtree(folder)
+    if written is None or (code and written.refused is None):
+        raise UserError(
+            f"the evaluation ended with exit code {code}", where=isolation.OPTION, fix="see the messages above"
+        )
+    if written.refused is not None:
+        said = written.refused
+        raise UserError(said.error, where=said.where, rule=said.rule, fix=said.fix)
+    return list(written.results)
+
+
+class _Refused(BaseModel):
+    error: str
+    where: str
+    rule: str
+    fix: str
+
+
+class _Written(BaseModel):
+    """What the process leaves."""
+
+    results: list[Result] = []
+    refused: _Refused | None = None
+
+
+def _written(output: Path) -> _Written | None:
+    """None if it left nothing that can be used."""
+    try:
+        values = json.loads(read_regular(output, LARGEST_RESULTS)[0])
+        written = _Written.model_validate({"results": values} if isinstance(values, list) else values)
+        names = (name for result in written.results for name in (result.task, *result.metrics))
+        return written if all(map(str.isprintable, names)) else None
+    except (OSError, UserError, ValueError, RecursionError):
+        return None
 
 
 def _require_intact(run_dir: Path, entry: Entry) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmrecipes.engine.requirements import require_packages
-from llmrecipes.errors import ExitCode
+from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.evaluation.request import Request
 from llmrecipes.evaluation.result import Result
 from llmrecipes.io import write_atomic
@@ -32,13 +33,21 @@ class EvaluationSpec(RankSpec):
     folder: Path | None = None
     """Folder of the model, if there is no checkpoint."""
     request: Request
+    progress: bool = False
+    """Show on stderr how much is done."""
     output: Path | None = None
     """File for the results; None: they are returned."""
 
 
 def run(spec: EvaluationSpec) -> ExitCode:
-    """Evaluate, and write the results to the spec's file."""
-    found = evaluate(spec)
+    """Evaluate, and write the results to the spec's file; of an isolated process, also what the user did wrong."""
+    try:
+        found = evaluate(spec)
+    except UserError as error:
+        if spec.output is None or not spec.request.trust_code:
+            raise
+        write_atomic(spec.output, json.dumps({"refused": error.as_dict()}))
+        return error.code
     if spec.output is not None and os.environ.get("RANK", "0") == "0":
         write_atomic(spec.output, json.dumps([asdict(result) for result in found]))
     return ExitCode.DONE
@@ -52,12 +61,15 @@ def evaluate(spec: EvaluationSpec) -> list[Result]:
     """
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
+    from rich.console import Console
+
     from llmrecipes.data.prepared import fingerprint, open_prepared
     from llmrecipes.engine.registry import backend
     from llmrecipes.evaluation.lead import Lead
     from llmrecipes.evaluation.run import Prepare
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
+    from llmrecipes.tracking.progress import Counted
 
     recipe = spec.recipe
     # A tokenizer of Hugging Face is its own file: an imported model needs no prepared data.
@@ -73,8 +85,13 @@ def evaluate(spec: EvaluationSpec) -> list[Result]:
     platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
     with engines.join(recipe, platform) as world, failure_reported(recipe):
         model = _model(spec, engines, plan, platform)
-        lead = Lead(model.scorer(), world, tokenizer, spec.request.batch_size)
-        return lead.run(lambda one: work.run(one) if work is not None else []) or []
+        progress = Counted(Console(file=sys.stderr)) if spec.progress and work is not None else None
+        lead = Lead(model.scorer(), world, tokenizer, spec.request.batch_size, progress=progress)
+        try:
+            return lead.run(lambda one: work.run(one) if work is not None else []) or []
+        finally:
+            if progress is not None:
+                progress.close()
 
 
 def _model(spec: EvaluationSpec, engines: Backend, plan: Plan, platform: Platform) -> TextModel:

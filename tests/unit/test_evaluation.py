@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import math
 import os
 import random
+import re
 import signal
+import socket
+import subprocess
+import sys
+import tarfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +25,9 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from jinja2.exceptions import SecurityError, UndefinedError
 from lm_eval.models.huggingface import HFLM
+from rich.console import Console
 
 from llmrecipes.data.documents import documents
 from llmrecipes.data.prepare import prepare
@@ -29,7 +38,8 @@ from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation import history, memorisation
+from llmrecipes.evaluation import history, isolation, memorisation
+from llmrecipes.evaluation import task_files as task_files_module
 from llmrecipes.evaluation.bias import bias
 from llmrecipes.evaluation.harness import BOOTSTRAP, HarnessModel, metrics_of, run_tasks
 from llmrecipes.evaluation.lead import Interrupted, Lead
@@ -38,6 +48,7 @@ from llmrecipes.evaluation.repetition import distinct, rep, repetition
 from llmrecipes.evaluation.request import Request
 from llmrecipes.evaluation.result import Result
 from llmrecipes.evaluation.run import Prepare
+from llmrecipes.evaluation.sandbox import bounded, sandbox
 from llmrecipes.evaluation.tasks import load_tasks
 from llmrecipes.evaluation.texts import Text, Texts
 from llmrecipes.evaluation.windows import windows
@@ -47,10 +58,11 @@ from llmrecipes.hf.family import config_of, family_of
 from llmrecipes.hf.views import AsHuggingFace
 from llmrecipes.plan.derive import derive
 from llmrecipes.tracking.events import TASKS_EVALUATED
+from llmrecipes.tracking.progress import Counted
 from llmrecipes.train.testing import TaskEvaluations
 from llmrecipes.workflow import evaluate_rank
 from tests.helpers import ROOMY, built, tiny, tiny_on
-from tests.refusals import refused
+from tests.refusals import refused, require_refusal
 from tests.unit.test_model_hf import Weights, state_of
 
 HERE = World(rank=0, size=1, data_parallel_rank=0, data_parallel_size=1, holds_whole_model=True)
@@ -327,6 +339,241 @@ def test_a_task_file_that_is_damaged_or_is_code_is_refused(
     assert not (tmp_path / "owned").exists()
 
 
+CODE = "import os\nos.mkdir(RAN)\n\n\ndef run(*_, **__):\n    return []\n\n\nTask = run\n"
+"""A module that leaves a trace when it is imported."""
+IN_A_GROUP = "group: all\ntask: [{task: inner, %s}]\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN + "metric_list: [{metric: HERE/code.py}]\n",
+        PLAIN + "metric_list: [{metric: ./code.py, aggregation: mean, higher_is_better: true}]\n",
+        PLAIN + "metric_list: [{metric: !function code.run, aggregation: mean}]\n",
+        PLAIN + "metric_list: [{metric: acc, hf_evaluate: true}]\n",
+        PLAIN + "metric_list: [{metric: exact_match, aggregation: !function code.run}]\n",
+        PLAIN + "metric_list: [{metric: exact_match, aggregation: code.run}]\n",
+        PLAIN + "metric_list: [{metric: exact_match, compute: !function code.run}]\n",
+        PLAIN + "metric_list: {metric: exact_match}\n",
+        PLAIN + "filter_list: [{name: x, filter: [{function: custom, filter_fn: !function code.run}]}]\n",
+        PLAIN + "filter_list: [{name: x, filter: [{function: !function code.run}]}]\n",
+        PLAIN + "filter_list: [{name: x, filter: [{function: regex, regex_pattern: !function code.run}]}]\n",
+        PLAIN + "fewshot_config: {sampler: !function code.Task}\n",
+        PLAIN + "fewshot_config: {samples: !function code.run}\n",
+        PLAIN + "fewshot_config: {process_docs: code.run}\n",
+        PLAIN + "process_docs: code.run\n",
+        PLAIN + "process_results: !function code.run\n",
+        PLAIN + "custom_dataset: !function code.run\n",
+        PLAIN + "doc_to_image: !function code.run\n",
+        PLAIN + "doc_to_choice: [!function code.run]\n",
+        PLAIN + "use_prompt: promptsource:x\n",
+        PLAIN + "generation_kwargs: {until: !function code.run}\n",
+        PLAIN + "metadata: {pretrained: !function code.run}\n",
+        PLAIN + "unsafe_code: true\n",
+        PLAIN + "x: !!python/object/new:os.system [mkdir RAN]\n",
+        PLAIN + "? !!python/name:os.system\n: 1\n",
+        PLAIN.replace("rows.jsonl", "reference://::code.json"),
+        PLAIN.replace("rows.jsonl", "https://example.org/rows.jsonl"),
+        PLAIN.replace("data_files", "features: !function code.run, data_files"),
+        PLAIN.replace("data_files", "storage_options: {simple_templates: false}, data_files"),
+        PLAIN.replace("data_files", "trust_remote_code: true, data_files"),
+        PLAIN.replace("data_files", "converters: {q: code.run}, data_files"),
+        PLAIN.replace("path: json", "path: HERE/code.py"),
+        PLAIN.replace("path: json", "path: pandas"),
+        PLAIN.replace("path: json", "path: !function code.run"),
+        "include: sub/code.yaml\n" + PLAIN,
+        "include: HERE/sub/code.yaml\n" + PLAIN,
+        "include: [plain.yaml, sub/code.yaml]\n" + PLAIN,
+        IN_A_GROUP % "class: !function code.Task",
+        IN_A_GROUP % "metric_list: [{metric: HERE/code.py}]",
+        IN_A_GROUP % "task: [!function code.run]",
+        "group: all\ntask: []\naggregate_metric_list: [{metric: acc, aggregation: !function code.run}]\n",
+        "group: all\nprocess_docs: !function code.run\ntask: [arc_easy]\n",
+        "group: all\ntask: [{task: niah_multikey_1, metadata: {pretrained: HERE}}]\n",
+        "group: all\nmetadata: {pretrained: HERE}\ndataset_path: json\ntask: [arc_easy]\n",
+        "group: all\ntask: [{task: arc_easy, dataset_path: HERE}]\n",
+        "group: all\ntask: [{group: mmlu, dataset_kwargs: {data_files: rows.jsonl}}]\n",
+    ],
+)
+def test_no_way_to_name_code_in_a_task_file_runs_it(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for folder in (tmp_path, tmp_path / "sub"):
+        (folder / "code.py").write_text(CODE.replace("RAN", repr(str(tmp_path / "ran"))))
+    (tmp_path / "sub/code.yaml").write_text("process_docs: !function code.run\n")
+    (tmp_path / "plain.yaml").write_text("description: ''\n")
+    (tmp_path / "rows.jsonl").write_text('{"q": "a", "a": "b"}\n')
+    templates = 'doc_to_text: "{{q}}"\ndoc_to_target: "{{a}}"\n' if text.endswith(PLAIN) or PLAIN in text else ""
+    task = tmp_path / "task.yaml"
+    task.write_text(text.replace("HERE", str(tmp_path)).replace("RAN", str(tmp_path / "ran")) + templates)
+    with refused(tmp_path / "sub/code.yaml" if "sub/code.yaml" in text else task):
+        load_tasks([str(task)])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_link_includes_what_lies_beside_its_target(tmp_path: Path) -> None:
+    """The harness reads it there; a check beside the link would be of another file."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/code.py").write_text(CODE.replace("RAN", repr(str(tmp_path / "ran"))))
+    (tmp_path / "inner.yaml").write_text("description: ''\n")
+    (tmp_path / "sub/inner.yaml").write_text("process_docs: !function code.run\n")
+    (tmp_path / "rows.jsonl").write_text('{"q": "a", "a": "b"}\n')
+    (tmp_path / "sub/real.yaml").write_text(
+        PLAIN.replace("rows.jsonl", str(tmp_path / "rows.jsonl")) + "include: inner.yaml\ndoc_to_text: q\n"
+    )
+    (tmp_path / "task.yaml").symlink_to("sub/real.yaml")
+    with refused(tmp_path / "sub/inner.yaml", rule="code.run"):
+        load_tasks([str(tmp_path / "task.yaml")])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_runs_is_what_was_parsed(task_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file changes between the check and the harness."""
+    path = task_files / "choice.yaml"
+    (task_files / "code.py").write_text(CODE.replace("RAN", repr(str(task_files / "ran"))))
+    parsed = task_files_module.read_task_file
+
+    def then_changed(file: Path, where: str) -> task_files_module.TaskFile:
+        read = parsed(file, where)
+        path.write_text(path.read_text() + "process_docs: !function code.run\n")
+        return read
+
+    monkeypatch.setattr("llmrecipes.evaluation.tasks.read_task_file", then_changed)
+    (task,) = load_tasks([str(path)]).built
+    assert task.task_name == "a_choice" and len(task.eval_docs) == 14
+    assert not (task_files / "ran").exists()
+
+
+def test_a_local_task_takes_no_name_of_the_harness(task_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = task_files / "choice.yaml"
+    path.write_text(path.read_text().replace("task: a_choice", "task: arc_easy"))
+    with refused(path, rule="arc_easy"):
+        load_tasks(["arc_easy"], include=task_files)
+    monkeypatch.chdir(task_files)
+    (task_files / "allenai/ai2_arc").mkdir(parents=True)
+    with refused("--task", rule=("allenai/ai2_arc", "arc_easy")):
+        load_tasks(["arc_easy"])
+
+
+def test_a_template_that_fails_on_a_later_document_is_the_task_s_mistake(lead: Lead, task_files: Path) -> None:
+    path = task_files / "choice.yaml"
+    (task_files / "rows.jsonl").write_text("".join(f'{{"n": {n}, "choices": ["a", "b"]}}\n' for n in (1, 0)))
+    text = path.read_text().replace("{{answer}}", "{{0}}")
+    for template in ("{{1 // n}}", "{{'a'.ljust(10 if n else 10**9)}}"):
+        path.write_text(text.replace("{{question}}", template))
+        with refused(path):
+            run_tasks(lead, load_tasks([str(path)]), limit=None, num_fewshot=0)
+
+
+def test_groups_of_local_tasks_are_made_of_parsed_files(task_files: Path) -> None:
+    data = (
+        f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {task_files / 'rows.jsonl'}}}}}\ntest_split: test\n"
+    )
+    (task_files / "both.yaml").write_text(
+        "group: both\n"
+        "task: [a_choice, {task: a_text, task_alias: other}, {task: inline, output_type: loglikelihood}]\n"
+        f"{data}doc_to_text: '{{{{question}}}}'\ndoc_to_target: ' {WORDS[0]}'\nnum_fewshot: 0\n"
+        "aggregate_metric_list: {metric: acc}\n"
+    )
+    (group,) = load_tasks(["both"], include=task_files).built
+    names = [task.task_name for task in group.get_all_tasks()]
+    assert (group.name, names) == ("both", ["a_choice", "a_text", "both::inline"])
+    assert group.get("a_text").config.task_alias == "other"
+    (task_files / "both.yaml").write_text("group: both\ntask: [{group: inner, task: [both]}]\n")
+    with refused(task_files / "both.yaml"):
+        load_tasks(["both"], include=task_files)
+
+
+def test_data_is_read_by_plain_readers_only(task_files: Path) -> None:
+    """A folder's files choose the reader; that of archives and pickles is another."""
+    folder = task_files / "rows"
+    folder.mkdir()
+    with tarfile.open(folder / "test.tar", "w") as archive:
+        archive.add(task_files / "rows.jsonl", "a.pth")
+    path = task_files / "choice.yaml"
+    text = path.read_text()
+    path.write_text(re.sub("dataset_path.*\n.*\n", f"dataset_path: {folder}\n", text))
+    with refused("a_choice"):
+        load_tasks([str(path)])
+    (folder / "test.tar").unlink()
+    (task_files / "rows.jsonl").rename(folder / "test.jsonl")
+    assert len(load_tasks([str(path)]).built[0].eval_docs) == 14
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n",
+        "x: " + "[" * 100_000 + "\n",
+        "x: " + "{a: " * 100_000 + "\n",
+        "".join(f"{' ' * level}x:\n" for level in range(500)),
+        "x: " + "9" * 5000 + "\n",
+        "x: 2026-99-99\n",
+        "x: " + "y" * 300_000 + "\n",
+        "[1]: 2\n",
+        "\x00",
+        "x: !!binary a\n",
+    ],
+)
+def test_a_task_file_that_exhausts_or_confuses_the_parser_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text(PLAIN + text)
+    with refused(tmp_path / "task.yaml"):
+        load_tasks([str(tmp_path / "task.yaml")])
+
+
+def test_a_task_file_is_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    (tmp_path / "gone.yaml").symlink_to("nothing")
+    for name in ("fifo", "zero", "folder", "loop", "gone"):
+        with refused(tmp_path / f"{name}.yaml"):
+            load_tasks([str(tmp_path / f"{name}.yaml")])
+        (tmp_path / "task.yaml").write_text(f"{PLAIN}include: {name}.yaml\n")
+        with refused(tmp_path / f"{name}.yaml"):
+            load_tasks([str(tmp_path / "task.yaml")])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{cycler.__init__.__globals__.os.mkdir('ran')}}",
+        "{{question.__class__.__mro__}}",
+        "{{'a' * 10**9}}",
+        "{{2 ** 100000}}",
+        "{{'%999999999d' % 1}}",
+        "{{'%999999999d'|format(1)}}",
+        "{{'{:999999999}'.format(1)}}",
+        "{{'{:{w}}'.format(1, w=999999999)}}",
+        "{{'a'.ljust(10**9)}}",
+        "{{'a'|center(10**9)}}",
+        "{{lipsum(100000)}}",
+        "{{('b' * 4000000)|replace('', 'b' * 4000000)}}",
+        "{% set a = 'xx' %}" + "{% set a = a ~ a %}" * 60 + "{{a}}",
+        "{% set a = 'xx' %}" + "{% set a = [a, a]|join %}" * 60 + "{{a}}",
+        "{% for a in range(10000) %}{{'x' * 4000}}{% endfor %}",
+        "{% for a in question %}{% for b in question %}{% for c in question %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro m(x) %}{{x}}{{x}}{% endmacro %}{{m(1)}}",
+        "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}",
+        "x" * 70_000,
+    ],
+)
+def test_a_template_reaches_and_makes_nothing_but_text(template: str) -> None:
+    with pytest.raises(SecurityError if "lipsum" not in template else UndefinedError):
+        sandbox().from_string(template).render(question="a" * 40)
+
+
+def test_a_template_has_a_time_limit_and_common_ones_work() -> None:
+    with pytest.raises(SecurityError), bounded(0.2):
+        sandbox().from_string("{{question|regex_replace('(a+)+$', '')}}").render(question="a" * 60 + "b")
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+    words = "{% for word in question.split(' ') %}{{loop.index}}. {{word|trim|upper}}{{' ' ~ '-' * 3}}{% endfor %}"
+    text = sandbox().from_string(words + "{{'{} of {}'.format(70000, 2)}}{{choices[1:]|join(', ')}}")
+    assert text.render(question="a b", choices=[1, 2, 3]) == "1. A ---2. B ---70000 of 22, 3"
+
+
 def test_what_an_included_file_has_counts_too(tmp_path: Path) -> None:
     (tmp_path / "inner.yaml").write_text("doc_to_text: !function os.getcwd\n")
     (tmp_path / "outer.yaml").write_text("task: mine\ninclude: inner.yaml\n")
@@ -358,7 +605,7 @@ def test_tasks_that_cannot_be_loaded_are_refused_with_the_reason(
     path = task_files / "choice.yaml"
     text = path.read_text()
     path.write_text(text.replace("metric: acc,", "metric: rouge,"))
-    with refused("--task"):
+    with refused(path):
         load_tasks([str(path)])
     (task_files / "rows.jsonl").unlink()
     path.write_text(text)
@@ -371,6 +618,84 @@ def test_tasks_that_cannot_be_loaded_are_refused_with_the_reason(
     monkeypatch.setattr("llmrecipes.evaluation.tasks.find_spec", lambda _name: None)
     with refused("--task", rule="llmrecipes[eval]"):
         load_tasks(["arc_easy"])
+
+
+@pytest.mark.usefixtures("task_files")
+def test_code_is_not_run_outside_an_isolated_process(task_files: Path) -> None:
+    with refused("--trust-code"):
+        load_tasks([str(task_files / "choice.yaml")], trust_code=True)
+    path = task_files / "choice.yaml"
+    path.write_text(path.read_text() + "process_docs: !function code.run\n")
+    with refused(path, rule="--trust-code"):
+        load_tasks([str(path)], where="train.eval_tasks.tasks")
+
+
+PROBE = """
+import json, os, socket
+from pathlib import Path
+try:
+    socket.create_connection(("127.0.0.1", PORT), 5)
+    reached = True
+except OSError:
+    reached = False
+status = Path("/proc/self/status").read_text()
+processes = [name for name in os.listdir("/proc") if name.isdigit()]
+rights = int(status.split("CapEff:")[1].split()[0], 16)
+print(json.dumps([dict(os.environ), Path(TOKEN).read_bytes().decode(), reached, len(processes), rights]))
+"""
+
+
+def test_an_isolated_process_has_no_network_variables_processes_or_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("hf_canary")
+    for name in ("HF_TOKEN", "MY_SETTING", "MLFLOW_TRACKING_URI", "SSH_AUTH_SOCK"):
+        monkeypatch.setenv(name, "canary")
+    monkeypatch.setenv("HF_TOKEN_PATH", str(token))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = PROBE.replace("PORT", str(server.getsockname()[1])).replace("TOKEN", repr(str(token)))
+        try:
+            words = isolation.command([sys.executable, "-c", code])
+        except UserError as error:  # where the kernel or the container has no user namespaces
+            require_refusal(error, "--trust-code")
+            assert subprocess.run(["unshare", "--user", "--map-root-user", "--net", "true"], check=False).returncode
+            return
+        done = subprocess.run(words, env=isolation.environment(), capture_output=True, text=True, check=True)
+    variables, content, reached, processes, rights = json.loads(done.stdout)
+    assert "canary" not in variables.values()
+    assert (content, reached, processes, rights) == ("", False, 1, 0)
+    assert token.read_text() == "hf_canary"
+
+
+def test_a_machine_without_the_programs_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with refused("--trust-code"):
+        isolation.command(["true"])
+    (tmp_path / "setpriv").symlink_to("/bin/true")
+    (tmp_path / "unshare").write_text("#!/bin/sh\necho no namespaces >&2\nexit 7\n")
+    (tmp_path / "unshare").chmod(0o755)
+    with refused("--trust-code"):
+        isolation.command(["true"])
+
+
+def test_progress_is_shown_with_the_time_left(lead: Lead, tokenizer: TextTokenizer) -> None:
+    ticks = itertools.count(0.0, 4.0)
+    output = io.StringIO()
+    shown = Lead(lead._scorer, HERE, tokenizer, 3, progress=Counted(Console(file=output), lambda: next(ticks)))
+    shown.name = "mine"
+    list(shown.score([([1, 2, 3], 1)] * 12))
+    assert output.getvalue().splitlines()[0] == "mine  3/12  left 12s"
+    assert output.getvalue().splitlines()[-1] == "mine  12/12  left 0.0s"
+    output.truncate(0)
+    texts = [Text(tokenizer.encode(text), len(text)) for text in sentences(4, 20)]
+    perplexity(shown, "here", texts, length=LENGTH, stride=8, count=len(texts))
+    assert "4/4" in output.getvalue()
+    output.truncate(0)
+    quick = Counted(Console(file=output), lambda: 0.0)
+    quick.begin("mine", 2)
+    quick.add(2)
+    assert not output.getvalue()
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from mlflow.tracking import MlflowClient
 
 from llmrecipes.api import open_run
 from llmrecipes.cli import app as cli
+from llmrecipes.errors import UserError
+from llmrecipes.evaluation import isolation
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.mlflow.database import require_database
@@ -159,6 +161,45 @@ def test_what_cannot_be_evaluated_is_refused(
     assert str(pickled) in said(str(pickled), "--data", "stdlib")
     (tmp_path / "nothing").mkdir()
     assert str(tmp_path / "nothing") in said(str(tmp_path / "nothing"), "--data", "stdlib")
+
+
+@pytest.mark.slow
+def test_code_of_a_task_file_runs_only_if_it_is_trusted_and_alone(
+    run_dir: Path, tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = task_file(tmp_path)
+    path.write_text(path.read_text() + "process_docs: !function code.first\n")
+    (tmp_path / "code.py").write_text(f"""
+import os, socket
+from pathlib import Path
+Path({str(tmp_path / "ran")!r}).write_text(str([dict(os.environ), socket.if_nameindex()]))
+
+
+def first(docs):
+    return docs.select(range(2))
+""")
+    monkeypatch.setenv("MY_TOKEN", "canary")
+    assert evaluate(run_dir, data_dir, "tiny/one", "--task", str(path)) == 2
+    require_message(capsys.readouterr().err, path, rule="--trust-code")
+    assert evaluate(run_dir, data_dir, "tiny/one", "--task", str(path), "--trust-code", "--tp", "2") == 2
+    require_message(capsys.readouterr().err, "--trust-code", rule="--tp 1")
+    assert not (tmp_path / "ran").exists()
+    code = evaluate(run_dir, data_dir, "tiny/one", "--task", str(path), "--trust-code", "--json")
+    output = capsys.readouterr()
+    try:
+        isolation.command(["true"])
+    except UserError:  # no user namespaces here
+        assert code == 2
+        require_message(output.err, "--trust-code")
+        return
+    assert code == 0
+    (record,) = json.loads(output.out)["results"]
+    assert (record["task"], record["settings"]["documents"]) == ("words", 2)
+    seen = (tmp_path / "ran").read_text()
+    assert "canary" not in seen and "(1, 'lo')]" in seen
+    (tmp_path / "code.py").write_text("raise RuntimeError('x')\n")
+    assert evaluate(run_dir, data_dir, "tiny/one", "--task", str(path), "--trust-code") == 2
+    require_message(capsys.readouterr().err, "--task", rule=str(path))
 
 
 def test_a_damaged_checkpoint_gives_no_numbers(run_dir: Path, data_dir: Path) -> None:

@@ -1,0 +1,335 @@
+"""Task files of users: read once, merged with what they include, and turned into plain values, which are what runs.
+
+The harness reads a file again for each purpose, follows links, and imports the Python code that `!function` names.
+Here, a file is parsed by a loader without functions, from its real place; code is a value of its own (`Code`), which
+only `--trust-code` turns into a function; everything else has to be a key of `task_schema`, whose types hold data only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from pydantic import ValidationError
+
+from llmrecipes.errors import UserError
+from llmrecipes.evaluation.task_schema import LOADERS, Override, Section, Task
+
+LARGEST = 256 * 1024
+"""Bytes of a task file."""
+DEEPEST = 32
+"""Levels of lists and mappings in it."""
+MOST_FILES = 1000
+"""Files that one includes, or in a folder of tasks."""
+TRUST = "--trust-code, after reading the code: llmrecipes eval runs it without network and without your variables"
+_ON_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_CODE = {
+    "class": "names a class",
+    "custom_dataset": "names a function",
+    "process_docs": "names a function",
+    "process_results": "names a function",
+    "use_prompt": "names a file or package of prompts",
+    "unsafe_code": "runs what the model writes",
+}
+"""Keys of the harness whose values are code."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """Python code that a task file names.
+
+    Attributes:
+        name: `module.function`, as it stands there.
+        folder: of the file, without links; the harness looks there first.
+        line: of the file.
+        file: for messages.
+    """
+
+    name: str
+    folder: Path
+    line: int
+    file: Path
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """A task or group, with all that it includes.
+
+    Attributes:
+        path: as given, or of the folder's file.
+        values: by key; plain, except for `Code`.
+    """
+
+    path: Path
+    values: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Of the group, or of the task."""
+        return str(self.values.get("group") or self.values["task"])
+
+    @property
+    def tags(self) -> list[str]:
+        """Names under which it is found together with others."""
+        tags = self.values.get("tag") or []
+        return [tags] if isinstance(tags, str) else [str(tag) for tag in tags]
+
+
+def read_task_file(path: Path, where: str) -> TaskFile:
+    """A task or group.
+
+    Args:
+        path: of a YAML file.
+        where: option or key that named it.
+
+    Raises:
+        UserError: it cannot be read, is damaged, or has no name.
+    """
+    values = _Reader(where).merged(path)
+    _require_name(values, path)
+    return TaskFile(path, values)
+
+
+def read_folder(folder: Path, where: str) -> list[TaskFile]:
+    """The tasks and groups in a folder and below it; other files there are for `include`.
+
+    Raises:
+        UserError: there is no such folder, or a file cannot be read or is damaged.
+    """
+    if not folder.is_dir():
+        raise UserError("no such folder", where=f"--include-path {folder}", fix="a folder with task files")
+    files = []
+    for path in sorted(folder.rglob("*.yaml")):
+        values = _Reader(where).merged(path)
+        if {"task", "group"} & values.keys():
+            _require_name(values, path)
+            files.append(TaskFile(path, values))
+        if len(files) > MOST_FILES:
+            raise UserError(f"more than {MOST_FILES} tasks", where=str(folder), fix="a folder with task files only")
+    return files
+
+
+def require_data(file: TaskFile) -> None:
+    """Refuse a file that is not data, whether or not its task is asked for.
+
+    Raises:
+        UserError: see `checked`; of a group, only code.
+    """
+    if "group" not in file.values:
+        require_loader(checked(Task, file.values, file.path), file.path)
+    _refuse_code(file.values, file.path)
+
+
+def checked(kind: type[Section], values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Values that are data, as they are given to the harness.
+
+    Args:
+        kind: which keys there are.
+        values: of a file.
+        file: for messages.
+
+    Raises:
+        UserError: one that is code, unknown, or of another type.
+    """
+    _refuse_code(values, file)
+    try:
+        data = kind.model_validate({key: value for key, value in values.items() if key not in _CODE})
+    except ValidationError as error:
+        raise _invalid(error, kind, file) from error
+    return data.model_dump(exclude_unset=True)
+
+
+def require_loader(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse data that is not in plain files.
+
+    Raises:
+        UserError: another loader, a script, or a URL.
+    """
+    path, options = config["dataset_path"], config.get("dataset_kwargs") or {}
+    if not (path in LOADERS or Path(path).is_dir() or _ON_HUB.fullmatch(path)):
+        raise UserError(
+            f"dataset_path: {path}",
+            where=str(file),
+            rule=f"one of {', '.join(LOADERS)} with dataset_kwargs.data_files, a folder, or a name on the Hub",
+            fix="dataset_path: json",
+        )
+    files = options.get("data_files") or []
+    lists = list(files.values()) if isinstance(files, dict) else [files]
+    names = [name for each in lists for name in (each if isinstance(each, list) else [each])]
+    for name in (*names, options.get("data_dir") or ""):
+        if "://" in name or "::" in name:
+            raise UserError(
+                f"dataset_kwargs: {name}",
+                where=str(file),
+                rule="data is read from files of this machine, or from a data set on the Hub by its name",
+                fix="download it, and name the file",
+            )
+
+
+def _invalid(error: ValidationError, kind: type[Section], file: Path) -> UserError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    key = ".".join(
+        str(part) for part in first["loc"] if not str(part).startswith(("list[", "dict[", "str", "function"))
+    )
+    if kind is Override:
+        rule = "a group changes only the examples and delimiters of a task of the harness, which may be code"
+        fix = "a task of your own, with its data and templates"
+    elif first["type"] == "extra_forbidden":
+        rule = "the keys of a task are those of lm-evaluation-harness that are data"
+        fix = f"remove it; or {TRUST}"
+    else:
+        rule, fix = "values of a task file have the types of lm-evaluation-harness's keys", "correct it"
+    return UserError(f"{key}: {first['msg']}: {str(first['input'])[:80]!r}", where=str(file), rule=rule, fix=fix)
+
+
+def _refuse_code(values: Mapping[str, Any], file: Path) -> None:
+    for key, value in _pairs(values):
+        if isinstance(value, Code):
+            raise UserError(
+                f"line {value.line}: {key}: !function {value.name}",
+                where=str(value.file),
+                rule="a task file is data: !function runs Python code of this machine",
+                fix=f"doc_to_text, doc_to_choice and doc_to_target as templates; or {TRUST}",
+            )
+        if key in _CODE and value:
+            raise UserError(
+                f"{key}: {_CODE[key]}",
+                where=str(file),
+                rule="a task file is data, without code",
+                fix=f"doc_to_text, doc_to_choice and doc_to_target as templates; or {TRUST}",
+            )
+
+
+def _pairs(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """All values, with their keys; those of a list have the list's."""
+    yield key, value
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _pairs(inner, str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _pairs(inner, key)
+
+
+def _require_name(values: Mapping[str, Any], path: Path) -> None:
+    name = values.get("group", values.get("task"))
+    if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
+        raise UserError(
+            "has no key task",
+            where=str(path),
+            rule="a task file is a mapping with the task's name, or the group's",
+            fix="task: my_task",
+        )
+
+
+@dataclass
+class _Reader:
+    """One file, and those that it includes.
+
+    Args:
+        where: option or key that named the first.
+    """
+
+    where: str
+    _seen: set[Path] = field(default_factory=set)
+
+    def merged(self, path: Path, above: Path | None = None) -> dict[str, Any]:
+        """Values of a file; its own take precedence over what it includes, and later included ones over earlier."""
+        try:
+            data, real = read_regular(path, LARGEST)
+        except OSError as error:
+            raise UserError(
+                f"cannot read: {error.strerror}", where=str(path), fix=f"an existing file for {self.where}"
+            ) from error
+        if real in self._seen or len(self._seen) >= MOST_FILES:
+            raise UserError(
+                f"includes {path.name} again",
+                where=str(above),
+                rule=f"a file is included once, and at most {MOST_FILES} of them",
+                fix="remove the include",
+            )
+        self._seen.add(real)
+        values = _parsed(data, path, real)
+        includes = values.pop("include", None) or []
+        merged: dict[str, Any] = {}
+        for name in includes if isinstance(includes, list) else [includes]:
+            if not isinstance(name, str):
+                raise UserError(f"include: {name!r}", where=str(path), rule="the path of a task file", fix="a path")
+            merged |= self.merged(real.parent / name, path)
+        return merged | values
+
+
+def read_regular(path: Path, most: int) -> tuple[bytes, Path]:
+    """Content and real path of a regular file that others may have written.
+
+    Args:
+        path: of it, or of a link to it.
+        most: bytes of the largest.
+
+    Raises:
+        UserError: it is another kind of file, or larger.
+        OSError: it cannot be read.
+    """
+    try:
+        real = path.expanduser().resolve(strict=True)
+    except (ValueError, RuntimeError) as error:  # a null byte; a loop of links
+        raise UserError(f"cannot read: {error}", where=str(path)) from error
+    kind = real.stat().st_mode
+    with os.fdopen(os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
+        if not (stat.S_ISREG(kind) and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)):
+            raise UserError("is not a regular file", where=str(path), rule="a FIFO or device may never end")
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise UserError(f"is larger than {most:,} bytes", where=str(path), rule=f"at most {most:,} bytes are read")
+    return data, real
+
+
+def _parsed(data: bytes, path: Path, real: Path) -> dict[str, Any]:
+    class Loader(_Plain):
+        file, folder = path, real.parent
+
+    try:
+        values = yaml.load(data, Loader=Loader)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # the others: of numbers and dates
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"is not a task file in YAML: {reason}", where=str(path), fix="correct it") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError("is not a mapping", where=str(path), rule="a task file has keys", fix="task: my_task")
+    return values
+
+
+class _Plain(yaml.SafeLoader):
+    """YAML of the harness's task files, without functions, aliases or deep nesting."""
+
+    file: Path
+    folder: Path
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            self._refuse("an alias", event, "each value is written where it is used; aliases can stand for any number")
+        self._depth += 1
+        if self._depth > DEEPEST:
+            self._refuse("a value", event, f"lists and mappings are nested at most {DEEPEST} times")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def _refuse(self, what: str, event: yaml.Event, rule: str) -> NoReturn:
+        line = event.start_mark.line + 1 if event.start_mark else 1
+        raise UserError(f"line {line}: {what}", where=str(self.file), rule=rule, fix="write the task in other words")
+
+
+def _code(loader: _Plain, node: yaml.Node) -> Code:
+    name = node.value if isinstance(node.value, str) else "?"
+    return Code(name, loader.folder, node.start_mark.line + 1 if node.start_mark else 1, loader.file)
+
+
+_Plain.add_constructor("!function", _code)
