@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
+from llmrecipes.redact import guard_streams, redact, redacted
 from llmrecipes.tracking.jsonl import parse
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class Mirror(ABC, Generic[C, R]):
 
     def _hide(self, text: str) -> str:
         """`text` without secrets."""
-        return text
+        return redact(text)
 
     def run(self) -> None:
         """Send until the end, then close the run and report."""
@@ -197,7 +198,7 @@ class Mirror(ABC, Generic[C, R]):
 
     def _tell(self, **message: Any) -> None:
         with suppress(OSError):  # the training process may be gone
-            self._messages.write(json.dumps(message).encode() + b"\n")
+            self._messages.write(json.dumps(redacted(message)).encode() + b"\n")
             self._messages.flush()
 
 
@@ -224,6 +225,7 @@ def serve(read: Callable[[dict[str, Any]], C], make: Callable[[C, Ending, Binary
     os.nice(10)
     messages = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print, too: into the log
+    guard_streams()
     config = read(json.loads(sys.stdin.buffer.readline()))
     ending = Ending(sys.stdin.buffer)
     with (Path(config.run_dir) / config.lock).open("r+") as lock:  # NFS needs write mode for an exclusive lock

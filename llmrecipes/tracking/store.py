@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
+
+from llmrecipes.redact import address
 
 LOCAL_DISK = "LLMRECIPES_LOCAL_DISK"
 """Variable with a folder on the own disk of a pod, whose runs directory is on a file system of the network."""
@@ -48,10 +50,7 @@ def is_local(uri: str) -> bool:
 
 def redact(uri: str) -> str:
     """The address without user, password and query, safe for files and messages."""
-    if is_local(uri):
-        return uri
-    parts = urlsplit(uri)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return uri if is_local(uri) else address(uri)
 
 
 def process_environment() -> dict[str, str]:

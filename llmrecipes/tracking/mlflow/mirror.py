@@ -40,7 +40,7 @@ class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
         return run, f" MLflow  {uri.rstrip('/')}/#/experiments/{run.experiment_id}/runs/{run.run_id}"
 
     def _hide(self, text: str) -> str:
-        return text.replace(self._config.uri, redact(self._config.uri))
+        return super()._hide(text.replace(self._config.uri, redact(self._config.uri)))
 
     def _send(self, run: MlflowRun) -> None:
         metrics: list[Metric] = []
