@@ -37,7 +37,7 @@ _NOT_ITSELF = re.compile(r"_(?:FILE|PATH|DIR|HOME|SOCK|NAME|TYPE|URL|URI|ENDPOIN
 _ORDINARY = re.compile(r"[\d.:+-]*|true|false|none|null|yes|no|on|off|auto|required|disabled|enabled", re.IGNORECASE)
 
 _PARAMETER = re.compile(
-    r"token|(?:^|[_.-]|api|access|account|shared|auth|secret)key(?:$|[_.-]?id$)|secret|passw|passphrase|credential"
+    r"token(?!s|iz)|(?:^|[_.-]|api|access|account|shared|auth|secret)key(?:$|[_.-]?id$)|secret|passw|passphrase|credential"
     r"|signature|jwt|^(?:sig|pwd|pass|auth|authorization|code)$",
     re.IGNORECASE,
 )
@@ -52,14 +52,16 @@ _BARE_USERINFO = re.compile(
     r"(?<![\w.+\-:/@])(?!mailto:)[A-Za-z_][\w.+\-]*+:(?!//)[^:/@,;(){}\[\]" + _OUTSIDE + r"]++@"
     r"(?!sha\d+:)(?=[A-Za-z][\w\-]*+(?:\.[\w\-]++)+|\d+\.\d+\.\d+\.\d|localhost\b|[A-Za-z][\w\-]*+:\d)"
 )
-_QUERY = re.compile(rf"(?<=[?&;#])([\w.\-]++(?:\[\])?=)([^&#{_OUTSIDE}]++)")
+_QUERY = re.compile(rf"(?<=[?&;#])([\w.\-]++)=([^&#{_OUTSIDE}]++)")
 _ASSIGNED = re.compile(
-    rf"(?<![\w.\-/])(?<!--secret )([A-Z][A-Z0-9_]*+=)(?!\$)(\"[^\"\n]++\"|'[^'\n]++'|[^{_OUTSIDE}]++)"
+    rf"(?<![\w.\-/])(?<!--secret )(?!KEY=)([A-Z][A-Z0-9_]*+=)(?!\$)(\"[^\"\n]++\"|'[^'\n]++'|[^{_OUTSIDE}]++)"
 )
-_QUOTED = re.compile(
-    r"(?i)((?<![a-z0-9])(?:password|passwd|passphrase|api[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret"
-    rf"|secret[_-]?(?:access[_-]?)?key)(?:\\?[\"']\s*[:=]\s*\\?[\"']|=\\?[\"']?))([^,;{_OUTSIDE}]++)"
+_QUOTED = re.compile(  # in lower case, the keys of JSON and of Python's arguments; in upper case, those of variables
+    r"((?<![A-Za-z0-9])(?:password|passwd|passphrase|api[_-]?[kK]ey|access[_-]?[tT]oken|auth[_-]?[tT]oken"
+    r"|client[_-]?[sS]ecret|secret[_-]?(?:access[_-]?)?[kK]ey)(?:\\?[\"']\s*+[:=]\s*+\\?[\"']|=\\?[\"']?))"
+    rf"([^,;{_OUTSIDE}]++)"
 )
+_ENTRY = re.compile(r"(\\?[\"'])([A-Z][A-Z0-9_]*+)(\1\s*+:\s*+)(\\?[\"'])((?:(?!\4)[^\\\n])++)\4")
 _HEADER = re.compile(
     r"(?i)\b((?:proxy-)?authorization|x-api-key|x-auth-token|x-amz-security-token|private-token)"
     r"(\\?[\"']?\s*+[:=]\s*+\\?[\"']?)((?:basic|bearer|digest|token|negotiate)\s++)?"
@@ -93,6 +95,8 @@ def redact(text: str) -> str:
     if "=" in text:
         text = _QUERY.sub(_parameter, text)
         text = _ASSIGNED.sub(_assignment, text)
+    if '":' in text or "':" in text:  # JSON, or a mapping of Python
+        text = _ENTRY.sub(_entry, text)
     text = _QUOTED.sub(rf"\1{HIDDEN}", text)
     text = _HEADER.sub(_header, text)
     text = _SCHEME.sub(rf"\1{HIDDEN}", text)
@@ -108,6 +112,13 @@ def redacted(value: T) -> T:
     if isinstance(value, list | tuple):
         return cast(T, [redacted(item) for item in value])
     return value
+
+
+def has_secret(text: str) -> bool:
+    """Whether a URL in `text` has a password, a token, or a parameter that is a secret, whatever variables are set."""
+    if "://" not in text:
+        return False
+    return _USERINFO.search(text) is not None or any(_PARAMETER.search(name[1]) for name in _QUERY.finditer(text))
 
 
 def address(uri: str) -> str:
@@ -148,7 +159,7 @@ def guard_streams() -> None:
 
 
 def _parameter(match: re.Match[str]) -> str:
-    return match[1] + HIDDEN if _PARAMETER.search(match[1].rstrip("=[]")) else match[0]
+    return f"{match[1]}={HIDDEN}" if _PARAMETER.search(match[1]) else match[0]
 
 
 def _assignment(match: re.Match[str]) -> str:
@@ -158,9 +169,15 @@ def _assignment(match: re.Match[str]) -> str:
     return match[0] if known else f"{name}{quoting}{HIDDEN}{quoting}"
 
 
+def _entry(match: re.Match[str]) -> str:
+    _, name, between, quoting, value = match.groups()
+    known = not _is_sensitive(name) or _is_ordinary(value) or value == HIDDEN
+    return match[0] if known else f"{match[1]}{name}{between}{quoting}{HIDDEN}{quoting}"
+
+
 def _header(match: re.Match[str]) -> str:
     name, between, scheme, value = match.groups()
-    if scheme is None and (len(value) < SHORTEST or value.isalpha()):  # "authorization: required"
+    if scheme is None and (len(value) < SHORTEST or not re.search(r"\d", value)):  # "authorization: required"
         return match[0]
     return f"{name}{between}{scheme or ''}{HIDDEN}"
 
