@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 
 from llmrecipes.redact import guard_streams, redact, redacted
 from llmrecipes.tracking.jsonl import parse
+from llmrecipes.tracking.tensorboard import VALID
 
 logger = logging.getLogger(__name__)
 
@@ -202,13 +203,22 @@ class Mirror(ABC, Generic[C, R]):
             self._messages.flush()
 
 
+def tracker_name(key: str) -> str:
+    """Name in MLflow and W&B of a key of metrics.jsonl: `train/loss`, `valid/valid_loss`, as in TensorBoard.
+
+    What was consumed has a group of its own, which is shown after `train`.
+    """
+    group = "usage" if key in OF_THE_STEP else "valid" if key in VALID or key == "eval_seconds" else "train"
+    return f"{group}/{key}"
+
+
 def numbers(values: dict[str, Any]) -> dict[str, float]:
-    """The metrics of a step or an evaluation as metrics.jsonl has them; NaN where it has null."""
+    """The metrics of a step or an evaluation by their names in trackers; NaN where metrics.jsonl has null."""
     named = {
         key: float("nan") if values[key] is None else values[key]
         for key in values.keys() - NOT_METRICS - (OF_THE_STEP if "valid_loss" in values else set())
     }
-    return {key: float(value) for key, value in named.items() if isinstance(value, int | float)}
+    return {tracker_name(key): float(value) for key, value in named.items() if isinstance(value, int | float)}
 
 
 def serve(read: Callable[[dict[str, Any]], C], make: Callable[[C, Ending, BinaryIO], Mirror[C, Any]]) -> None:

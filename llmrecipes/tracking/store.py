@@ -11,6 +11,8 @@ from llmrecipes.redact import address
 LOCAL_DISK = "LLMRECIPES_LOCAL_DISK"
 """Variable with a folder on the own disk of a pod, whose runs directory is on a file system of the network."""
 DATABASE = "mlflow.db"
+TRAINING_VIEW = "workflowType=machine_learning"
+"""Parameter of pages of MLflow 3, which otherwise shows its pages for traces, whatever the kind of an experiment is."""
 
 
 def tracking_uri(runs_dir: Path) -> str:
