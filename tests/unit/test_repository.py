@@ -41,10 +41,10 @@ LAYERS = (
     ("workflow",),
     ("search",),
     ("api",),
-    ("api_models",),
+    ("api_models", "api_commands"),
     ("cli",),
 )
-LIGHT = (*LAYERS[0], "recipe", "hardware", "plan", "launch", "doctor", "api_models", "api", "cli")
+LIGHT = (*LAYERS[0], "recipe", "hardware", "plan", "launch", "doctor", "api_models", "api_commands", "api", "cli")
 HEAVY = {
     "torch",
     "megatron",
