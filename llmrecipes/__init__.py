@@ -10,20 +10,33 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llmrecipes.api import Checkpoint, Run, TrainResult, load_recipe, open_run, plan_recipe, train_recipe
+    from llmrecipes.api_commands import (
+        compare_runs,
+        layout_recipe,
+        list_runs,
+        prepare_recipe,
+        search_recipe,
+        submit_recipe,
+    )
     from llmrecipes.api_models import import_model, merge_models
     from llmrecipes.errors import UserError
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Checkpoint", "Run", "TrainResult", "UserError", "import_model", "load_recipe", "merge_models", "open_run",
-    "plan_recipe", "train_recipe",
+    "Checkpoint", "Run", "TrainResult", "UserError", "compare_runs", "import_model", "layout_recipe", "list_runs",
+    "load_recipe", "merge_models", "open_run", "plan_recipe", "prepare_recipe", "search_recipe", "submit_recipe",
+    "train_recipe",
 ]  # fmt: skip
 
 _ELSEWHERE = {
     "UserError": "llmrecipes.errors",
     "import_model": "llmrecipes.api_models",
     "merge_models": "llmrecipes.api_models",
+    **dict.fromkeys(
+        ("compare_runs", "layout_recipe", "list_runs", "prepare_recipe", "search_recipe", "submit_recipe"),
+        "llmrecipes.api_commands",
+    ),
 }
 
 

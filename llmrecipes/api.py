@@ -22,6 +22,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.redact import redact
 
 if TYPE_CHECKING:
     import pandas
@@ -47,17 +48,22 @@ def load_recipe(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
     Raises:
         UserError: no such recipe, or a key or value that is not allowed; all problems are in one message.
     """
+    return load(str(name_or_path), override_words(overrides)).recipe
+
+
+def override_words(overrides: Overrides) -> Sequence[str]:
+    """Overrides as on the command line."""
     if isinstance(overrides, str):
         raise UserError(f"overrides are {overrides!r}", rule="a mapping or a list", fix=f"[{overrides!r}]")
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
-    return load(str(name_or_path), overrides).recipe
+        return [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    return overrides
 
 
 def plan_recipe(
     recipe: Recipe | str | Path, *, nproc: int | None = None, cluster: str | None = None, nodes: int | None = None
 ) -> Plan:
-    """Plan a recipe for this machine, or for nodes of a cluster: layout, memory, FLOPs.
+    """Plan a recipe for this machine, or for nodes of a cluster: layout, memory, FLOPs; `print` shows it as a table.
 
     Args:
         recipe: a recipe, or its name or path.
@@ -338,7 +344,7 @@ def train_recipe(
     with warnings.catch_warnings():
         ignore_library_warnings()
         sys.stdout.flush()  # the ranks write to the same file
-        code = start(loaded, paths, options, (lambda _line: None) if quiet else _say)
+        code = start(loaded, paths, options, (lambda _line: None) if quiet else say)
     run = Run(paths.runs_dir / loaded.name / name, paths.data_dir)
     outcomes: dict[int, Outcome] = {ExitCode.DONE: "finished", ExitCode.REQUEUE: "saved"}
     return TrainResult(run, outcomes.get(code, "failed"), code, _final(run))
@@ -361,8 +367,9 @@ def open_run(name: str | Path, *, runs_dir: str | Path | None = None, data_dir: 
     return Run(path, directory(data_dir, DATA_VARIABLE, DATA_DIR))
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+def say(line: str) -> None:
+    """Print a line of progress."""
+    print(redact(line), flush=True)  # a library leaves the streams of its caller as they are
 
 
 def _recipe(recipe: Recipe | str | Path) -> Recipe:

@@ -7,10 +7,13 @@ import math
 import sys
 import warnings
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from llmrecipes.redact import redact
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 DEPRECATIONS = ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed.distributed_data_parallel")
 """Modules of megatron-core 0.19 whose only warnings are deprecations for their callers."""
@@ -18,11 +21,18 @@ DEPRECATIONS = ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed
 WIDTH_OF_FILES = 240
 
 
+class _Redacting(logging.Formatter):
+    """Redacts messages and their tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
 def setup_logging(level: int = logging.INFO, rank: int = 0) -> None:
     """Log to stderr, with the rank if it is not 0; libraries log at WARNING and above."""
     who = f"[rank {rank}] " if rank else ""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {who}%(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Redacting(f"%(asctime)s %(levelname)s {who}%(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("llmrecipes").setLevel(level)
     ignore_library_warnings()
@@ -40,9 +50,15 @@ def console() -> Console:
     """The rich console on stdout; imported on demand to keep `llmrecipes list` fast."""
     from rich.console import Console
 
+    class Redacting(Console):
+        """Redacts before rich wraps a line or adds colours, which would cut a secret into pieces."""
+
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(redact(text), **options)
+
     # A file or a pipe has no width that tables could be wrapped at.
     wide = None if sys.stdout.isatty() else WIDTH_OF_FILES
-    return Console(highlight=False, soft_wrap=wide is not None, width=wide)
+    return Redacting(highlight=False, soft_wrap=wide is not None, width=wide)
 
 
 def number(value: float) -> str:

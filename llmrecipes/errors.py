@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+from llmrecipes.redact import redact, redacted
+
 
 class ExitCode(IntEnum):
     """Process exit codes; Slurm's `RequeueExit` and Kubernetes' `podFailurePolicy` rely on them."""
@@ -30,6 +32,8 @@ class UserError(Exception):
         fix: the nearest thing that works.
         code: exit code of the process.
         parts: the individual errors, if `what` lists several.
+
+    As text or JSON it is redacted: messages quote values of users and of libraries.
     """
 
     def __init__(
@@ -52,16 +56,13 @@ class UserError(Exception):
             lines.append(f"  rule: {self.rule}")
         if self.fix:
             lines.append(f"  fix:  {self.fix}")
-        return "\n".join(lines)
+        return redact("\n".join(lines))
 
     def as_dict(self) -> dict[str, object]:
         """The same message for programs (`--json`); `problems` has the individual errors if there are several."""
         several = {"problems": [part.as_dict() for part in self.parts]} if self.parts else {}
         return {
-            "error": self.what,
-            "where": self.where,
-            "rule": self.rule,
-            "fix": self.fix,
+            **redacted({"error": self.what, "where": self.where, "rule": self.rule, "fix": self.fix}),
             "exit_code": int(self.code),
             **several,
         }

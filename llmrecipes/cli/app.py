@@ -34,6 +34,7 @@ from llmrecipes.cli import (
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
+from llmrecipes.redact import guard_streams
 
 if TYPE_CHECKING:
     from typer._click import Context
@@ -208,6 +209,7 @@ def _fail(error: UserError, as_json: bool) -> int:
 
 def main() -> None:
     """Entry point of the `llmrecipes` program."""
+    guard_streams()
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()

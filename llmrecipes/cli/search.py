@@ -23,8 +23,6 @@ from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
     from llmrecipes.search.command import Result
-    from llmrecipes.search.target import Target
-    from llmrecipes.workflow.run import Paths
 
 
 OF_A_LIST = ("sbatch", "secret")
@@ -70,6 +68,7 @@ def search(
     from llmrecipes.recipe.load import load
     from llmrecipes.recipe.width import base_width
     from llmrecipes.search import command
+    from llmrecipes.search.target import target_of
     from llmrecipes.workflow.run import Paths
 
     setup_logging()
@@ -87,7 +86,7 @@ def search(
     given = _given(submit or [])
     result = command.search(
         loaded,
-        lambda: _target(to, given, Paths(runs_dir, data_dir), workers, cluster, nodes, nproc),
+        lambda: target_of(to, given, Paths(runs_dir, data_dir), workers, cluster, nodes, nproc),
         resume=resume,
         log=_silent if as_json else _say,
         goal=goal,
@@ -97,31 +96,6 @@ def search(
     else:
         _print(result, runs_dir, data_dir)
     return int(result.code if result.best or result.code != ExitCode.DONE else 1)
-
-
-def _target(
-    to: str, given: dict[str, Any], paths: Paths, workers: int, cluster: str | None, nodes: int, nproc: int | None
-) -> Target:
-    from llmrecipes.launch.registry import launcher
-    from llmrecipes.search.target import here, there
-
-    place = launcher(to)
-    for name in given:
-        if name not in place.takes:
-            raise UserError(f"{name} with --to {to}", where="--submit", rule=f"one of {', '.join(sorted(place.takes))}")
-    if not place.needs_cluster:
-        if nodes > 1 or cluster is not None:
-            raise UserError(f"given with --to {to}", where="--nodes" if nodes > 1 else "--cluster",
-                            rule="trials on this machine have one node", fix="--to slurm or --to k8s")  # fmt: skip
-        return here(place, given, paths, workers, nproc)
-    if cluster is None:
-        raise UserError(f"missing with --to {to}", where="--cluster",
-                        rule="a trial is planned for the nodes it will run on", fix="--cluster NAME")  # fmt: skip
-    if not place.shares_disk and "tracking-uri" not in given:
-        raise UserError(f"no tracking-uri with --to {to}", where="--submit",
-                        rule="the losses of trials come back through an MLflow server",
-                        fix="--submit tracking-uri=URL")  # fmt: skip
-    return there(place, given, paths, workers, cluster, nodes, nproc)
 
 
 def _given(options: list[str]) -> dict[str, Any]:

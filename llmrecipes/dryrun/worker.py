@@ -10,6 +10,7 @@ from pathlib import Path
 from llmrecipes.console import setup_logging
 from llmrecipes.dryrun.spec import DryRunSpec, report_name
 from llmrecipes.faults.parent import end_with_parent
+from llmrecipes.redact import guard_streams
 
 
 def main() -> None:
@@ -17,6 +18,7 @@ def main() -> None:
 
     Each report is written beside the spec as `rank-<n>.json` when it is ready.
     """
+    guard_streams()
     end_with_parent(int(sys.argv[2]))
     setup_logging()
     # Every call of a library passes through the recorder, which is blamed for their warnings.

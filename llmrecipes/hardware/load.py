@@ -15,7 +15,7 @@ from llmrecipes.recipe import document, files
 from llmrecipes.recipe.document import Problem, clip
 from llmrecipes.recipe.explain import explain
 from llmrecipes.recipe.files import Kind
-from llmrecipes.secret import is_secret
+from llmrecipes.redact import is_secret
 
 CLUSTERS = Kind(
     "cluster profile", "--cluster", "recipes/clusters/", "name, gpus_per_node, cpu_cores, memory_gib and both links"

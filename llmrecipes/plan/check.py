@@ -12,7 +12,8 @@ from llmrecipes.plan.memory import estimate
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
-from llmrecipes.units import GIB, MIB
+from llmrecipes.units import GIB
+from llmrecipes.units import gib as gib
 
 # Basis of a recommendation if the machine has no GPU.
 _COMMON_GPU = Gpu("H100 80GB", 79 * GIB, 79 * GIB, 989.4)
@@ -73,11 +74,6 @@ def recommend(recipe: Recipe, s: Shape, cluster: Cluster) -> str:
     if smallest is None:
         return f"its layout takes a multiple of {number} ranks, over which its batch does not divide"
     return f"no number of {gpu.name} is enough: a rank needs at least {gib(smallest)}"
-
-
-def gib(size: int) -> str:
-    """Bytes as GiB with one digit, or MiB below one."""
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
 
 
 def _machine(cluster: Cluster) -> str:

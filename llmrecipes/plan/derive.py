@@ -44,6 +44,7 @@ class Plan:
     recipe: Recipe
     shape: Shape
     layout: Layout
+    cluster: Cluster
     device: str
     num_microbatches: int
     tokens_per_step: int
@@ -59,9 +60,19 @@ class Plan:
     host_capacity_bytes: int
     checkpoint_bytes: int
 
+    def __str__(self) -> str:
+        """The table of `llmrecipes show --plan`."""
+        from llmrecipes.plan.table import text
+
+        return text(self)
+
     @property
     def fits(self) -> bool:
         return self.memory.total <= self.memory_capacity_bytes and self.fits_host
+
+    @property
+    def lr_decay_iters(self) -> int:
+        return decay_iters(self.recipe)
 
     @property
     def fits_host(self) -> bool:
@@ -102,7 +113,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for plan.json and `show --json`, with names that stay compatible with older runs."""
-        held = {"recipe", "shape", "layout", "device", "num_microbatches"}
+        held = {"recipe", "shape", "layout", "cluster", "device", "num_microbatches"}
         held |= set() if self.num_adapter_parameters else {"num_adapter_parameters"}
         return {
             "recipe": self.recipe.name,
@@ -113,7 +124,7 @@ class Plan:
             "num_microbatches": self.num_microbatches,
             "padded_vocab_size": self.shape.vocab_size,
             **{name: getattr(self.shape, name) for name in _SHAPE},
-            "lr_decay_iters": decay_iters(self.recipe),
+            "lr_decay_iters": self.lr_decay_iters,
             **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in held},
             "num_parameters": asdict(self.num_parameters),
             "memory": self.memory.as_dict(),
@@ -162,6 +173,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         recipe=recipe,
         shape=sizes,
         layout=laid_out,
+        cluster=cluster,
         device=cluster.device,
         num_microbatches=micro_batches,
         tokens_per_step=tokens_per_step,

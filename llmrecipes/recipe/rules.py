@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from llmrecipes.nested import leaves
 from llmrecipes.recipe import adapters, chat_rules, layout_rules, moe_rules, mup, search_rules, zero_extra, zero_rules
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import unknown_engine
 from llmrecipes.recipe.fixes import divisors, multiples
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.redact import has_secret
 
 # 256 bytes and the end-of-document token: a smaller byte-level vocabulary cannot encode every text.
 MIN_BPE_VOCAB = 257
@@ -257,6 +259,20 @@ def _retention(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _secrets(recipe: Recipe) -> Iterator[Problem]:
+    def has_mappings(items: list[object]) -> bool:
+        return isinstance(items[0], dict)
+
+    for name, value in leaves(recipe.model_dump(mode="json"), enter=has_mappings):
+        if isinstance(value, str) and has_secret(value) and name.rpartition(".")[2] != "storage":  # search_rules has it
+            yield Problem(
+                name,
+                "has a password or token",
+                "recipes are recorded with every run",
+                "the environment variable or credentials file of that service",
+            )
+
+
 def _wandb(recipe: Recipe) -> Iterator[Problem]:
     tracking = recipe.tracking
     for name in ("wandb_project", "wandb_exp_name", "wandb_entity", "wandb_save_dir"):
@@ -274,7 +290,7 @@ def _wandb(recipe: Recipe) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
-    _loss_scale, _overlap, _sources, _tokenizer, _retention, _wandb,
+    _loss_scale, _overlap, _sources, _tokenizer, _retention, _secrets, _wandb,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     mup.rules, adapters.rules, chat_rules.sources, chat_rules.template, chat_rules.length,
     chat_rules.packing, chat_rules.objectives,

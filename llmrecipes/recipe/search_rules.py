@@ -16,6 +16,7 @@ from llmrecipes.recipe.keys import admits, is_key, keys, normal, options_of
 from llmrecipes.recipe.overrides import Override, apply
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import PRUNER_KEYS, SAMPLER_KEYS, Dimension, Pruner, Search
+from llmrecipes.redact import has_secret, redact
 
 FIXED = ("name", "description", "train.train_iters", "train.eval_interval", "train.eval_iters", "data.split")
 """Keys that are the same in all trials: they name a trial, or determine what its loss is measured on."""
@@ -281,7 +282,9 @@ def _storage(search: Search) -> Iterator[Problem]:
             yield Problem(where, f"scheme {parts.scheme!r}", "a storage is sqlite:///FILE, postgresql://..., or a path",
                           "a path of a journal file")  # fmt: skip
         elif parts.scheme.startswith("sqlite") and parts.path in ("", "/", "/:memory:"):
-            yield Problem(where, f"{storage} is in memory", "a study outlives its process", "sqlite:///study.db")
-        elif parts.password is not None:
+            yield Problem(
+                where, f"{redact(storage)} is in memory", "a study outlives its process", "sqlite:///study.db"
+            )
+        elif has_secret(storage):
             yield Problem(where, "has a password", "recipes are recorded with every run",
                           "PGPASSWORD or ~/.pgpass")  # fmt: skip

@@ -18,6 +18,7 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model
 from llmrecipes.recipe.shape import shape
 from llmrecipes.scaling.law import Point
+from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.mlflow.sink import flatten
 from llmrecipes.tracking.runs import summary
 from llmrecipes.tracking.store import is_local, process_environment, redact, tracking_uri
@@ -94,8 +95,7 @@ def _tracked(run: Any) -> Tracked:
         run.info.run_name or run.info.run_id,
         dict(run.data.params),
         FINISHED if run.info.status == "FINISHED" else str(run.info.status).lower(),
-        metrics.get("consumed_tokens"),
-        metrics.get("valid_loss"),
+        *(metrics.get(tracker_name(key), metrics.get(key)) for key in ("consumed_tokens", "valid_loss")),
     )
 
 

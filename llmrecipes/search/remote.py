@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llmrecipes.search.metrics import Evaluation, Progress
+from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.store import process_environment, redact
 
 if TYPE_CHECKING:
@@ -75,7 +76,11 @@ def find_run(client: MlflowClient, experiment: str, name: str) -> str | None:
 
 def _progress(client: MlflowClient, run: str) -> Progress:
     history = {
-        key: {point.step: point.value for point in client.get_metric_history(run, key)}
+        key: {
+            point.step: point.value
+            for name in (key, tracker_name(key))  # runs of earlier versions have the key
+            for point in client.get_metric_history(run, name)
+        }
         for key in ("valid_loss", "valid_bits_per_byte", "consumed_tokens", "step_seconds", "loss")
     }
     tokens, seconds, losses = history["consumed_tokens"], history["step_seconds"], history["loss"]

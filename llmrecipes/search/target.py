@@ -14,6 +14,7 @@ from llmrecipes.hardware.machine import machine
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.base import JobHandle, Launcher, Planned, PlannedForCluster
+from llmrecipes.launch.registry import launcher
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, default_world_size, derive
 from llmrecipes.recipe.load import RESOLVED_NAME, to_yaml
@@ -178,3 +179,30 @@ def there(
     profile = load_profile(cluster)
     number = nodes * (ranks or profile.ranks_per_node)
     return Target(launcher, given, paths, workers, machine(profile, nodes), number, nodes, cluster, profile)
+
+
+def target_of(
+    to: str, given: dict[str, Any], paths: Paths, workers: int, cluster: str | None, nodes: int, nproc: int | None
+) -> Target:
+    """The target of a command's or a call's options.
+
+    Raises:
+        UserError: an option that the scheduler does not have or that has no effect here.
+    """
+    place = launcher(to)
+    for name in given:
+        if name not in place.takes:
+            raise UserError(f"{name} with --to {to}", where="--submit", rule=f"one of {', '.join(sorted(place.takes))}")
+    if not place.needs_cluster:
+        if nodes > 1 or cluster is not None:
+            raise UserError(f"given with --to {to}", where="--nodes" if nodes > 1 else "--cluster",
+                            rule="trials on this machine have one node", fix="--to slurm or --to k8s")  # fmt: skip
+        return here(place, given, paths, workers, nproc)
+    if cluster is None:
+        raise UserError(f"missing with --to {to}", where="--cluster",
+                        rule="a trial is planned for the nodes it will run on", fix="--cluster NAME")  # fmt: skip
+    if not place.shares_disk and "tracking-uri" not in given:
+        raise UserError(f"no tracking-uri with --to {to}", where="--submit",
+                        rule="the losses of trials come back through an MLflow server",
+                        fix="--submit tracking-uri=URL")  # fmt: skip
+    return there(place, given, paths, workers, cluster, nodes, nproc)

@@ -17,7 +17,7 @@ import psutil
 
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.cluster import cpu_cores
-from llmrecipes.secret import is_secret
+from llmrecipes.redact import HIDDEN, is_secret, redacted
 
 PACKAGES = (
     "llmrecipes",
@@ -33,7 +33,6 @@ PACKAGES = (
     "pydantic",
 )
 VARIABLES = re.compile(r"(NCCL|TORCH|GLOO|CUDA|NVTE|OMP|MKL|SLURM)_\w+|PYTORCH_\w+|CUDA_VISIBLE_DEVICES|WORLD_SIZE")
-HIDDEN = "<hidden>"
 TIMEOUT_SECONDS = 5.0
 
 
@@ -43,27 +42,30 @@ def capture(root: Path) -> dict[str, Any]:
     Args:
         root: the checkout whose git commit is recorded; a directory that is none gives `git: null`.
 
-    Values of variables and arguments whose names look like secrets are not recorded. `LLMRECIPES_IMAGE_DIGEST` names
+    Values of variables and arguments whose names look like secrets are not recorded, and what is recorded is redacted.
+    `LLMRECIPES_IMAGE_DIGEST` names
     the container image, which a container cannot determine itself.
     """
-    return {
-        "python": platform.python_version(),
-        "packages": _packages(),
-        "platform": platform.platform(),
-        "hostname": socket.gethostname(),
-        "cpu": _cpu_model(),
-        "cores": {"present": os.cpu_count(), "usable": cpu_cores()},
-        "memory_bytes": psutil.virtual_memory().total,
-        "gpus": _gpus(),
-        "git": _git(root),
-        "image_digest": os.environ.get("LLMRECIPES_IMAGE_DIGEST"),
-        "command": _command(sys.orig_argv),
-        "variables": {
-            name: HIDDEN if is_secret(name) else value
-            for name, value in sorted(os.environ.items())
-            if VARIABLES.fullmatch(name)
-        },
-    }
+    return redacted(
+        {
+            "python": platform.python_version(),
+            "packages": _packages(),
+            "platform": platform.platform(),
+            "hostname": socket.gethostname(),
+            "cpu": _cpu_model(),
+            "cores": {"present": os.cpu_count(), "usable": cpu_cores()},
+            "memory_bytes": psutil.virtual_memory().total,
+            "gpus": _gpus(),
+            "git": _git(root),
+            "image_digest": os.environ.get("LLMRECIPES_IMAGE_DIGEST"),
+            "command": _command(sys.orig_argv),
+            "variables": {
+                name: HIDDEN if is_secret(name) else value
+                for name, value in sorted(os.environ.items())
+                if VARIABLES.fullmatch(name)
+            },
+        }
+    )
 
 
 def _packages() -> dict[str, str | None]:

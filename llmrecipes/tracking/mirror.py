@@ -28,7 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
+from llmrecipes.redact import guard_streams, redact, redacted
 from llmrecipes.tracking.jsonl import parse
+from llmrecipes.tracking.tensorboard import VALID
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +134,7 @@ class Mirror(ABC, Generic[C, R]):
 
     def _hide(self, text: str) -> str:
         """`text` without secrets."""
-        return text
+        return redact(text)
 
     def run(self) -> None:
         """Send until the end, then close the run and report."""
@@ -197,17 +199,26 @@ class Mirror(ABC, Generic[C, R]):
 
     def _tell(self, **message: Any) -> None:
         with suppress(OSError):  # the training process may be gone
-            self._messages.write(json.dumps(message).encode() + b"\n")
+            self._messages.write(json.dumps(redacted(message)).encode() + b"\n")
             self._messages.flush()
 
 
+def tracker_name(key: str) -> str:
+    """Name in MLflow and W&B of a key of metrics.jsonl: `train/loss`, `valid/valid_loss`, as in TensorBoard.
+
+    What was consumed has a group of its own, which is shown after `train`.
+    """
+    group = "usage" if key in OF_THE_STEP else "valid" if key in VALID or key == "eval_seconds" else "train"
+    return f"{group}/{key}"
+
+
 def numbers(values: dict[str, Any]) -> dict[str, float]:
-    """The metrics of a step or an evaluation as metrics.jsonl has them; NaN where it has null."""
+    """The metrics of a step or an evaluation by their names in trackers; NaN where metrics.jsonl has null."""
     named = {
         key: float("nan") if values[key] is None else values[key]
         for key in values.keys() - NOT_METRICS - (OF_THE_STEP if "valid_loss" in values else set())
     }
-    return {key: float(value) for key, value in named.items() if isinstance(value, int | float)}
+    return {tracker_name(key): float(value) for key, value in named.items() if isinstance(value, int | float)}
 
 
 def serve(read: Callable[[dict[str, Any]], C], make: Callable[[C, Ending, BinaryIO], Mirror[C, Any]]) -> None:
@@ -224,6 +235,7 @@ def serve(read: Callable[[dict[str, Any]], C], make: Callable[[C, Ending, Binary
     os.nice(10)
     messages = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print, too: into the log
+    guard_streams()
     config = read(json.loads(sys.stdin.buffer.readline()))
     ending = Ending(sys.stdin.buffer)
     with (Path(config.run_dir) / config.lock).open("r+") as lock:  # NFS needs write mode for an exclusive lock

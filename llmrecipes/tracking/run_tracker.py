@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -17,6 +18,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.redact import redact, redacted
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.jsonl import METRICS, JsonlSink
 from llmrecipes.tracking.mirror_sink import MirrorSink
@@ -75,9 +77,9 @@ class RunTracker:
         """
         require_library(recipe)
         documents = (
-            to_yaml(recipe),
-            json.dumps(plan, indent=2) + "\n",
-            json.dumps(environment, indent=2) + "\n",
+            redact(to_yaml(recipe)),
+            json.dumps(redacted(plan), indent=2) + "\n",
+            json.dumps(redacted(environment), indent=2) + "\n",
         )
         try:
             (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -113,7 +115,7 @@ class RunTracker:
             openers["TensorBoard"] = lambda: TensorBoardSink(
                 run_dir / "tensorboard", resumed_step=resumed_step, log_interval=interval
             )
-        all_tags = _tags(environment) | {"recipe.hash": recipe_hash(recipe)} | dict(tags or {})
+        all_tags = redacted(_tags(environment)) | {"recipe.hash": recipe_hash(recipe)} | redacted(dict(tags or {}))
         if settings.mlflow:
             database = own_database(run_dir)
             uri = tracking_uri(runs_dir) if database is None else sqlite_uri(database)
@@ -127,7 +129,7 @@ class RunTracker:
                 experiment=experiment,
                 kept_database=None if database is None else str(run_dir.resolve() / DATABASE),
                 run_name=run_dir.name,
-                params=flatten(recipe),
+                params=redacted(flatten(recipe)),
                 tags=all_tags,
                 artifacts=list(ARTIFACTS),
                 log_interval=interval,
@@ -161,7 +163,8 @@ class RunTracker:
         self._tell_others(lambda sink: sink.eval(metrics))
 
     def note(self, note: Note) -> None:
-        """Report something that happened."""
+        """Report something that happened; its details may quote an error, so they are redacted for all sinks."""
+        note = replace(note, details=redacted(note.details))
         self._record.note(note)
         self._tell_others(lambda sink: sink.note(note))
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
+
+from llmrecipes.redact import address
 
 LOCAL_DISK = "LLMRECIPES_LOCAL_DISK"
 """Variable with a folder on the own disk of a pod, whose runs directory is on a file system of the network."""
 DATABASE = "mlflow.db"
+TRAINING_VIEW = "workflowType=machine_learning"
+"""Parameter of pages of MLflow 3, which otherwise shows its pages for traces, whatever the kind of an experiment is."""
 
 
 def tracking_uri(runs_dir: Path) -> str:
@@ -48,10 +52,7 @@ def is_local(uri: str) -> bool:
 
 def redact(uri: str) -> str:
     """The address without user, password and query, safe for files and messages."""
-    if is_local(uri):
-        return uri
-    parts = urlsplit(uri)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return uri if is_local(uri) else address(uri)
 
 
 def process_environment() -> dict[str, str]:

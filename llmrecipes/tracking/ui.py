@@ -11,12 +11,19 @@ from pathlib import Path
 
 from llmrecipes.errors import UserError
 from llmrecipes.tracking.mlflow.database import require_database
-from llmrecipes.tracking.store import artifact_root, is_local, process_environment, redact, tracking_uri
+from llmrecipes.tracking.store import (
+    DATABASE,
+    TRAINING_VIEW,
+    artifact_root,
+    is_local,
+    process_environment,
+    redact,
+    tracking_uri,
+)
 from llmrecipes.tracking.web import HOST, reserved, started, until_interrupted
 
 NAME = "the MLflow server"
-TRAINING = "#/experiments?workflowType=machine_learning"
-"""MLflow 3 opens with pages for agents and traces; this is its page for training runs."""
+TRAINING = f"#/experiments?{TRAINING_VIEW}"
 
 
 @contextmanager
@@ -30,6 +37,8 @@ def server(runs_dir: Path, port: int) -> Iterator[tuple[str, subprocess.Popen[by
     if is_local(uri) and not runs_dir.is_dir():
         raise UserError("no runs yet", where=str(runs_dir), fix="train something first: make train")
     if is_local(uri):
+        if not (runs_dir / DATABASE).exists():  # takes seconds
+            print(f"creating {runs_dir / DATABASE} ...", file=sys.stderr, flush=True)
         require_database(uri, artifact_root(runs_dir))
     environment = process_environment() | {"MLFLOW_BACKEND_STORE_URI": uri}  # may hold a password: not an argument
     with reserved(port) as port:
@@ -43,7 +52,7 @@ def serve(runs_dir: Path, port: int = 5000) -> None:
     """Show the runs until Ctrl-C; with a remote `MLFLOW_TRACKING_URI` print its address instead."""
     uri = tracking_uri(runs_dir)
     if uri.startswith(("http://", "https://")):
-        print(f"runs are tracked by a server; open {redact(uri)}")
+        print(f"runs are tracked by a server; open {redact(uri).rstrip('/')}/{TRAINING}")
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
     with server(runs_dir, port) as (address, process):

@@ -7,14 +7,21 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from tempfile import TemporaryFile
+from typing import IO
 
 from llmrecipes.errors import UserError
 
 HOST = "127.0.0.1"
-START_SECONDS = 60.0
+START_SECONDS = 180.0
+"""Long, because a first start on a shared file system reads thousands of files; what it waits for is shown."""
+SECONDS_BETWEEN_SIGNS = 5.0
+LINES_OF_OUTPUT = 20
+"""Last lines of a server's output that are shown if it fails."""
 
 
 @contextmanager
@@ -45,6 +52,8 @@ def started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The process of a server, once it responds at `path`; stops it at the end.
 
+    Its output is only shown if it fails: notices of libraries, and addresses that the caller prints.
+
     Args:
         name: of the server, for messages.
         command: starts it on `HOST` and `port`.
@@ -52,14 +61,24 @@ def started(
     Raises:
         UserError: it does not start.
     """
-    with running(command, environment) as process:
-        _wait(name, port, path, process)
-        yield process
+    with TemporaryFile() as output:
+        try:
+            with running(command, environment, output=output) as process:
+                _wait(name, port, path, process)
+                yield process
+        except UserError:
+            output.seek(0)
+            lines = output.read().decode(errors="replace").splitlines()
+            print(*lines[-LINES_OF_OUTPUT:], sep="\n", file=sys.stderr)
+            raise
 
 
 @contextmanager
 def running(
-    command: Sequence[str], environment: Mapping[str, str], first: Callable[[], None] | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    first: Callable[[], None] | None = None,
+    output: IO[bytes] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The process of a server; stops it at the end.
 
@@ -67,9 +86,12 @@ def running(
         command: starts it.
         environment: its environment.
         first: what its process does before it becomes the server.
+        output: file for its output; None: that of this process.
     """
     # A new session: servers start helpers, and killing the process group stops them all.
-    process = subprocess.Popen(command, env=dict(environment), start_new_session=True, preexec_fn=first)
+    process = subprocess.Popen(
+        command, env=dict(environment), start_new_session=True, preexec_fn=first, stdout=output, stderr=output
+    )
     try:
         yield process
     finally:
@@ -90,8 +112,12 @@ def until_interrupted(name: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait(name: str, port: int, path: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
+    print(f"starting {name} ...", file=sys.stderr, flush=True)
+    started = shown = time.monotonic()
+    while time.monotonic() < started + START_SECONDS:
+        if time.monotonic() >= shown + SECONDS_BETWEEN_SIGNS:
+            shown = time.monotonic()
+            print(f"starting {name} ... {shown - started:.0f} s", file=sys.stderr, flush=True)
         if process.poll() is not None:
             raise UserError(f"{name} did not start (exit code {process.returncode}); its messages are above")
         try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.nccl_log import FILE, LEVEL, SUBSYSTEMS, log_of, proving, shown
 from llmrecipes.launch.environment import FABRIC
+from llmrecipes.redact import redact
 
 SECONDS = 1.0
 """Between looks at the file: a warning is shown so much later than NCCL itself would."""
@@ -97,7 +98,7 @@ class NcclOutput:
         if self._target is not None:
             try:
                 with self._target.open("a", encoding="utf-8") as file:
-                    file.write(text)
+                    file.write(redact(text))
                 return
             except OSError:
                 self._target = None

@@ -20,6 +20,7 @@ from llmrecipes.faults.parent import end_with_parent
 from llmrecipes.launch.open_files import allow_open_files
 from llmrecipes.launch.ranks import LAUNCHER
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.redact import guard_streams
 from llmrecipes.train.spec import RankSpec
 
 S = TypeVar("S", bound=RankSpec)
@@ -37,6 +38,7 @@ def rank_main(kind: type[S], run: Callable[[S], ExitCode]) -> NoReturn:
         kind: class of the spec.
         run: runs the rank; returns the exit code.
     """
+    guard_streams()
     # Nothing is lost before training starts: until then a signal ends this process immediately, without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

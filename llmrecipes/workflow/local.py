@@ -12,6 +12,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly, early_signals
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import load
+from llmrecipes.redact import guard_streams
 from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train
@@ -63,4 +64,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main(sys.argv[1:]))

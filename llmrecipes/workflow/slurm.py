@@ -32,6 +32,7 @@ from llmrecipes.launch.environment import detected_environment, environment, mis
 from llmrecipes.launch.ranks import Rank, from_slurm
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.redact import guard_streams
 from llmrecipes.train.spec import RunOptions, RunSpec
 from llmrecipes.workflow.pretrained import with_pretrained
 from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
@@ -205,4 +206,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main(sys.argv[1:]))

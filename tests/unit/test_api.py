@@ -8,13 +8,19 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import llmrecipes
+from llmrecipes.cli import app as cli
 from llmrecipes.recipe.load import load, to_yaml
 from llmrecipes.workflow import train as workflow
 from tests.helpers import ROOT, environment, tiny, tiny_on, write_recipe
+from tests.refusals import refused
+from tests.unit.search_lab import curves, searched
+
+__all__ = ["curves"]
 
 HEAVY = ("torch", "megatron", "mlflow", "datasets", "transformers", "tokenizers", "pandas", "numpy")
 
@@ -104,6 +110,88 @@ def test_a_run_is_read_from_its_files_while_it_trains(tmp_path: Path, monkeypatc
     with pytest.raises(llmrecipes.UserError) as caught:
         run.metrics()
     assert "records()" in caught.value.fix
+
+
+def test_a_plan_prints_as_the_table_of_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["show", "gpt-7b", "--cluster", "h100-ib", "--nodes", "2", "--plan"]) == 0
+    shown = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    plan = llmrecipes.plan_recipe("gpt-7b", cluster="h100-ib", nodes=2)
+    title, *lines = str(plan).splitlines()
+    assert "gpt-7b" in title and "2 nodes of h100-ib: 16" in title
+    rows = [" ".join(line.split()) for line in lines if line]
+    assert len(rows) > 20 and set(rows) <= shown
+    assert f"{plan.num_parameters.total:,}" in lines[0]
+    assert plan.cluster.nodes == 2 and "cluster" not in plan.as_dict()
+
+
+def test_layouts_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    found = llmrecipes.layout_recipe("gpt-7b", cluster="h100-ib", nodes=2)
+    assert cli.run(["layout", "gpt-7b", "--cluster", "h100-ib", "--nodes", "2", "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert json.loads(json.dumps([each.as_dict() for each in found])) == ranks
+    assert [each.rank for each in llmrecipes.layout_recipe(tiny(), nproc=2)] == [0, 1]
+    with refused("train.global_batch_size"):
+        llmrecipes.layout_recipe(tiny(), nproc=3)
+
+
+def test_runs_are_listed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmrecipes.list_runs(tmp_path / "missing") == []
+    for name, lr in (("one", 1e-3), ("two", 1e-2)):
+        folder = tmp_path / "tiny" / name
+        folder.mkdir(parents=True)
+        (folder / "recipe.yaml").write_text(to_yaml(tiny(optimizer={"lr": lr})))
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": lr, "consumed_tokens": 8}) + "\n")
+    listed = llmrecipes.list_runs(tmp_path, data_dir=tmp_path)
+    assert sorted(run.path.name for run in listed) == ["one", "two"] and listed[0].data_dir == tmp_path
+    found = llmrecipes.compare_runs(listed[0], "tiny/two" if listed[0].path.name == "one" else "one", runs_dir=tmp_path)
+    assert set(found.differences["optimizer.lr"]) == {1e-3, 1e-2} and len(found.runs) == 2
+    names = [str(run.path) for run in found.runs]
+    assert cli.run(["compare", *names, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found.as_dict()))
+    with refused("RUN"):
+        llmrecipes.compare_runs(listed[0])
+
+
+def test_data_is_prepared_once(corpus: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny_on(corpus)
+    prepared = llmrecipes.prepare_recipe(recipe, data_dir=data_dir, workers=1, quiet=True)
+    assert prepared.path.parent == data_dir and prepared.manifest.counts("train").tokens > 1000
+    assert not capsys.readouterr().out
+    assert llmrecipes.prepare_recipe(recipe, data_dir=data_dir).path == prepared.path
+    assert str(prepared.path) in capsys.readouterr().out
+
+
+def test_what_would_be_submitted_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders: dict[str, Any] = {"runs_dir": tmp_path / "runs", "data_dir": tmp_path / "data"}
+    changes = {"train.global_batch_size": 64}
+    made = llmrecipes.submit_recipe(
+        "gpt-7b", changes, to="slurm", cluster="h100-ib", nodes=2, dry_run=True, run_id="r", prepare_partition="cpu",
+        **folders,
+    )  # fmt: skip
+    assert made.job is None and made.submission.run_dir == tmp_path / "runs" / "gpt-7b" / "r"
+    words = ["submit", "gpt-7b", "train.global_batch_size=64", "--to", "slurm", "--cluster", "h100-ib", "--nodes", "2"]
+    words += ["--dry-run", "--run-id", "r", "--prepare-partition", "cpu"]
+    words += ["--runs-dir", str(folders["runs_dir"]), "--data-dir", str(folders["data_dir"])]
+    assert cli.run(words) == 0
+    assert capsys.readouterr().out == made.rendering.shown
+    with refused("namespace", rule="prepare-partition"):
+        llmrecipes.submit_recipe("gpt-7b", to="slurm", cluster="h100-ib", dry_run=True, namespace="x", **folders)
+    with refused("--cluster"):
+        llmrecipes.submit_recipe("gpt-7b", to="slurm", dry_run=True, **folders)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("curves")
+def test_a_search_returns_its_best_trials(corpus: Path, data_dir: Path, tmp_path: Path) -> None:
+    recipe = searched(n_trials=3).model_copy(update={"data": tiny_on(corpus).data})
+    folders: dict[str, Any] = {"runs_dir": tmp_path / "runs", "data_dir": data_dir}
+    result = llmrecipes.search_recipe(recipe, to="curves", nproc=1, quiet=True, **folders)
+    assert (result.code, result.trials) == (0, {"complete": 3}) and len(result.recipes) == 1
+    assert llmrecipes.load_recipe(result.recipes[0]).optimizer.lr == result.best[0]["values"]["optimizer.lr"]
+    with refused("time"):
+        llmrecipes.search_recipe(recipe, to="curves", time="1:00:00", **folders)
+    with refused("--cluster"):
+        llmrecipes.search_recipe(recipe, to="slurm", resume=True, **folders)
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(0, "finished"), (75, "saved"), (93, "failed"), (137, "failed")])

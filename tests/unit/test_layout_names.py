@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.cli.render.plan import rows
 from llmrecipes.engine.base import Implementation, Progress
 from llmrecipes.plan.derive import derive
+from llmrecipes.plan.table import rows
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.scaled import scaled
 from llmrecipes.train.reporting import describe
@@ -28,7 +28,7 @@ def test_the_stage_is_part_of_the_name(
 ) -> None:
     recipe = load("gpt-tiny", overrides).recipe
     plan = derive(recipe, 2, ROOMY)
-    assert {name: origin for name, _, origin in rows(plan, ROOMY)}["ranks"] == f"parallel: data 2{words}"
+    assert {name: origin for name, _, origin in rows(plan)}["ranks"] == f"parallel: data 2{words}"
     record = Record(layout=plan.layout.as_dict(), steps=(), kept_step=None, replicas=None)
     result = Result("gpt-tiny", 1e-5, record, record, 0.0, None, scaled(recipe, plan.layout.as_dict()), recipe.zero)
     assert layout_words(result) == f"DP2{words}, 2 ranks"

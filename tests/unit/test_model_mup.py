@@ -14,12 +14,12 @@ import torch
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.cli.render.plan import rows
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.megatron import versions
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model import config as engine_config
 from llmrecipes.plan.derive import derive
+from llmrecipes.plan.table import rows
 from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Parallelism, Recipe
@@ -183,7 +183,7 @@ def test_without_it_nothing_changes() -> None:
 
 
 def test_the_plan_shows_the_rate_of_hidden_matrices() -> None:
-    shown = {name: value for name, value, _ in rows(derive(recipe(), 1, ROOMY), ROOMY)}
+    shown = {name: value for name, value, _ in rows(derive(recipe(), 1, ROOMY))}
     assert (shown["width multiplier"], shown["learning rate of hidden matrices"]) == ("4", "0.0025")
 
 

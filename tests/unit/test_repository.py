@@ -27,7 +27,7 @@ LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 
 # Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
 LAYERS = (
-    ("errors", "console", "commandline", "units", "nested", "io", "secret"),
+    ("errors", "console", "commandline", "units", "nested", "io", "redact"),
     ("recipe",),
     ("hardware",),
     ("plan", "tracking"),
@@ -41,10 +41,10 @@ LAYERS = (
     ("workflow",),
     ("search",),
     ("api",),
-    ("api_models",),
+    ("api_models", "api_commands"),
     ("cli",),
 )
-LIGHT = (*LAYERS[0], "recipe", "hardware", "plan", "launch", "doctor", "api_models", "api", "cli")
+LIGHT = (*LAYERS[0], "recipe", "hardware", "plan", "launch", "doctor", "api_models", "api_commands", "api", "cli")
 HEAVY = {
     "torch",
     "megatron",
@@ -179,7 +179,7 @@ HOMES = {
     r'"nvidia-smi"': ("hardware.nvidia",),
     r"sched_getaffinity|cpu\.max": ("hardware.cluster",),
     r"os\.fsync\(": ("io", "tracking.jsonl", "doctor.storage"),  # both on a file they go on writing
-    r"\|SECRET\|": ("secret",),
+    r"\|SECRET\|": ("redact",),
 }
 """What is written down in one place, and the modules that may."""
 

@@ -23,6 +23,7 @@ from llmrecipes.scaling import fit as fitting
 from llmrecipes.scaling.fit import fit
 from llmrecipes.scaling.law import Law, Point
 from llmrecipes.scaling.runs import Selection
+from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.mlflow.database import require_database
 from llmrecipes.tracking.mlflow.sink import flatten
 from llmrecipes.tracking.store import artifact_root, tracking_uri
@@ -209,7 +210,9 @@ def test_runs_in_mlflow(tmp_path: Path, runs_dir: Path, capsys: pytest.CaptureFi
     for number, recipe in enumerate(recipes()):
         _, tokens, loss = figures(recipe)
         tracked = client.create_run(experiment, run_name=f"run-{number}")
-        metrics = [Metric("consumed_tokens", tokens, 0, 1), Metric("valid_loss", loss, 0, 1)]
+        values = {"consumed_tokens": tokens, "valid_loss": loss}  # the names that runs of earlier versions have
+        named = {tracker_name(key) if number % 2 else key: value for key, value in values.items()}
+        metrics = [Metric(key, value, 0, 1) for key, value in named.items()]
         params = [Param(key, value) for key, value in flatten(recipe).items()]
         client.log_batch(tracked.info.run_id, metrics=metrics, params=params[:100])
         client.log_batch(tracked.info.run_id, params=params[100:])

@@ -41,7 +41,9 @@ def runs_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_tensorboard_shows_the_runs_that_have_files_on_loopback_and_ends(runs_dir: Path) -> None:
+def test_tensorboard_shows_the_runs_that_have_files_on_loopback_and_ends(
+    runs_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run_dirs = [runs_dir / "tiny" / run_id for run_id in ("one", "two", "none")]
     with tensorboard_ui.server(run_dirs, 0) as (address, number, process):
         assert address.startswith("http://127.0.0.1:") and number == 2
@@ -50,6 +52,9 @@ def test_tensorboard_shows_the_runs_that_have_files_on_loopback_and_ends(runs_di
     assert set(tags) == {"tiny/one", "tiny/two"}
     assert "train/loss" in tags["tiny/one"]
     assert process.poll() is not None
+    printed = capfd.readouterr()  # its own address would be the second, and there is no TensorFlow to miss
+    assert not printed.out and "http" not in printed.err and "TensorFlow" not in printed.err
+    assert {line.split()[0] for line in printed.err.splitlines()} == {"starting"}
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 

@@ -114,7 +114,7 @@ def test_a_step_with_more_values_than_one_mlflow_request_allows(
     metrics = run.data.metrics
     assert metrics["moe/imbalance_max"] == 60.0 and metrics["moe/dropped"] == 180.0
     assert metrics["moe/layer_60/expert_15/tokens"] == 15.0
-    assert metrics["loss"] == 5.0 and metrics["moe_aux_loss"] == 1.1
+    assert metrics["train/loss"] == 5.0 and metrics["train/moe_aux_loss"] == 1.1
     assert sum(name.startswith("moe/layer_") for name in metrics) == 60 * (16 + len(NUMBERS))
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -35,7 +36,7 @@ from llmrecipes.tracking.mirror_sink import MirrorSink
 from llmrecipes.tracking.mlflow.config import LOCK
 from llmrecipes.tracking.mlflow.database import require_database
 from llmrecipes.tracking.run_tracker import RunTracker
-from llmrecipes.tracking.store import redact, tracking_uri
+from llmrecipes.tracking.store import artifact_root, redact, tracking_uri
 from tests.helpers import ROOT, not_waiting_for
 from tests.refusals import refused
 
@@ -143,11 +144,16 @@ def test_a_run_is_recorded_with_all_that_belongs_to_it(runs_dir: Path, tmp_path:
     assert expected.items() <= run.data.tags.items()
     assert json.loads(run.data.tags["note.checkpoint_saved"]) == {"step": 2, "seconds": 1.5}
 
-    losses = history(uri, run.info.run_id, "loss")
+    losses = history(uri, run.info.run_id, "train/loss")
     assert math.isnan(losses[0][1]) and losses[1] == (2, 5.0)
-    assert history(uri, run.info.run_id, "consumed_tokens") == [(1, 1e25), (2, 16.0)]
-    assert history(uri, run.info.run_id, "skipped") == [(1, 0.0), (2, 1.0)]
-    assert history(uri, run.info.run_id, "valid_loss") == [(2, 4.5)]
+    assert history(uri, run.info.run_id, "usage/consumed_tokens") == [(1, 1e25), (2, 16.0)]
+    assert history(uri, run.info.run_id, "train/skipped") == [(1, 0.0), (2, 1.0)]
+    assert history(uri, run.info.run_id, "valid/valid_loss") == [(2, 4.5)]
+    # The same names as TensorBoard's; what it does not have comes in a group of its own.
+    assert {"train/loss", "train/lr", "valid/valid_loss", "valid/eval_seconds"} <= run.data.metrics.keys()
+    assert all("/" in name for name in run.data.metrics)
+    (only,) = MlflowClient(uri).search_experiments()  # no empty `Default`, neither now nor after another start
+    assert only.name == experiment and only.tags["mlflow.experimentKind"] == "custom_model_development"
     assert run.data.metrics["system/system_memory_usage_megabytes"] > 0
 
     assert unquote(urlsplit(run.info.artifact_uri).path).startswith(str(runs_dir))
@@ -184,9 +190,9 @@ def test_resumed_runs_are_one_mlflow_run_without_duplicate_points(runs_dir: Path
         tracker.eval(evaluation(150))
     run = only_run(uri, experiment)
     assert run.info.status == "FINISHED"
-    assert [number for number, _ in history(uri, run.info.run_id, "loss")] == list(range(1, 151))
-    assert [number for number, _ in history(uri, run.info.run_id, "tokens_per_second")] == list(range(1, 151))
-    assert [number for number, _ in history(uri, run.info.run_id, "valid_loss")] == [100, 150]
+    assert [number for number, _ in history(uri, run.info.run_id, "train/loss")] == list(range(1, 151))
+    assert [number for number, _ in history(uri, run.info.run_id, "train/tokens_per_second")] == list(range(1, 151))
+    assert [number for number, _ in history(uri, run.info.run_id, "valid/valid_loss")] == [100, 150]
     assert run.data.params["description"] == ""  # MLflow never changes a parameter
     assert run.data.tags["changed.description"] == "now longer"
 
@@ -210,7 +216,7 @@ def test_in_a_pod_the_database_is_on_its_own_disk_and_copied_at_the_end(
     assert kept.read_bytes() != first_copy
     run = only_run(f"sqlite:///{kept}", experiment)
     assert run.info.status == "FINISHED"
-    assert [number for number, _ in history(f"sqlite:///{kept}", run.info.run_id, "loss")] == [1, 2, 3, 4, 5, 6]
+    assert [number for number, _ in history(f"sqlite:///{kept}", run.info.run_id, "train/loss")] == [1, 2, 3, 4, 5, 6]
     assert not list(kept.parent.glob(".mlflow.db*"))
     assert not (runs / "mlflow.db").exists()
 
@@ -238,8 +244,27 @@ require_database({uri!r}, {str(tmp_path)!r})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / "mlflow.db").exists()
     require_database(uri, str(tmp_path))
-    assert MlflowClient(uri).search_experiments()
+    assert MlflowClient(uri).create_experiment("first")
     assert not list(tmp_path.glob("*.part*"))
+
+
+def test_a_run_of_an_earlier_version_goes_on_in_its_mlflow_run(runs_dir: Path) -> None:
+    uri, run_dir = tracking_uri(runs_dir), runs_dir / "tiny" / "old"
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {at}, "loss": 5.0}}\n' for at in (1, 2, 3)))
+    require_database(uri, artifact_root(runs_dir))
+    client = MlflowClient(uri)
+    run = client.create_run(client.create_experiment("before", artifact_root(runs_dir)), run_name="old").info
+    for at in (1, 2):
+        client.log_metric(run.run_id, "loss", 5.0, step=at)
+    known = {"tracking_uri": uri, "experiment": "before", "key": uuid.uuid4().hex, "run_id": run.run_id}
+    (run_dir / "mlflow.json").write_text(json.dumps(known))
+    with start(runs_dir, recipe("before", system_metrics_interval=None), "old", resumed_step=3) as tracker:
+        tracker.step(step(4))
+    assert only_run(uri, "before").info.run_id == run.run_id
+    assert [at for at, _ in history(uri, run.run_id, "train/loss")] == [3, 4]
+    assert [at for at, _ in history(uri, run.run_id, "loss")] == [1, 2]
+    assert client.get_experiment(run.experiment_id).tags["mlflow.experimentKind"] == "custom_model_development"
 
 
 @pytest.mark.slow
@@ -250,7 +275,7 @@ def test_log_interval_thins_mlflow(runs_dir: Path) -> None:
         for number in range(901, TOTAL - 1):
             tracker.step(step(number))
     run = only_run(tracking_uri(runs_dir), "sparse")
-    assert [number for number, _ in history(tracking_uri(runs_dir), run.info.run_id, "loss")] == [950]
+    assert [number for number, _ in history(tracking_uri(runs_dir), run.info.run_id, "train/loss")] == [950]
 
 
 def train_and_die(runs_dir: Path, name: str) -> None:
@@ -280,7 +305,7 @@ def test_a_run_killed_outright_is_closed_in_mlflow_all_the_same(runs_dir: Path) 
         return bool(runs) and runs[0].info.status == "KILLED"
 
     wait_for(closed)
-    assert len(history(uri, only_run(uri, "killed").info.run_id, "loss")) == 10
+    assert len(history(uri, only_run(uri, "killed").info.run_id, "train/loss")) == 10
 
 
 def mirrors(run_dir: Path) -> list[psutil.Process]:
@@ -315,7 +340,7 @@ def test_the_last_state_wins_however_long_mirrors_of_killed_starts_wait(runs_dir
     left_behind.wait(60)
     run = only_run(uri, "quick-kills")
     assert run.info.status == "FINISHED"
-    assert [number for number, _ in history(uri, run.info.run_id, "loss")] == list(range(1, 13))
+    assert [number for number, _ in history(uri, run.info.run_id, "train/loss")] == list(range(1, 13))
 
 
 @pytest.mark.slow
@@ -327,7 +352,7 @@ def test_resuming_at_once_after_a_kill_waits_for_the_mirror_left_behind(runs_dir
     uri = tracking_uri(runs_dir)
     run = only_run(uri, "at-once")
     assert run.info.status == "FINISHED"
-    assert [number for number, _ in history(uri, run.info.run_id, "loss")] == list(range(1, 13))
+    assert [number for number, _ in history(uri, run.info.run_id, "train/loss")] == list(range(1, 13))
 
 
 def test_a_reserved_port_is_for_its_server_only() -> None:
@@ -340,11 +365,17 @@ def test_a_reserved_port_is_for_its_server_only() -> None:
 
 @pytest.mark.slow
 def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_on_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     experiment, server_dir, runs = "remote", tmp_path / "server", tmp_path / "runs"
     server_dir.mkdir()
     with ui.server(server_dir, 0) as (address, process):
+        printed = capfd.readouterr()
+        # Neither notices of libraries nor an address that does not answer yet.
+        assert not printed.out and {line.split()[0] for line in printed.err.splitlines()} == {"creating", "starting"}
         port = int(address.rpartition(":")[2])
         with web.reserved(port) as other:
             assert other != port  # taken: another one is chosen
@@ -358,12 +389,15 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
 
         def arrived() -> bool:
             known = identity(runs / "tiny" / "r")
-            return "run_id" in known and len(history(address, known["run_id"], "loss")) == 10
+            return "run_id" in known and len(history(address, known["run_id"], "train/loss")) == 10
 
         wait_for(arrived)
         found = MlflowClient(address).get_run(identity(runs / "tiny" / "r")["run_id"]).info
         tracker.step(step(11))
-        assert f"{address}/#/experiments/{found.experiment_id}/runs/{found.run_id}" in shown.getvalue()
+        assert (
+            f"{address}/#/experiments/{found.experiment_id}/runs/{found.run_id}?workflowType=machine_learning"
+            in shown.getvalue()
+        )
         assert (server_dir / "mlflow.db").exists()
         assert not (runs / "mlflow.db").exists()
         os.killpg(process.pid, signal.SIGKILL)
@@ -390,7 +424,7 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
             for number in range(26, 41):
                 tracker.step(step(number))
         run = only_run(address, experiment)
-        losses = history(address, run.info.run_id, "loss")
+        losses = history(address, run.info.run_id, "train/loss")
         assert [number for number, _ in losses] == list(range(1, 41))
         assert math.isnan(losses[2][1])
         assert run.info.status == "FINISHED"
@@ -400,7 +434,7 @@ def test_an_unreachable_server_costs_a_warning_without_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with web.reserved(0) as port:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:sesame@127.0.0.1:{port}")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:sesame@127.0.0.1:{port}/x?token=open-sesame&k=v")
     run_dir = tmp_path / "tiny" / "r"
     run_dir.mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')  # may be in MLflow since an earlier attempt
@@ -423,7 +457,7 @@ def test_a_run_deleted_in_mlflow_becomes_a_new_one(runs_dir: Path) -> None:
         tracker.step(step(2))
     second = only_run(uri, "deleted").info.run_id
     assert second != first
-    assert history(uri, second, "loss") == [(1, 5.0), (2, 5.0)]  # the record is complete, so the new run is too
+    assert history(uri, second, "train/loss") == [(1, 5.0), (2, 5.0)]  # the record is complete, so the new run is too
 
 
 @pytest.mark.slow
@@ -446,7 +480,7 @@ def test_the_page_of_a_remote_store_is_named_and_no_runs_is_the_users_error(
         ui.serve(tmp_path / "missing")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:sesame@tracking.example.org")
     ui.serve(tmp_path / "missing")
-    assert capsys.readouterr().out == "runs are tracked by a server; open https://tracking.example.org\n"
+    assert capsys.readouterr().out == f"runs are tracked by a server; open https://tracking.example.org/{ui.TRAINING}\n"
 
 
 def test_a_run_prints_its_mlflow_address(tmp_path: Path) -> None:

@@ -128,9 +128,9 @@ def test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process(
     assert {(run.project, run.display_name) for run in runs} == {("mine", "first try")}
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert config["recipe"]["model"]["hidden_size"] == 64
-    assert points(first, "loss") == [(1, 8.0), (2, 7.0), (3, 6.0)]
-    assert points(first, "valid_loss") == [(3, 4.5)]
-    assert points(second, "loss") == [(4, 5.0)]
+    assert points(first, "train/loss") == [(1, 8.0), (2, 7.0), (3, 6.0)]
+    assert points(first, "valid/valid_loss") == [(3, 4.5)]
+    assert points(second, "train/loss") == [(4, 5.0)]
     assert "note/restarted" in summary_keys(second) and "note/checkpoint_saved" in summary_keys(first)
     assert [each.exit.exit_code for each in first if each.HasField("exit")] == [0]
     shown = capfd.readouterr().out

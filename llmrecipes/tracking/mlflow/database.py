@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sqlite3
@@ -84,8 +85,12 @@ def _create(path: Path, artifacts: str) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
     from sqlalchemy.engine import URL
 
+    for name in ("mlflow.store.db.utils", "alembic"):  # each table is announced
+        logging.getLogger(name).setLevel(logging.WARNING)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     store = SqlAlchemyStore(URL.create("sqlite", database=str(part)).render_as_string(), artifacts)
+    # MLflow creates an experiment `Default`, which would stay empty. It does so again unless there is a deleted one.
+    store.delete_experiment(store.DEFAULT_EXPERIMENT_ID)
     store.engine.dispose()
     part.replace(path)
     sync(path.parent)

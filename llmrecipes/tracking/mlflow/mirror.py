@@ -10,7 +10,7 @@ from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.experts import expert_metrics
 from llmrecipes.tracking.mirror import Ending, Mirror, numbers, serve
 from llmrecipes.tracking.mlflow.config import MlflowConfig
-from llmrecipes.tracking.store import redact
+from llmrecipes.tracking.store import TRAINING_VIEW, redact
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, RunTag
@@ -37,10 +37,10 @@ class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
         uri = redact(self._config.uri)
         if not uri.startswith(("http://", "https://")):
             return run, None
-        return run, f" MLflow  {uri.rstrip('/')}/#/experiments/{run.experiment_id}/runs/{run.run_id}"
+        return run, f" MLflow  {uri.rstrip('/')}/#/experiments/{run.experiment_id}/runs/{run.run_id}?{TRAINING_VIEW}"
 
     def _hide(self, text: str) -> str:
-        return text.replace(self._config.uri, redact(self._config.uri))
+        return super()._hide(text.replace(self._config.uri, redact(self._config.uri)))
 
     def _send(self, run: MlflowRun) -> None:
         metrics: list[Metric] = []

@@ -14,6 +14,7 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.tracking import MlflowClient
 
 from llmrecipes.io import write_atomic
+from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.mlflow.database import keep, require_database, restore
 from llmrecipes.tracking.store import is_local, redact, sqlite_uri
 
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 FILE = "mlflow.json"
 KEY_TAG = "llmrecipes.key"
+KIND_TAG = "mlflow.experimentKind"
+TRAINING_KIND = "custom_model_development"
+"""A value of MLflow's UI (`ExperimentKind` in its shared/constants); MLflow's Python has no name for it."""
 PARAMS_IN_A_BATCH = 100  # MLflow refuses more in one request
 METRICS_IN_A_BATCH = 1000
 
@@ -52,14 +56,21 @@ class MlflowRun:
         run = self._find(experiment_id)
         self.run_id: str = run.info.run_id
         self.experiment_id: str = run.info.experiment_id
-        self._last = {kind: self.last_step(kind) for kind in ("loss", "valid_loss")}
+        # Runs of earlier versions have the names of metrics.jsonl.
+        self._last = {
+            kind: max(self.last_step(name) for name in (kind, tracker_name(kind))) for kind in ("loss", "valid_loss")
+        }
         self._describe(run)
 
     def _experiment(self) -> str:
+        """Its id; it is marked as one of training, for UIs that choose their pages by an experiment's kind."""
         found = self._client.get_experiment_by_name(self._config.experiment)
-        if found is not None:
-            return str(found.experiment_id)
-        return str(self._client.create_experiment(self._config.experiment, self._config.artifact_root))
+        if found is None:
+            kind = {KIND_TAG: TRAINING_KIND}
+            return str(self._client.create_experiment(self._config.experiment, self._config.artifact_root, kind))
+        if KIND_TAG not in found.tags:  # of an earlier version; another kind is the user's choice
+            self._client.set_experiment_tag(found.experiment_id, KIND_TAG, TRAINING_KIND)
+        return str(found.experiment_id)
 
     def _find(self, experiment_id: str) -> Run:
         identity = self._identity()

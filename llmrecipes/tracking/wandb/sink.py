@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.redact import redacted
 from llmrecipes.tracking.mirror_sink import MirrorSink
 from llmrecipes.tracking.wandb.mirror import WandbConfig
 
@@ -58,5 +59,5 @@ def wandb_config(
         entity=settings.wandb_entity,
         save_dir=str(Path(settings.wandb_save_dir or run_dir).resolve()),
         pid=os.getpid(),
-        recipe=recipe.model_dump(mode="json"),
+        recipe=redacted(recipe.model_dump(mode="json")),
     )

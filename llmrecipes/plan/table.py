@@ -1,0 +1,138 @@
+"""The table of a plan: what `show` prints, and what a plan prints as."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.recipe.mup import mup
+from llmrecipes.recipe.scaled import with_zero
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.units import gib
+
+if TYPE_CHECKING:
+    from llmrecipes.plan.derive import Plan
+
+
+def text(plan: Plan) -> str:
+    """The plan as lines: a title, aligned columns of name, value and origin, and warnings."""
+    table = rows(plan)
+    names, values = (max(len(row[column]) for row in table) for column in (0, 1))
+    lines = [f"{name:{names}}  {value:>{values}}  {origin}".rstrip() for name, value, origin in table]
+    warnings = [f"\nwarning: {warning}" for warning in plan.warnings]
+    return "\n".join([f"Plan of {plan.recipe.name} on {machine(plan.cluster)}", *lines, *warnings])
+
+
+def rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """Rows of the plan: name, value, origin."""
+    parameters, memory, cluster = plan.num_parameters, plan.memory, plan.cluster
+    ranks = _degrees(plan)
+    if cluster.gpus:
+        ranks += f", of {len(cluster.gpus)} GPUs"
+    lines = [("parameters", f"{parameters.total:,}", f"{parameters.embedding:,} in embeddings")]
+    if parameters.experts or parameters.mtp:
+        extra = f"; {parameters.mtp:,} predict more tokens" if parameters.mtp else ""
+        lines.append(("active parameters", f"{parameters.active:,}", f"{parameters.experts:,} in experts{extra}"))
+    if lora := plan.recipe.lora:
+        share = f"{plan.num_adapter_parameters / parameters.total:.2%} in adapters of rank {lora.rank}"
+        lines.append(("trained parameters", f"{plan.num_adapter_parameters:,}", share))
+    if plan.num_parameters_on_rank != parameters.total:
+        lines.append(("parameters of a rank", f"{plan.num_parameters_on_rank:,}", "of the rank that has most"))
+    lines += [
+        ("padded vocabulary", f"{plan.shape.vocab_size:,}", "vocab_size, make_vocab_size_divisible_by"),
+        ("MLP width", f"{plan.shape.ffn_hidden_size:,}", "ffn_hidden_size"),
+        (
+            "key/value heads × channels",
+            f"{plan.shape.num_query_groups} × {plan.shape.kv_channels}",
+            "num_query_groups, kv_channels",
+        ),
+        *_mup(plan),
+        ("longest sequence", f"{plan.shape.max_position_embeddings:,}", "max_position_embeddings"),
+        ("ranks", f"{plan.layout.world_size}", ranks),
+        *_stages(plan),
+        ("micro-batches a step", f"{plan.num_microbatches}", "global_batch_size / micro_batch_size / data parallel"),
+        ("tokens a step", f"{plan.tokens_per_step:,}", "global_batch_size × seq_length"),
+        ("tokens in all", f"{plan.total_tokens:,}", "× train_iters"),
+        ("learning rate decays until", f"{plan.lr_decay_iters:,}", "lr_decay_iters"),
+        (
+            "FLOPs a token",
+            f"{plan.flops_per_token_full:.4g}",
+            f"{plan.flops_per_token_causal:.4g} with causal attention",
+        ),
+        ("FLOPs in all", f"{plan.flops_per_token_full * plan.total_tokens:.4g}", "forward and backward"),
+    ]
+    lines += [(f"memory: {name.replace('_', ' ')}", gib(size), "") for name, size in memory.as_dict().items() if size]
+    share = "free on one GPU" if cluster.gpus else "available memory / ranks"
+    if plan.host_memory_bytes:
+        available = f"of {gib(plan.host_capacity_bytes)} of main memory"
+        lines.append(("offloaded, a node", gib(plan.host_memory_bytes), available))
+    lines.append(("fits" if plan.fits else "does NOT fit", gib(plan.memory_capacity_bytes), share))
+    return [*lines, *_start(plan.recipe), *_disk(plan.recipe, plan)]
+
+
+def _start(recipe: Recipe) -> list[tuple[str, str, str]]:
+    found = recipe.train.pretrained
+    return [] if found is None else [("starts from the weights of", found, "train.pretrained")]
+
+
+def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
+    kept = recipe.checkpoint.most_recent_k
+    newest = "the newest is kept" if kept == 1 else f"the newest {kept} are kept"
+    # One more is on disk while it is written: the oldest is deleted when the new one is complete.
+    most = f"at most {gib((kept + 1) * plan.checkpoint_bytes)}"
+    more = f", and each of step {recipe.checkpoint.keep_interval:,} × n" if recipe.checkpoint.keep_interval else ""
+    return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}: {most} on disk{more}")]
+
+
+def _mup(plan: Plan) -> list[tuple[str, str, str]]:
+    factors = mup(plan.recipe.model)
+    if factors is None:
+        return []
+    rate = plan.recipe.optimizer.lr / factors.width_mult
+    scales = f"logits × {factors.output_mult:.4g}, attention scores × {factors.softmax_scale:.4g}"
+    return [
+        ("width multiplier", f"{factors.width_mult:g}", "hidden_size / mup_base_hidden_size"),
+        ("learning rate of hidden matrices", f"{rate:.3g}", f"lr / width multiplier; {scales}"),
+    ]
+
+
+def _degrees(plan: Plan) -> str:
+    """`parallel: tensor 2 × pipeline 2 × data 4, ZeRO 1`, and how experts use the same ranks."""
+    degrees = plan.layout
+    dense = {
+        "tensor": degrees.tensor_model_parallel_size,
+        "context": degrees.context_parallel_size,
+        "pipeline": degrees.pipeline_model_parallel_size,
+    }
+    words = [f"{name} {size}" for name, size in dense.items() if size > 1] + [f"data {plan.layout.data_parallel_size}"]
+    text = with_zero(f"parallel: {' × '.join(words)}", plan.recipe.zero)
+    if plan.num_parameters.experts and plan.layout.world_size > 1:
+        experts = f"experts: expert {degrees.expert_model_parallel_size}"
+        if degrees.expert_tensor_parallel_size > 1:
+            experts += f" × tensor {degrees.expert_tensor_parallel_size}"
+        text += f"; {experts} × data {degrees.expert_data_parallel_size}"
+    return text
+
+
+def _stages(plan: Plan) -> list[tuple[str, str, str]]:
+    """Layers of the pipeline stages, with equal adjacent stages merged into one line."""
+    stages, chunks = plan.layout.layers_per_stage, plan.layout.virtual_pipeline_model_parallel_size
+    if len(stages) == 1:
+        return []
+    lines = []
+    for layers, same in groupby(enumerate(stages), key=lambda pair: pair[1]):
+        numbers = [number for number, _ in same]
+        which = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} to {numbers[-1]}"
+        split = ", ".join(str(number) for number in layers) if len(set(layers)) > 1 else f"{chunks} × {layers[0]}"
+        each = " each" if len(numbers) > 1 else ""
+        lines.append((f"layers of {which}", f"{sum(layers)}{each}", f"chunks of {split}" if chunks > 1 else ""))
+    return lines
+
+
+def machine(cluster: Cluster) -> str:
+    """A machine in words: `2 nodes of h100-ib: 16 × H100`."""
+    of_site = f"{cluster.nodes} {'node' if cluster.nodes == 1 else 'nodes'} of {cluster.name}: " if cluster.name else ""
+    if cluster.gpus:
+        return f"{of_site}{len(cluster.gpus)} × {cluster.gpus[0].name}"
+    return f"{of_site}{cluster.cpu_cores:g} CPU cores, {gib(cluster.memory_available_bytes)} of available memory"
