@@ -106,23 +106,26 @@ class DeepSpeedEngine:
         factor = (self.plan.layout.data_parallel_size / counts[0].clamp(min=1.0)).float()
         self._scale_router_losses(factor)
         loss = torch.zeros((), dtype=torch.float64, device=self.platform.device)
+        scale = float(self.optimizer.loss_scale) if self.recipe.train.precision == "fp16" else None
         for number, batch in enumerate(of_this_step):
             last = number == len(of_this_step) - 1
             self._engine.set_gradient_accumulation_boundary(last)
             total = self._loss(self._engine, batch)
             loss += total.detach().double()
+            if last and scale is None:
+                # DeepSpeed makes no update from gradients that are not finite, and does not look at the loss.
+                factor = factor.where(loss.isfinite(), math.nan)
             self._engine.backward(total * factor, scale_wrt_gas=False)
             if not last:
                 self._engine.step()
-        scale = float(self.optimizer.loss_scale) if self.recipe.train.precision == "fp16" else None
         lr = self.learning_rate
         if self._see is not None:
             self._see(self.weights(), self._gradients())
         if zero(self.recipe).stage == 0:
             mean, _, stopping, norm = self._read(loss, counts, self._norm_without_zero())
-            if scale is None and not math.isfinite(mean):
+            if not (math.isfinite(mean) and math.isfinite(norm)):
                 # The update would spread it to every weight and hide where it started; with ZeRO, DeepSpeed looks.
-                return StepResult(mean, None, lr, scale, False, stopping)
+                return StepResult(mean, norm, lr, scale, False, stopping)
             self._engine.step()
         else:
             self._engine.step()
