@@ -40,6 +40,7 @@ from llmrecipes.engine.megatron.model.init import global_name
 from llmrecipes.engine.megatron.model.packing import masks
 from llmrecipes.engine.megatron.schedule import scheduler
 from llmrecipes.engine.megatron.score import MegatronScorer
+from llmrecipes.engine.megatron.update import is_summed
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
@@ -79,7 +80,7 @@ class DeepSpeedEngine:
         self.balance: RouterBalance | None = None
         if plan.recipe.model.num_moe_experts:
             self.balance = RouterBalance(self.modules, plan, platform.device)
-        _sum_sequence_parallel_gradients(self.module)
+        _sum_over_tensor_parallel_ranks(built)
         with accepted(plan), expert_groups(self.module, plan.layout.expert_model_parallel_size):
             self._engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=self.module,
@@ -295,13 +296,15 @@ class DeepSpeedEngine:
         return gathered
 
 
-def _sum_sequence_parallel_gradients(module: torch.nn.Module) -> None:
-    """Sum gradients of weights that each tensor-parallel rank applies to its own tokens, before ZeRO takes them."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1:
+def _sum_over_tensor_parallel_ranks(built: BuiltModel) -> None:
+    """Sum gradients of weights that every tensor-parallel rank has, but applies to its own tokens or heads.
+
+    It is done before ZeRO reduces and cuts them.
+    """
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
-    for parameter in module.parameters():
-        if getattr(parameter, "sequence_parallel", False):
+    for name, parameter in built.module.named_parameters():
+        if parameter.requires_grad and is_summed(name, parameter, built.config):
             parameter.register_hook(_all_reduced)
 
 
