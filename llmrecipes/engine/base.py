@@ -92,7 +92,8 @@ class StepResult:
     loss: float
     """Mean loss per token of the global batch, with label smoothing if the recipe has it."""
     grad_norm: float | None
-    """Global gradient norm before clipping; None if there was no update."""
+    """Global gradient norm before clipping; None if gradients overflowed in fp16. If it or the loss is not finite, the
+    weights are unchanged."""
     lr: float
     """Learning rate of this step."""
     loss_scale: float | None

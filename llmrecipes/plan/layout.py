@@ -84,13 +84,14 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
             "unless they are split as the dense layers are",
             fix=f"expert_model_parallel_size 2 or more, or expert_tensor_parallel_size {tensor}",
         )
-    if recipe.model.num_moe_experts and expert_tensor > 1 and cluster.device == "cpu":
+    even = recipe.model.moe_pad_expert_input_to_capacity
+    if recipe.model.num_moe_experts and expert_tensor > 1 and not even and cluster.device == "cpu":
         unset = ", as tensor_model_parallel_size where it is unset," if not parallel.expert_tensor_parallel_size else ""
         raise UserError(
             f"expert_tensor_parallel_size {expert_tensor}{unset} on a CPU",
             where="parallelism.expert_tensor_parallel_size",
             rule="gloo, which joins CPU ranks, cannot gather the uneven numbers of tokens for experts that ranks share",
-            fix="expert_tensor_parallel_size 1; expert, tensor, pipeline and context parallelism run here",
+            fix="expert_tensor_parallel_size 1, or even numbers: moe_pad_expert_input_to_capacity true",
         )
     _check_latent_attention(recipe, cluster)
     return Layout(

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from pydantic import ValidationError
 
 from llmrecipes.errors import UserError
-from llmrecipes.recipe import document, files, rules
+from llmrecipes.recipe import document, files, rules, zero_rules
 from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.explain import explain
 from llmrecipes.recipe.files import Kind
 from llmrecipes.recipe.overrides import Override, apply, parse_override
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.zero import Zero
+
+logger = logging.getLogger(__name__)
 
 # A resolved recipe in a run directory keeps the name of the recipe it came from.
 RESOLVED_NAME = "recipe.yaml"
@@ -38,6 +44,8 @@ class Loaded:
     lines: Mapping[str, int]
     overridden: Mapping[str, str]
     hash: str
+    ignored: tuple[str, ...] = ()
+    """Keys of the file that have no effect with the stage and engine of the recipe; it has their defaults."""
 
     def where(self, key: str) -> str:
         """Location of a key (or of the nearest section around it) for messages: file and line, or the override."""
@@ -96,6 +104,7 @@ def _loaded(parsed: document.Document, path: Path, overrides: Sequence[str]) -> 
     overridden = {change.key: change.text for change in changes}
 
     recipe = None
+    ignored: list[str] = []
     if isinstance(data, dict):
         for change in changes:
             problem = apply(data, change)
@@ -107,10 +116,15 @@ def _loaded(parsed: document.Document, path: Path, overrides: Sequence[str]) -> 
             reported = {problem.key for problem in found}
             found += [problem for problem in explain(error, parsed.lines) if problem.key not in reported]
         else:
+            recipe, ignored = zero_rules.selected(recipe, overridden)
             found += _check_name(recipe, path, overridden) + rules.check(recipe)
     if found or misspelt or recipe is None:
         raise files.error_of(found, misspelt, path, parsed.lines, overridden)
-    return Loaded(recipe, path, parsed.lines, overridden, recipe_hash(recipe))
+    if ignored:
+        stage, engine = cast(Zero, recipe.zero).stage, engine_name(recipe)
+        names = ", ".join(f"zero.{key}" for key in ignored)
+        logger.warning("note: %s: without effect at zero.stage %d by engine %s: %s", path, stage, engine, names)
+    return Loaded(recipe, path, parsed.lines, overridden, recipe_hash(recipe), tuple(f"zero.{key}" for key in ignored))
 
 
 def to_yaml(recipe: Recipe) -> str:

@@ -44,7 +44,8 @@ class Zero(Section):
     allgather_bucket_size: PosInt = 500_000_000
     """Parameter elements that are gathered at a time after an update; stages 1 and 2."""
     overlap_comm: bool = False
-    """Reduce gradients while the backward pass still runs; needs a second buffer of `reduce_bucket_size`."""
+    """Reduce gradients while the backward pass still runs; needs a second buffer of `reduce_bucket_size`.
+    DeepSpeed's default is true at stage 3."""
     sub_group_size: PosInt = 1_000_000_000
     """Elements that are updated at a time; with offload, state in device memory at a time. Stage 3."""
     stage3_prefetch_bucket_size: NonNegInt = 50_000_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import DEEPSPEED, MEGATRON, engine_name
@@ -45,6 +45,30 @@ def engine(recipe: Recipe) -> Iterator[Problem]:
                 f"at stages 0 and 1 {key} has an effect with the engine deepspeed alone",
                 f"engine deepspeed, or {_left_out(key)}",
             )
+
+
+def selected(recipe: Recipe, overridden: Collection[str]) -> tuple[Recipe, list[str]]:
+    """The recipe with the defaults of the keys that belong to a stage or an engine other than its own, and their names.
+
+    A file says how to train at its stage; with another one on the command line these keys have no effect. A key that is
+    itself on the command line stays, for the rules to refuse.
+
+    Args:
+        recipe: to train, before the rules.
+        overridden: keys of the command line.
+    """
+    zero = recipe.zero
+    if zero is None or "zero" in overridden:
+        return recipe, []
+    other = {key for key in _changed(zero) if key in _STAGES and str(zero.stage) not in _EACH[_STAGES[key]]}
+    # Without stage and offload there is nothing that needs the engine deepspeed.
+    if engine_name(recipe) == MEGATRON and zero.stage < 2 and zero.offload_optimizer == "none":
+        other |= {key for key in _changed(zero) if key not in ("stage", "nvme_path")}
+    ignored = sorted(
+        key for key in other if not any(each == f"zero.{key}" or each.startswith(f"zero.{key}.") for each in overridden)
+    )
+    defaults = {key: Zero.model_fields[key].get_default(call_default_factory=True) for key in ignored}
+    return recipe.model_copy(update={"zero": zero.model_copy(update=defaults)}), ignored
 
 
 def optimizer_sharding(recipe: Recipe) -> Iterator[Problem]:
@@ -205,7 +229,7 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
         return
     changed = _changed(zero)
     for key in changed:
-        allowed = "3" if key in STAGE_3 else _LOWER.get(key, "0 to 3")
+        allowed = "0 to 3" if key in _OFFLOAD else _STAGES.get(key, "0 to 3")  # `offload` has their rules
         if str(zero.stage) not in _EACH[allowed]:
             yield Problem(
                 f"zero.{key}",
@@ -222,7 +246,11 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-_LOWER = {"allgather_bucket_size": "1 and 2", "reduce_bucket_size": "1 to 3", "overlap_comm": "1 to 3"}
+_STAGES = {
+    "allgather_bucket_size": "1 and 2", "reduce_bucket_size": "1 to 3", "overlap_comm": "1 to 3",
+    **dict.fromkeys((*STAGE_3, "offload_param"), "3"),
+}  # fmt: skip
+"""Stages at which a key has an effect; the others have one at each."""
 _EACH = {"0 to 3": "0123", "1 to 3": "123", "1 and 2": "12", "3": "3"}
 
 

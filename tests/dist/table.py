@@ -37,9 +37,15 @@ _LLAMA: dict[str, Any] = {
     **_ROPE, "normalization": "RMSNorm", "activation_func": "silu", "gated_linear_unit": True, "ffn_hidden_size": 96,
     "add_bias_linear": False, "num_query_groups": 2, "share_embeddings_and_output_weights": False,
 }  # fmt: skip
+_MORE: dict[str, Any] = {
+    "qk_layernorm": True, "share_embeddings_and_output_weights": False, "num_query_groups": 2,
+    "activation_func": "silu", "gated_linear_unit": True, "ffn_hidden_size": 96,
+}  # fmt: skip
+"""With the base's biases, LayerNorms and learned positions, every key of a dense model that adds weights."""
 _MOE: dict[str, Any] = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "add_bias_linear": False,
 }  # fmt: skip
+_ROOM: dict[str, Any] = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
 _BIAS: dict[str, Any] = {
     "moe_router_load_balancing_type": "none", "moe_router_enable_expert_bias": True,
     "moe_router_score_function": "sigmoid",
@@ -72,7 +78,7 @@ VARIANTS: dict[str, Sections] = {
     "gpt of width 128": {"model": {"hidden_size": 128}},
     "gpt without weight tying": {"model": {"share_embeddings_and_output_weights": False}},
     "gpt with label smoothing": {"train": {"label_smoothing": 0.1}},
-    "gpt with qk norm": {"model": {"qk_layernorm": True}},
+    "gpt with more weights": {"model": _MORE},
     "gpt with muP": {"model": _MUP},
     "gpt in bf16": {"train": {"precision": "bf16"}},
     "gpt in fp16": {"train": {"precision": "fp16", "initial_loss_scale": 1024.0}},
@@ -99,8 +105,11 @@ VARIANTS: dict[str, Sections] = {
     "moe with padded capacity": {
         "model": {**_MOE, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     },
+    "moe with padded room for all": {"model": {**_MOE, **_ROOM}},
+    "moe with padded room for all and lora": {**_EXPERTS_LORA, "model": {**_LLAMA, **_MOE, **_ROOM}},
     "mixtral": {"model": {**_LLAMA, **_MOE, "moe_aux_loss_coeff": 0.1}},
     "mla": {"model": _MLA},
+    "mla with more weights": {"model": {**_MLA, "add_bias_linear": True, "normalization": "LayerNorm"}},
     "mtp": {"model": {**_ROPE, "mtp_num_layers": 1}},
     "mtp without weight tying": {"model": {**_ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}},
     "deepseek": {"model": _DEEPSEEK},
@@ -261,7 +270,6 @@ def _rows() -> Iterator[Row]:
         yield Row("llama", layout)
     yield Row("gpt without weight tying", "pp2")
     yield Row("gpt without weight tying", "tp2 sp pp2")
-    yield Row("gpt with qk norm", "tp2 sp")
     for layout in ("tp2", "tp4 sp", "pp2"):
         yield Row("gpt with label smoothing", layout)
     # -- uneven stages --
@@ -374,6 +382,20 @@ def _rows() -> Iterator[Row]:
         yield Row("gpt", layout, _zero(3), engine="deepspeed")
     for variant in ("llama", "mla"):
         yield Row(variant, "tp2 sp dp2", _zero(3), engine="deepspeed")
+    # -- experts whose matrices tensor-parallel ranks share: on gloo with even numbers of tokens --
+    yield Row("moe with padded room for all", "tp2 sp")
+    yield Row("moe with padded room for all and lora", "tp2 sp dp2 ep2")
+    for stage in (1, 2):
+        yield Row("moe with padded room for all", "tp2 sp dp2 ep2", _zero(stage), engine="deepspeed")
+    yield Row("moe with padded room for all", "tp2 sp dp2", _zero(3), engine="deepspeed")
+    yield Row("moe", "tp2 sp dp2", _zero(2), nccl=True, why="as for moe", engine="deepspeed")
+    # -- every key that adds weights, where tensor-parallel ranks have the same tokens and where each has its own --
+    for layout in ("tp2", "tp2 sp"):
+        for variant in ("gpt with more weights", "mla with more weights"):
+            yield Row(variant, layout)
+            yield Row(variant, layout, _zero(1), engine="deepspeed")
+            yield Row(variant, layout, _zero(3), engine="deepspeed")
+    yield Row("gpt with more weights", "tp2", _zero(2), engine="deepspeed")
     yield Row("gpt", "dp4", _zero(3, zero_hpz_partition_size=2), engine="deepspeed")
     yield Row("gpt", "dp2", {**_zero(3), "train": _FULL}, engine="deepspeed")
     unclipped: Sections = {"optimizer": {"clip_grad": 0.0}}
@@ -410,6 +432,7 @@ CORE = frozenset(
         "moe with z-loss: dp2 ep2",
         "moe with capacity: pp2",
         "mla: tp2 sp",
+        "mla with more weights: tp2",
         "mtp without weight tying: pp2",
         "deepseek: tp2 sp ep2 etp1",
         "lora: pp2, recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
@@ -428,10 +451,11 @@ CORE = frozenset(
 
 
 SIMILAR = {
-    "gpt of 6 layers", "gpt of width 128", "gpt without weight tying", "gpt with label smoothing", "gpt with qk norm",
-    "gpt in bf16", "gpt in fp16", "moe with muP", "moe with shared experts", "moe in every second layer",
-    "moe in the last layer", "moe in bf16", "moe with room for all", "moe with padded capacity", "mixtral", "mtp",
-    "mla with lora", "lora in bf16", "packed mla",
+    "gpt of 6 layers", "gpt of width 128", "gpt without weight tying", "gpt with label smoothing",
+    "gpt with more weights", "gpt in bf16", "gpt in fp16", "moe with muP", "moe with shared experts",
+    "moe in every second layer", "moe in the last layer", "moe in bf16", "moe with room for all",
+    "moe with padded capacity", "mixtral", "mtp", "mla with lora", "lora in bf16", "packed mla",
+    "moe with padded room for all", "moe with padded room for all and lora",
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""
 

@@ -22,7 +22,19 @@ SAVED = Row("gpt in bf16", "tp2 sp")
 OTHERS = (Row("gpt in bf16", "dp2"), Row("gpt in bf16", "pp2", {"parallelism": {"use_distributed_optimizer": False}}))
 DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
 SAME = (Row("gpt", "tp2 sp pp2", DROPOUT), Row("llama", "cp2 dp2", DROPOUT), Row("moe", "tp2 sp ep2 etp1", DROPOUT))
-FIRST = "gpt"  # the others are left to make test-deep
+FIRST = SAME[0]  # the others are left to make test-deep
+ZERO = (
+    Row("gpt in bf16", "dp2", {**DROPOUT, "zero": {"stage": 1}}, engine="deepspeed"),
+    Row("gpt", "dp2", {**DROPOUT, "zero": {"stage": 2}}, engine="deepspeed"),
+    Row("gpt in fp16", "dp2", {**DROPOUT, "zero": {"stage": 3}}, engine="deepspeed"),
+    # hpZ gathers from its second copy of the weights, which is older than those that are loaded.
+    Row(
+        "gpt",
+        "dp4",
+        {**DROPOUT, "zero": {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 100}},
+        engine="deepspeed",
+    ),
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +89,10 @@ def test_masters_that_are_rebuilt_from_bf16_weights_are_found(checkpoint: Path, 
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, id=row.name, marks=[] if row.variant == FIRST else pytest.mark.slow) for row in SAME],
+    [
+        *(pytest.param(row, id=row.name, marks=[] if row is FIRST else pytest.mark.slow) for row in SAME),
+        *(pytest.param(row, id=row.name, marks=[pytest.mark.slow, pytest.mark.deepspeed]) for row in ZERO),
+    ],
 )
 def test_a_run_resumed_in_its_layout_is_the_uninterrupted_one(
     row: Row, worlds: dict[int, GlooWorld], tmp_path: Path

@@ -14,7 +14,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import NonFinite
 from llmrecipes.train.finite import require_finite
 from llmrecipes.train.reading import first_failure
-from tests.dist.table import Row
+from tests.dist.table import Row, Sections
 from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
 
@@ -44,19 +44,26 @@ def poisoned(row: Row) -> list[str]:
         return everyones
 
 
-def poisoned_gradient(row: Row) -> list[str]:
-    """What each rank says when one gradient of the last rank is NaN and its loss is not; then whether weights moved."""
+def poisoned_step(row: Row, quantity: str) -> list[str]:
+    """What each rank says when the loss or one gradient of the last rank is not finite, and the other is.
+
+    Then whether weights have moved.
+    """
     with training(row.recipe) as (engine, world):
         if world.rank == world.size - 1:
             last: Any = engine.modules[-1]
-            last.decoder.layers[-1].mlp.linear_fc1.weight.register_hook(lambda gradient: gradient * math.nan)
+            if quantity == "loss":
+                last.register_forward_hook(lambda _module, _inputs, losses: losses + math.inf)
+            else:
+                last.decoder.layers[-1].mlp.linear_fc1.weight.register_hook(lambda gradient: gradient * math.inf)
         before = [shard.tensor.clone() for shard in engine.weights()]
         said = "nothing"
         try:
             require_finite(7, engine.train_step(loaders(row.recipe, world)), engine, world)
         except NonFinite as error:
             said = f"{error.code} {error}"
-        same = all(map(torch.equal, before, (shard.tensor for shard in engine.weights())))
+        with engine.params_synced():
+            same = all(map(torch.equal, before, (shard.tensor for shard in engine.weights())))
         everyones: list[str] = [""] * world.size
         dist.all_gather_object(everyones, f"{said}; {same}")
         return everyones
@@ -112,17 +119,31 @@ def test_all_ranks_stop_at_a_nan_and_name_where_it_began(layout: str, worlds: di
         assert part in said[0]
 
 
-@pytest.mark.deepspeed
-@pytest.mark.parametrize(
-    ("variant", "stage"),
-    [("gpt in bf16", 3), *(pytest.param("gpt", stage, marks=pytest.mark.slow) for stage in (1, 2, 3))],
-)
-def test_deepspeed_skips_no_step_whose_gradients_are_nan(
-    variant: str, stage: int, worlds: dict[int, GlooWorld]
-) -> None:
-    said = worlds[2].run(poisoned_gradient, Row(variant, "dp2", {"zero": {"stage": stage}}, engine="deepspeed"))
+def _zero(stage: int) -> Sections:
+    return {"zero": {"stage": stage}, "parallelism": {"use_distributed_optimizer": stage > 0}}
+
+
+POISONED_STEPS = [
+    *(pytest.param(Row("gpt", "dp2"), quantity) for quantity in ("loss", "gradient norm")),
+    pytest.param(Row("gpt in bf16", "tp2 pp2"), "gradient norm"),
+    *(
+        pytest.param(
+            Row(variant, "dp2", _zero(stage), engine="deepspeed"),
+            quantity,
+            marks=[pytest.mark.deepspeed, *([] if (variant, stage) == ("gpt in bf16", 3) else [pytest.mark.slow])],
+        )
+        for variant in ("gpt", "gpt in bf16")
+        for stage in ((0, 1, 2, 3) if variant == "gpt" else (1, 2, 3))
+        for quantity in ("loss", "gradient norm")
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "quantity"), POISONED_STEPS)
+def test_no_weight_moves_in_a_step_that_is_not_finite(row: Row, quantity: str, worlds: dict[int, GlooWorld]) -> None:
+    said = worlds[row.ranks].run(poisoned_step, row, quantity)
     assert len(set(said)) == 1
-    for part in ("93 ", "gradient norm is nan", "step 7", "; True"):
+    for part in ("93 ", f"{quantity} is ", "step 7", "; True"):
         assert part in said[0]
 
 

@@ -31,6 +31,9 @@ from tests.helpers import ROOMY, random_batches
 NOISE = 1e-3
 """Values of a tensor below which its differences count absolutely, as parts of this; weights begin at 2e-2."""
 
+SMALL = 1e-4
+"""Part of the global norm below which a gradient's differences count absolutely: some are nothing but noise."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -46,6 +49,8 @@ class Outcome:
     """Every global parameter and buffer by name, put together from the ranks that hold it."""
     replicas: ReplicaDifference | None = None
     """First copy of a parameter or buffer that is not the one of the lowest rank, bit for bit."""
+    gradients: dict[str, float] = field(default_factory=dict)
+    """In fp32, norm of the gradient of each global parameter in the first step; empty after a resume."""
     lost: list[str] = field(default_factory=list)
     """Weights, master weights and moments that a resume did not restore bit for bit."""
 
@@ -60,15 +65,19 @@ class Difference:
     tensor: float
     worst: str
     """Name of the tensor that differs most."""
+    gradient: float
+    """Of a parameter in the first step: an update hides a small one that is wrong by a factor."""
+    worst_gradient: str
     exact: str
     """What has to be the same bit for bit and is not; empty where all is."""
 
     @property
     def largest(self) -> float:
-        return math.inf if self.exact else max(self.loss, self.norm, self.tensor)
+        return math.inf if self.exact else max(self.loss, self.norm, self.tensor, self.gradient)
 
     def __str__(self) -> str:
         numbers = f"loss {self.loss:.1e}, gradient norm {self.norm:.1e}, parameters {self.tensor:.1e} ({self.worst})"
+        numbers += f", gradients {self.gradient:.1e} ({self.worst_gradient})"
         return f"{numbers}; {self.exact}" if self.exact else numbers
 
 
@@ -80,6 +89,8 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
     assert outcome.tensors.keys() == reference.tensors.keys()
     tensors = {name: _distance(value, reference.tensors[name]) for name, value in outcome.tensors.items()}
     worst = max(tensors, key=lambda name: tensors[name])
+    gradients = _of_gradients(outcome.gradients, reference)
+    worst_gradient = max(gradients, key=lambda name: gradients[name], default="")
     count = len(outcome.losses)
     exact = [f"replicas differ: {outcome.replicas}"] if outcome.replicas else []
     if outcome.scales != reference.scales[-count:]:
@@ -91,6 +102,8 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
         _largest(outcome.norms, reference.norms[-count:]),
         tensors[worst],
         worst,
+        gradients.get(worst_gradient, 0.0),
+        worst_gradient,
         "; ".join(exact),
     )
 
@@ -98,7 +111,13 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
 def train(recipe: Recipe) -> Outcome | None:
     """Train from the beginning. Like `save_midway` and `go_on`, to be called on every rank; the first answers."""
     with training(recipe) as (engine, world):
-        return _run(engine, world, STEPS)
+        kept: list[list[Shard]] = []
+        engine.watch_gradients(lambda _, gradients: kept.append(gradients))
+        outcome = _run(engine, world, STEPS)
+        whole = _whole_tensors(kept[0], world)
+    if outcome is None or recipe.train.precision != "fp32":
+        return outcome
+    return replace(outcome, gradients={name: float(np.linalg.norm(each)) for name, each in whole.items()})
 
 
 def save_midway(recipe: Recipe, folder: Path) -> None:
@@ -226,6 +245,15 @@ def _whole_tensors(parts: Sequence[Shard], world: World) -> dict[str, np.ndarray
         # A part that no rank holds stays NaN, and so differs from everything.
         whole.setdefault(part.name, np.full(part.shape, np.nan, dtype=np.float32))[place] = part.tensor.numpy()
     return whole
+
+
+def _of_gradients(norms: dict[str, float], reference: Outcome) -> dict[str, float]:
+    """Relative differences by name; those of a small gradient count as parts of `SMALL`."""
+    floor = SMALL * reference.norms[0]
+    return {
+        name: abs(norm - reference.gradients[name]) / max(reference.gradients[name], floor)
+        for name, norm in norms.items()
+    }
 
 
 def _largest(one: list[float], other: list[float]) -> float:

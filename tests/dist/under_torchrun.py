@@ -74,6 +74,7 @@ def _file(folder: Path, recipe: Recipe) -> Path:
 def _write(path: Path, outcome: Outcome | None) -> None:
     assert outcome is not None, "a world of one is its own first rank"
     tensors = {f"tensor {name}": value for name, value in outcome.tensors.items()}
+    gradients = {f"gradient {name}": np.float64(norm) for name, norm in outcome.gradients.items()}
     scales = [math.nan if scale is None else scale for scale in outcome.scales]
     np.savez(
         path,
@@ -83,6 +84,7 @@ def _write(path: Path, outcome: Outcome | None) -> None:
         scales=scales,
         allow_pickle=False,
         **tensors,
+        **gradients,
     )
 
 
@@ -94,6 +96,11 @@ def _read(path: Path) -> Outcome:
             float(stored["valid"]),
             [None if math.isnan(scale) else scale for scale in stored["scales"].tolist()],
             {name.removeprefix("tensor "): stored[name] for name in stored.files if name.startswith("tensor ")},
+            gradients={
+                name.removeprefix("gradient "): float(stored[name])
+                for name in stored.files
+                if name.startswith("gradient ")
+            },
         )
 
 

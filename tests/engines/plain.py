@@ -117,7 +117,7 @@ class PlainEngine:
         if self._see is not None:
             gradients = [self._shard(name, parameter.grad) for name, parameter in self.model.named_parameters()]
             self._see(self.weights(), gradients)
-        if math.isfinite(self.local_loss):
+        if math.isfinite(self.local_loss) and math.isfinite(norm):
             self.optimizer.step()
         return StepResult(self.local_loss, norm, self.learning_rate, None, False, stop is not None and stop())
 

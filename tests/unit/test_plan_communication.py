@@ -50,6 +50,21 @@ def test_every_call_of_a_step_has_a_group(recipe: str, cluster: str, nodes: int)
         assert merged == Counter(calls(plan, stage))
 
 
+@pytest.mark.parametrize(
+    ("engine", "stage", "sent"),
+    [("megatron", 0, 2), ("megatron", 1, 1.5), ("deepspeed", 1, 2.5), ("deepspeed", 2, 1.5), ("deepspeed", 3, 2)],
+)
+def test_a_step_of_the_default_types_sends_what_the_documentation_says(engine: str, stage: int, sent: float) -> None:
+    """In sizes of the model's fp32 gradients; weights are bf16. docs/zero.md has the table."""
+    sharded = f"parallelism.use_distributed_optimizer={str(stage > 0).lower()}"
+    changes = (f"engine={engine}", f"zero.stage={stage}", sharded, "train.precision=bf16", "train.global_batch_size=64")
+    plan = plan_on("h100-ib", 1, "gpt-tiny", *changes)
+    assert plan.num_microbatches == 1
+    share = (plan.layout.data_parallel_size - 1) / plan.layout.data_parallel_size
+    volume = sum(call.volume for call in calls(plan, 0))
+    assert volume == pytest.approx(sent * 4 * plan.num_parameters_on_rank * share)
+
+
 def test_groups_are_where_megatron_puts_their_ranks() -> None:
     layout = plan_on("h100-ib", 256, "deepseek-v3").layout  # tensor 2 × data 64, expert 64 × data 2, 16 stages
     data, stages = members("data", 64, layout, 8), members("pipeline", 16, layout, 8)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.keys import keys
 from llmrecipes.recipe.load import load, to_yaml
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.zero import Zero
 from llmrecipes.recipe.zero_extra import DETERMINED, INSIDE
 from tests.refusals import has_token, refused
 
@@ -286,3 +288,42 @@ def _require(recipe: Recipe, key: str, tokens: str | tuple[str, ...]) -> None:
     text = f"{found[0].what}\n{found[0].rule}\n{found[0].fix}"
     assert all(has_token(text, token) for token in wanted), text
     assert found[0].fix
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engine", "ignored"),
+    [
+        ((), "deepspeed", set()),
+        (("zero.stage=2",), "deepspeed", {"prefetch_bucket_size", "max_live_parameters"}),
+        (("zero.stage=2", "zero.stage3_max_live_parameters=1000000000"), "deepspeed", {"prefetch_bucket_size"}),
+        (("zero.stage=1",), "megatron", {"prefetch_bucket_size", "max_live_parameters", "reduce_bucket_size"}),
+        (("zero.stage=1", "engine=deepspeed"), "deepspeed", {"prefetch_bucket_size", "max_live_parameters"}),
+    ],
+)
+def test_keys_of_another_stage_in_a_file_have_no_effect_and_are_named(
+    overrides: tuple[str, ...], engine: str, ignored: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load("gpt-tiny-zero", overrides)
+    zero = loaded.recipe.zero
+    assert zero is not None
+    short = {key.removeprefix("zero.").removeprefix("stage3_") for key in loaded.ignored}
+    assert short - {"param_persistence_threshold", "max_reuse_distance"} == ignored
+    assert engine_name(loaded.recipe) == engine
+    for key in loaded.ignored:
+        assert getattr(zero, key.removeprefix("zero.")) == Zero.model_fields[key.removeprefix("zero.")].default
+        assert key in caplog.text
+    assert not check(loaded.recipe)
+    assert bool(caplog.text) == bool(ignored)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("zero.stage3_max_live_parameters=7", "zero.stage3_max_live_parameters"),
+        ("zero.extra.comms_logger={enabled: true}", "zero.extra"),
+        ("zero={stage: 1, sub_group_size: 7}", "zero.sub_group_size"),
+    ],
+)
+def test_a_key_of_another_stage_on_the_command_line_is_refused(override: str, key: str) -> None:
+    with refused(key):
+        load("gpt-tiny-zero", [override, "zero.stage=1"])

@@ -40,6 +40,7 @@ from llmrecipes.engine.megatron.model.init import global_name
 from llmrecipes.engine.megatron.model.packing import masks
 from llmrecipes.engine.megatron.schedule import scheduler
 from llmrecipes.engine.megatron.score import MegatronScorer
+from llmrecipes.engine.megatron.update import is_summed
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
@@ -79,7 +80,7 @@ class DeepSpeedEngine:
         self.balance: RouterBalance | None = None
         if plan.recipe.model.num_moe_experts:
             self.balance = RouterBalance(self.modules, plan, platform.device)
-        _sum_sequence_parallel_gradients(self.module)
+        _sum_over_tensor_parallel_ranks(built)
         with accepted(plan), expert_groups(self.module, plan.layout.expert_model_parallel_size):
             self._engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=self.module,
@@ -106,23 +107,26 @@ class DeepSpeedEngine:
         factor = (self.plan.layout.data_parallel_size / counts[0].clamp(min=1.0)).float()
         self._scale_router_losses(factor)
         loss = torch.zeros((), dtype=torch.float64, device=self.platform.device)
+        scale = float(self.optimizer.loss_scale) if self.recipe.train.precision == "fp16" else None
         for number, batch in enumerate(of_this_step):
             last = number == len(of_this_step) - 1
             self._engine.set_gradient_accumulation_boundary(last)
             total = self._loss(self._engine, batch)
             loss += total.detach().double()
+            if last and scale is None:
+                # DeepSpeed makes no update from gradients that are not finite, and does not look at the loss.
+                factor = factor.where(loss.isfinite(), math.nan)
             self._engine.backward(total * factor, scale_wrt_gas=False)
             if not last:
                 self._engine.step()
-        scale = float(self.optimizer.loss_scale) if self.recipe.train.precision == "fp16" else None
         lr = self.learning_rate
         if self._see is not None:
             self._see(self.weights(), self._gradients())
         if zero(self.recipe).stage == 0:
             mean, _, stopping, norm = self._read(loss, counts, self._norm_without_zero())
-            if scale is None and not math.isfinite(mean):
+            if not (math.isfinite(mean) and math.isfinite(norm)):
                 # The update would spread it to every weight and hide where it started; with ZeRO, DeepSpeed looks.
-                return StepResult(mean, None, lr, scale, False, stopping)
+                return StepResult(mean, norm, lr, scale, False, stopping)
             self._engine.step()
         else:
             self._engine.step()
@@ -292,13 +296,15 @@ class DeepSpeedEngine:
         return gathered
 
 
-def _sum_sequence_parallel_gradients(module: torch.nn.Module) -> None:
-    """Sum gradients of weights that each tensor-parallel rank applies to its own tokens, before ZeRO takes them."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1:
+def _sum_over_tensor_parallel_ranks(built: BuiltModel) -> None:
+    """Sum gradients of weights that every tensor-parallel rank has, but applies to its own tokens or heads.
+
+    It is done before ZeRO reduces and cuts them.
+    """
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
-    for parameter in module.parameters():
-        if getattr(parameter, "sequence_parallel", False):
+    for name, parameter in built.module.named_parameters():
+        if parameter.requires_grad and is_summed(name, parameter, built.config):
             parameter.register_hook(_all_reduced)
 
 

@@ -109,9 +109,9 @@ class MegatronEngine:
         lr = self.learning_rate
         if overflow:
             return StepResult(loss, None, lr, scale_then, True, stopping)
-        if scale is None and not math.isfinite(loss):
-            # The update would spread it to every weight and hide where it started.
-            return StepResult(loss, None, lr, None, False, stopping)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            # The update would spread it to every weight and hide where it started. All ranks have the same numbers.
+            return StepResult(loss, norm, lr, scale_then, False, stopping)
         update.clip(self.optimizer, self.recipe.optimizer.clip_grad or math.inf, norm)
         update.step(self.optimizer, self.chunks)
         if self.recipe.optimizer.ema_decay is not None:

@@ -7,7 +7,8 @@ GPU's queue. Here they stay on the device until the step's one transfer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 
 from llmrecipes.engine.megatron.versions import gradients_for_norm
 
@@ -28,7 +31,8 @@ def finalize(chunks: Sequence[Any], tokens: torch.Tensor | None, **options: Any)
         tokens: of this rank's micro-batches, an integer on the device; only the last stage counts them.
         options: megatron-core's.
     """
-    finalize_model_grads(chunks, None, **options)
+    with _complete_latent_norms(get_model_config(chunks[0])):
+        finalize_model_grads(chunks, None, **options)
     if tokens is None:
         return
     last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -37,6 +41,42 @@ def finalize(chunks: Sequence[Any], tokens: torch.Tensor | None, **options: Any)
     scaling = 1.0 / tokens.clamp(min=1)
     for chunk in chunks:
         chunk.scale_gradients(scaling)
+
+
+@contextmanager
+def _complete_latent_norms(config: TransformerConfig) -> Iterator[None]:
+    """A block in which megatron-core sums no gradients of latent attention's norms over tensor-parallel ranks.
+
+    By the name it takes `q_layernorm` there for a norm of the rank's heads. It normalizes what all heads share: the
+    up-projection that follows sums the gradient already, and a second sum makes it too large by the number of ranks
+    (0.16.1 and 0.19.2). With sequence parallelism the norms are marked like all others.
+    """
+    whole = config.multi_latent_attention and config.qk_layernorm
+    if whole:
+        config.qk_layernorm = False
+    try:
+        yield
+    finally:
+        if whole:
+            config.qk_layernorm = True
+
+
+def is_summed(name: str, parameter: torch.nn.Parameter, config: TransformerConfig) -> bool:
+    """Whether the gradient of a parameter that all tensor-parallel ranks have is summed over them.
+
+    This is the rule of megatron-core's `_allreduce_non_tensor_model_parallel_grads`, which needs its own gradient
+    buffers: with sequence parallelism a rank applies norms, routers and biases to its own tokens only, and always the
+    norms of queries and keys to its own heads only. `finalize` says why latent attention is different.
+
+    Args:
+        name: in the model.
+        parameter: of the model.
+        config: of the model.
+    """
+    if config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
+        return True
+    of_heads = config.qk_layernorm and not config.multi_latent_attention
+    return of_heads and ("q_layernorm" in name or "k_layernorm" in name)
 
 
 @torch.no_grad()
