@@ -19,6 +19,7 @@ HOSTILE = [
     "../../etc/passwd", "%j", "\\", "*", "~", "-n9", "--wrap=touch owned", "ü", "a=b=c", "",
 ]  # fmt: skip
 SRUN = r"""
+[ -z "$LLMRECIPES_RENDEZVOUS_TOKEN" ] || printf '%s %s\n' "$LLMRECIPES_RENDEZVOUS_TOKEN" "$*" >> "$LAB/tokens"
 for word; do printf '%s\0' "$word"; done >> "$LAB/calls"; printf '\1' >> "$LAB/calls"
 case "$*" in
     *" begin "*) mkdir -p "$LAB/runs/logs"; [ -n "$FINISHED" ] || echo "$LAB/runs/logs/job.json"; exit $BEGIN;;
@@ -318,6 +319,17 @@ def test_nothing_needs_new_coreutils(lab: Lab) -> None:
             check=True,
         )
         assert done.stdout == "alive\n"
+
+
+def test_only_the_nodes_of_this_start_can_take_part_in_its_check(lab: Lab) -> None:
+    """Their secret is new in every start, and neither on a command line nor in the environment of the ranks."""
+    for _ in range(2):
+        assert lab.train().code == 0
+    lines = (lab.folder / "tokens").read_text().splitlines()
+    tokens, words = zip(*(line.split(" ", 1) for line in lines), strict=True)
+    assert all(" doctor " in each for each in words) and len(words) == 2
+    assert len(set(tokens)) == 2 and all(len(bytes.fromhex(token)) == 32 for token in tokens)
+    assert not any(token in each for token in tokens for each in words)
 
 
 # What srun is asked for
