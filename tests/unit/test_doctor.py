@@ -322,11 +322,30 @@ def test_names_and_ports(unused_port: int) -> None:
     assert network.name("no-such-host.invalid", several=True).status == "fail"
     assert network.name("localhost", several=True).status == "fail"
     assert network.name("localhost", several=False).status == "ok"
+
     assert network.free_port(unused_port).status == "ok"
     with socket.create_server(("", unused_port)):
         assert network.free_port(unused_port).status == "fail"
     found = said(network.check(unused_port, False, {"GLOO_SOCKET_IFNAME": "lo,ib9"}))
     assert "ib9" in found["fail interfaces"]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "status"),
+    [
+        (["127.0.1.1", "10.0.0.7"], "ok"),  # one that other nodes can reach is enough
+        (["10.0.0.7", "::1"], "ok"),
+        (["127.0.1.1", "::1"], "fail"),
+        (["fe80::1%eth0"], "ok"),
+    ],
+)
+def test_a_name_with_several_addresses_is_refused_only_if_all_are_loopback(
+    addresses: list[str], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a resolver answers, which no test can arrange on this machine without changing /etc/hosts."""
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    assert network.name("node1", several=True).status == status
 
 
 def test_directories(tmp_path: Path) -> None:

@@ -230,11 +230,21 @@ def test_what_follows_from_how_it_ended(lab: Lab, variables: dict[str, str], cod
 )
 def test_restarts_are_bounded_by_the_script(lab: Lab, variables: dict[str, str]) -> None:
     """Whatever fails: nothing has to run for it, not even srun."""
-    ended = lab.train("--max-restarts", "3", SLURM_RESTART_COUNT="500", **variables)
-    assert (ended.code, ended.calls, ended.scontrol) == (93, [], []), ended.said
-    assert "--max-restarts" in ended.said
+    for restart in ("4", "500"):
+        ended = lab.train("--max-restarts", "3", SLURM_RESTART_COUNT=restart, **variables)
+        assert (ended.code, ended.calls, ended.scontrol) == (93, [], []), ended.said
+        assert "--max-restarts" in ended.said
     ended = lab.train("--max-restarts", "3", SLURM_RESTART_COUNT="3", **variables)
     assert (ended.code, ended.scontrol) == (93, []), ended.said
+
+
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_the_last_allowed_restart_trains(lab: Lab, restarts: str) -> None:
+    ended = lab.train("--max-restarts", restarts, SLURM_RESTART_COUNT=restarts)
+    assert (ended.code, len(ended.calls)) == (0, 3), ended.said
+    one = {"SLURM_JOB_NUM_NODES": "1", "SLURM_ARRAY_TASK_ID": "0"}
+    search = lab.run("search.sbatch", "--max-restarts", restarts, "gpt-1b", SLURM_RESTART_COUNT=restarts, **one)
+    assert (search.code, len(search.calls)) == (0, 1), search.said
 
 
 @pytest.mark.parametrize("killed", [{"BEGIN": "137"}, {"DOCTOR": "143"}])
