@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from llmrecipes import __version__
 from llmrecipes.cli import (
@@ -95,6 +95,35 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
 """Every command, in the order of `--help`."""
 
 
+MOST = {"nodes": 100_000, "nnodes": 100_000, "nproc": 1_000_000, "ranks_per_node": 1_000_000, "tensor": 1_000_000}
+"""Largest values of options by the names of their parameters: beyond what any cluster has, and small enough to plan."""
+MOST_OTHERS, MOST_SEED = 1_000_000_000, 2**63 - 1
+
+
+class Command(TyperCommand):
+    """A command whose numbers are finite and of a size that can be computed with."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Parse the arguments of the command.
+
+        Raises:
+            UserError: a number is out of range, or not a number.
+        """
+        rest = super().parse_args(ctx, args)
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name or "")
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, int | float) and not isinstance(each, bool):
+                    _require_sane(parameter.opts[0], parameter.name or "", each)
+        return rest
+
+
+def _require_sane(option: str, name: str, value: float) -> None:
+    most = MOST_SEED if name == "seed" else MOST.get(name, MOST_OTHERS)
+    if not -most <= value <= most:  # nan is neither
+        raise UserError(f"{value}", where=option, rule=f"a number of at most {most:,}")
+
+
 class Program(TyperGroup):
     """The group of all commands, with the sections of `SECTIONS` in its help."""
 
@@ -152,9 +181,11 @@ def build() -> typer.Typer:
     for commands in SECTIONS.values():
         for name, command in commands.items():
             if isinstance(command, typer.Typer):
+                for each in command.registered_commands:
+                    each.cls = Command
                 built.add_typer(command, name=name)
             else:
-                built.command(name)(command)
+                built.command(name, cls=Command)(command)
     return built
 
 

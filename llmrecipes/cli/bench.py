@@ -141,13 +141,15 @@ def fabric(
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.launch.hosts import job_hosts, own_number
     from llmrecipes.launch.ranks import FIRST_PORT, port_of
+    from llmrecipes.launch.rendezvous import token_of
 
     profile = None if cluster is None else load_profile(cluster)
     hosts = job_hosts(nodes)
     require_sensible(hosts, profile)
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
-    outcome = meet(Meeting(hosts, own_number(hosts), port, patience, Limits(seconds, seconds + limit)), profile)
+    limits, token = Limits(seconds, seconds + limit), token_of(os.environ)
+    outcome = meet(Meeting(hosts, own_number(hosts), port, patience, limits, token), profile)
     if outcome.report is not None:
         print(json.dumps(outcome.report.as_dict(), indent=2) if as_json else render.as_text(outcome.report))
     return 1 if outcome.bad else int(ExitCode.DONE)

@@ -78,6 +78,7 @@ def doctor(
     from llmrecipes.doctor.examine import DoctorContext, examine
     from llmrecipes.doctor.nodes import Gathered, Meeting, meet
     from llmrecipes.hardware.load import load_profile
+    from llmrecipes.launch.rendezvous import token_of
     from llmrecipes.plan.parameters import count
     from llmrecipes.recipe.load import load
     from llmrecipes.recipe.shape import shape
@@ -92,13 +93,14 @@ def doctor(
     parameters = count(loaded.model, shape(loaded.model)).total if loaded else 0
     several = len(hosts) > 1
     number = own_number(hosts) if several else 0
+    token = token_of(os.environ) if several else b""
     # Pods of a Job only check their own node; Kubernetes numbers them.
     leads = number == 0 and os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
     try:
         context = DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads, own)
         found = examine(context)
         gathered = (
-            meet(Meeting(hosts, number, port, runs_dir, patience), found)
+            meet(Meeting(hosts, number, port, runs_dir, token, patience), found)
             if several
             else Gathered(alone := compared(found), bad_nodes(alone))
         )

@@ -112,6 +112,9 @@ def submit(
     host_network: Annotated[
         bool | None, typer.Option("--host-network", help="k8s: use the node's network, where RDMA needs it.")
     ] = None,
+    prepared: Annotated[
+        bool, typer.Option("--prepared", help="k8s: the claim has the prepared data; no Job on CPUs looks first.")
+    ] = False,
     run_id: Annotated[
         str | None, typer.Option("--run-id", metavar="ID", help="Name of the run; an existing one resumes.")
     ] = None,
@@ -145,7 +148,7 @@ def submit(
         "namespace": namespace, "claim": claim, "queue": queue, "topology": topology, "secret": secret,
         "tracking-uri": tracking_uri, "service-account": service_account, "pull-secret": pull_secret,
         "host-network": host_network, "allow-socket": allow_socket or None,
-        "prepare-partition": prepare_partition,
+        "prepare-partition": prepare_partition, "prepared": prepared or None,
     }  # fmt: skip
     _require_own(to, place, given)
     if dry_run and wait:
@@ -157,6 +160,7 @@ def submit(
     done = hand_over(
         planned, place, {name: value for name, value in given.items() if name in place.takes},
         Paths(runs_dir, data_dir), run_id=run_id, accept_changes=accept_changes, dry_run=dry_run,
+        prepare=True,
     )  # fmt: skip
     if as_json:
         result = None if done.job is None or not wait else _wait(done.job, _tell)

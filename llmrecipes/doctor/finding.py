@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -31,6 +33,22 @@ class Finding:
         """JSON values."""
         return asdict(self)
 
+    def seen_on(self, host: str) -> Finding:
+        """The same, found on this host; one that belongs to no node stays so."""
+        return replace(self, node=host) if self.node else self
+
+
+def findings_of(value: object) -> list[Finding]:
+    """The findings that another node has sent.
+
+    Raises:
+        ValueError: they are not findings.
+    """
+    return _FINDINGS.validate_python(value)
+
+
+_FINDINGS = TypeAdapter(list[Finding])
+
 
 def ok(check: str, what: str) -> Finding:
     """Nothing wrong."""
@@ -55,3 +73,10 @@ def skip(check: str, what: str) -> Finding:
 def bad_nodes(findings: Iterable[Finding]) -> list[str]:
     """Nodes with a failure, sorted."""
     return sorted({finding.node for finding in findings if finding.status == "fail" and finding.node})
+
+
+def ignored(connections: int, host: str) -> list[Finding]:
+    """What the first node of a job says of connections that were not of its nodes; nothing if there were none."""
+    what = f"ignored {connections} malformed or unauthenticated connections"
+    fix = "nothing if a port scanner did it; a node with another token is among those that did not connect"
+    return [replace(warn("rendezvous", what, fix), node=host)] if connections else []

@@ -1,7 +1,7 @@
 """Checks that need several nodes: filtered ports, clock skew, and a directory that is not shared.
 
-The first node listens. Every node gets the time from it, connects to other nodes once all have arrived, and reports.
-The messages are lines of JSON between the nodes of one job; nothing in them is executed.
+The first node listens. Every node gets the time from it, connects to other nodes once all have arrived, and reports. A
+node reports about itself only: it cannot name another one bad.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.doctor.differing import compared
-from llmrecipes.doctor.finding import Finding, bad_nodes, fail, ok, skip
+from llmrecipes.doctor.finding import Finding, bad_nodes, fail, findings_of, ignored, ok, skip
 from llmrecipes.errors import UserError
-from llmrecipes.launch.messages import CONNECT_SECONDS, connect, receive, send
-from llmrecipes.launch.open_files import allow_nodes
+from llmrecipes.launch.rendezvous import CONNECT_SECONDS, Channel, Disconnected, FirstNode, joined
 
 CLOCK_SECONDS = 5.0
 """Larger clock offsets confuse logs, caches of network file systems, and Slurm's credentials."""
@@ -37,6 +36,7 @@ class Meeting:
         number: index of this node.
         port: on which the first node listens; node n also listens on port + 1 + n.
         shared: directory that all of them should see.
+        token: that the nodes of the job have in common.
         patience: seconds to wait for the others.
     """
 
@@ -44,6 +44,7 @@ class Meeting:
     number: int
     port: int
     shared: Path
+    token: bytes = field(repr=False)
     patience: float = 60.0
 
     @property
@@ -96,24 +97,28 @@ class _Listener:
 
 
 def _lead(meeting: Meeting, findings: Sequence[Finding]) -> Gathered:
-    allow_nodes(len(meeting.hosts))
     attendance = _Attendance(len(meeting.hosts) - 1, meeting.patience)
-    token = _write_token(meeting)
-    with socket.create_server(("", meeting.port), backlog=len(meeting.hosts)) as server:
-        threading.Thread(target=_accept, args=(server, attendance, token), daemon=True).start()
+    mark = _write_mark(meeting)
+
+    def serve(number: int, channel: Channel) -> None:
+        _serve(meeting.hosts[number], number, channel, attendance, mark)
+
+    with FirstNode(meeting.hosts, meeting.port, meeting.token, serve) as first:
         attendance.wait(attendance.arrived)
         # All nodes keep their ports open until all have reported, including this one.
-        own = [*findings, *(replace(found, node=meeting.hosts[0]) for found in _ports(meeting))]
+        own = [each.seen_on(meeting.hosts[0]) for each in findings]
+        own += [replace(each, node=meeting.hosts[0]) for each in _ports(meeting)]
         attendance.put(attendance.reports, 0, own)
         attendance.wait(attendance.reports)
-        reported = [found for _, report in sorted(attendance.reports.items()) for found in report]
-        found = compared([*reported, *_absent(meeting, attendance)])
+        reported = [each for _, report in sorted(attendance.reports.items()) for each in report]
+        strangers = ignored(first.ignored, meeting.hosts[0])
+        found = compared([*reported, *_absent(meeting, attendance), *strangers])
         gathered = Gathered(found, bad_nodes(found))
         # Pods start their rank each by itself: a node that is fine may not start without the others.
         attendance.put(attendance.verdict, 0, gathered.bad)
         attendance.wait(attendance.dismissed)
     with suppress(OSError):
-        _token_file(meeting).unlink()
+        _mark_file(meeting).unlink()
     return gathered
 
 
@@ -155,51 +160,48 @@ class _Attendance:
                 return bool(where)
             return len(where) >= (len(self.arrived) + 1 if where is self.reports else len(self.reports) - 1)
 
-        deadline = self._began + self._patience * (1 if where is self.arrived else 2)
+        left = self.left - (self._patience if where is self.arrived else 0)
         with self._changed:
-            self._changed.wait_for(complete, max(0.0, deadline - time.monotonic()))
+            self._changed.wait_for(complete, max(0.0, left))
+
+    @property
+    def left(self) -> float:
+        """Seconds until a node that has not reported is given up."""
+        return self._began + 2 * self._patience - time.monotonic()
 
 
-def _accept(server: socket.socket, attendance: _Attendance, token: str) -> None:
-    while True:
-        try:
-            connection = server.accept()[0]
-        except OSError:  # closed: the meeting is over
-            return
-        threading.Thread(target=_serve, args=(connection, attendance, token), daemon=True).start()
-
-
-def _serve(connection: socket.socket, attendance: _Attendance, token: str) -> None:
-    # Whoever is not one of the nodes is sent away; a node that ends early is missing among the reports.
-    unusable = suppress(OSError, ValueError, TypeError, KeyError, UserError)
-    with unusable, connection, connection.makefile("rw", encoding="utf-8") as stream:
-        number = int(receive(stream)["number"])
-        if not 0 < number <= attendance.expected or number in attendance.arrived:
-            return
-        send(stream, {"time": time.time(), "token": token})
-        attendance.put(attendance.arrived, number)
-        attendance.wait(attendance.arrived)
-        send(stream, {"go": True})
-        attendance.put(attendance.reports, number, [Finding(**found) for found in receive(stream)["findings"]])
-        attendance.wait(attendance.verdict)
-        send(stream, {"done": True, "bad": attendance.verdict.get(0, [])})
-        attendance.put(attendance.dismissed, number)
+def _serve(host: str, number: int, channel: Channel, attendance: _Attendance, mark: str) -> None:
+    """The messages of one node; a node that ends early is missing among the reports."""
+    channel.receive(CONNECT_SECONDS)  # it asks now, so that the answer measures its clock
+    channel.send({"time": time.time(), "mark": mark})
+    attendance.put(attendance.arrived, number)
+    attendance.wait(attendance.arrived)
+    channel.send({"go": True})
+    message = channel.receive(attendance.left)
+    try:
+        report = findings_of(message.get("findings"))
+    except ValueError as error:
+        raise Disconnected("sent findings of another form") from error
+    attendance.put(attendance.reports, number, [each.seen_on(host) for each in report])
+    attendance.wait(attendance.verdict)
+    channel.send({"bad": attendance.verdict.get(0, [])})
+    attendance.put(attendance.dismissed, number)
+    channel.close()
 
 
 def _follow(meeting: Meeting, findings: Sequence[Finding]) -> list[str]:
     """The bad nodes, as the first one says."""
-    connected = connect(meeting.hosts[0], meeting.port, meeting.patience)
-    with connected as connection, connection.makefile("rw", encoding="utf-8") as stream:
-        connection.settimeout(2 * meeting.patience)
+    longest = 2 * meeting.patience
+    with joined(meeting.hosts, meeting.number, meeting.port, meeting.token, meeting.patience) as channel:
         sent = time.time()
-        send(stream, {"number": meeting.number})
-        reply = receive(stream)
-        clock = _clock(reply["time"], sent, time.time())
-        receive(stream)  # all nodes have arrived, so their ports are open
-        between = [*clock, *_shared(meeting, reply["token"]), *_ports(meeting)]
-        named = (replace(found, node=meeting.hosts[meeting.number]) for found in between)
-        send(stream, {"findings": [found.as_dict() for found in (*findings, *named)]})
-        return [str(host) for host in receive(stream)["bad"]]  # and no other node needs this node's port any more
+        channel.send({})
+        reply = channel.receive(longest)
+        clock = _clock(float(reply["time"]), sent, time.time())
+        channel.receive(longest)  # all nodes have arrived, so their ports are open
+        between = [*clock, *_shared(meeting, str(reply["mark"])), *_ports(meeting)]
+        named = (replace(each, node=meeting.hosts[meeting.number]) for each in between)
+        channel.send({"findings": [each.as_dict() for each in (*findings, *named)]})
+        return [str(host) for host in channel.receive(longest)["bad"]]  # and no node needs this one's port any more
 
 
 def _clock(remote: float, sent: float, received: float) -> Iterator[Finding]:
@@ -211,11 +213,11 @@ def _clock(remote: float, sent: float, received: float) -> Iterator[Finding]:
         yield ok("clock", f"within {offset + received - sent:.2f} s of the first node's")
 
 
-def _shared(meeting: Meeting, token: str) -> Iterator[Finding]:
-    if not token:
+def _shared(meeting: Meeting, mark: str) -> Iterator[Finding]:
+    if not mark:
         yield skip("shared directory", f"the first node cannot write to {meeting.shared}")
         return
-    file = _token_file(meeting)
+    file = _mark_file(meeting)
     # Network file systems cache directories for a few seconds.
     deadline = time.monotonic() + 10
     while True:
@@ -223,7 +225,7 @@ def _shared(meeting: Meeting, token: str) -> Iterator[Finding]:
             found = file.read_text("ascii")
         except OSError:
             found = None
-        if found == token:
+        if found == mark:
             yield ok("shared directory", f"{meeting.shared} is the same as on the first node")
             return
         if time.monotonic() > deadline:
@@ -249,21 +251,21 @@ def _ports(meeting: Meeting) -> Iterator[Finding]:
         yield ok("ports between nodes", "open")
 
 
-def _write_token(meeting: Meeting) -> str:
+def _write_mark(meeting: Meeting) -> str:
     """What the other nodes look for; empty where nothing can be written, which is a finding of its own."""
-    token = secrets.token_hex(16)
-    file = _token_file(meeting)
+    mark = secrets.token_hex(16)
+    file = _mark_file(meeting)
     part = file.with_suffix(".part")
     try:
         meeting.shared.mkdir(parents=True, exist_ok=True)
-        part.write_text(token, "ascii")
+        part.write_text(mark, "ascii")
         part.replace(file)
     except OSError:
         return ""
-    return token
+    return mark
 
 
-def _token_file(meeting: Meeting) -> Path:
+def _mark_file(meeting: Meeting) -> Path:
     # Pods of all runs use the same port, and may share the directory.
     nodes = hashlib.sha256(",".join(meeting.hosts).encode()).hexdigest()[:16]
     return meeting.shared / f".doctor-{meeting.port}-{nodes}"

@@ -130,7 +130,7 @@ class Submission:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of a local job besides those of this process."""
     prepared: bool = True
-    """Whether the data is there; False only where this machine can see that it is not."""
+    """Whether the data is there; False where this machine can see that it is not, or has to find out by a job."""
 
     @property
     def run_dir(self) -> Path:
@@ -152,6 +152,7 @@ class Rendering:
         command: the command that submits it.
         text: standard input of the command.
         first: a command that has to run before it; empty: none.
+        first_text: standard input of that command.
         shown: human-readable form.
         details: the same for `--json`.
         place: name of the queue; for the preview.
@@ -164,6 +165,7 @@ class Rendering:
     command: tuple[str, ...]
     text: str = ""
     first: tuple[str, ...] = ()
+    first_text: str = ""
     shown: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
     place: Mapping[str, str | None] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from llmrecipes.errors import UserError
 
 FIRST_PORT, PORTS = 12000, 16000
 """Rendezvous ports are below Linux' ephemeral ports (32768 and up)."""
+LOOPBACK = "127.0.0.1"
 LAUNCHER = "LLMRECIPES_LAUNCHER"
 """Variable with the process id of the launcher; a rank exits with it."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -28,14 +29,16 @@ class Rank:
     master_port: int
 
     def variables(self) -> dict[str, str]:
-        """Variables of torch.distributed."""
+        """Variables of torch.distributed; on a single machine nothing listens to other ones."""
+        alone = self.world_size == self.local_world_size
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
+            "MASTER_ADDR": LOOPBACK if alone else self.master_addr,
             "MASTER_PORT": str(self.master_port),
+            **({"GLOO_SOCKET_IFNAME": "lo"} if alone else {}),
         }
 
 

@@ -116,6 +116,7 @@ def submit(
     *,
     run_id: str | None = None,
     accept_changes: bool = False,
+    prepare: bool = False,
     dry_run: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> Submitted:
@@ -128,6 +129,7 @@ def submit(
         paths: where runs and data are kept.
         run_id: None: a new one.
         accept_changes: see `TrainOptions`.
+        prepare: where this machine cannot see whether the data is prepared, a job finds out first.
         dry_run: only render.
         environment: more variables, for a job on this machine.
 
@@ -138,7 +140,7 @@ def submit(
     paths = Paths(paths.runs_dir.resolve(), paths.data_dir.resolve())
     submission = Submission(
         planned, run_id, paths.runs_dir, paths.data_dir, accept_changes, environment=environment or {},
-        prepared=not launcher.shares_disk or is_prepared(planned.recipe, paths.data_dir),
+        prepared=is_prepared(planned.recipe, paths.data_dir) if launcher.shares_disk else not prepare,
     )  # fmt: skip
     rendering = launcher.render(submission, given)
     if dry_run:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from llmrecipes.launch.rendezvous import TOKEN
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "debootstrap": "debootstrap", "busybox": "busybox-static"}
@@ -88,7 +90,9 @@ class Guest:
     def llmrecipes(self, *words: str) -> Command:
         """Start the program of this checkout, with this machine's Python."""
         words = (sys.executable, "-m", "llmrecipes.cli", *words)
-        return self.start(f"cd /tmp && PYTHONDONTWRITEBYTECODE=1 PYTHONPATH={ROOT} exec {' '.join(words)}")
+        return self.start(
+            f"cd /tmp && PYTHONDONTWRITEBYTECODE=1 PYTHONPATH={ROOT} {TOKEN}={'0' * 64} exec {' '.join(words)}"
+        )
 
     def link(self, up: bool) -> None:
         """Pull this end of the fabric's cable, or put it back; until its kernel has seen it."""

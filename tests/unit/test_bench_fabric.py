@@ -10,12 +10,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from llmrecipes.bench.fabric import meeting, perftest
+from llmrecipes.bench.fabric import perftest
 from llmrecipes.bench.fabric.meeting import Meeting, Outcome, meet, require_sensible
 from llmrecipes.bench.fabric.node import Limits
 from llmrecipes.bench.fabric.pairs import rounds
@@ -26,10 +26,12 @@ from llmrecipes.doctor.finding import Finding, fail
 from llmrecipes.hardware import adapters
 from llmrecipes.hardware.adapters import Port
 from llmrecipes.hardware.load import load_profile
-from llmrecipes.launch.messages import connect, receive, send
+from llmrecipes.launch import rendezvous
+from llmrecipes.launch.rendezvous import joined
 from tests.refusals import refused, require_message
 
 IB = load_profile("h100-ib")
+SECRET = b"the secret of one job"
 HEAD = """\
 ---------------------------------------------------------------------------------------
                     Send Latency Test
@@ -108,7 +110,7 @@ def meet_all(
     found: dict[int, Outcome] = {}
 
     def take_part(number: int) -> None:
-        found[number] = meet(Meeting(hosts, number, tcp, patience, Limits(3, limit)), None)
+        found[number] = meet(Meeting(hosts, number, tcp, patience, Limits(3, limit), SECRET), None)
 
     threads = [threading.Thread(target=take_part, args=(n,), name=hosts[n]) for n in range(here or count)]
     for thread in threads:
@@ -254,29 +256,65 @@ def test_a_node_that_never_appears_and_missing_programs(unused_port: int, monkey
 def test_a_first_node_that_never_appears(unused_port: int) -> None:
     hosts = ("127.0.0.1", "127.0.0.2")
     with refused(f"127.0.0.1:{unused_port}"):
-        meet(Meeting(hosts, 1, unused_port, 0.1, Limits(3, 5)), None)
+        meet(Meeting(hosts, 1, unused_port, 0.1, Limits(3, 5), SECRET), None)
 
 
 def test_a_stranger_at_the_port_is_no_node(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "CONNECT_SECONDS", 0.2)
+    """One that sends a byte now and then, and one without the secret that introduces itself as a node."""
+    monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 0.5)
     ports_of(monkeypatch, lambda _: [])
     found: list[Report | None] = []
     hosts = ("127.0.0.1", "127.0.0.2")
     own = threading.Thread(
-        target=lambda: found.append(meet(Meeting(hosts, 0, unused_port, 2, Limits(3, 5)), None).report)
+        target=lambda: found.append(meet(Meeting(hosts, 0, unused_port, 2, Limits(3, 5), SECRET), None).report)
     )
     own.start()
-    for word in (b"GET / HTTP/1.1\r\n\r\n", b'{"number": 99, "ports": [], "findings": []}\n', b'{"number": 1}\n'):
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", unused_port)) as made:
-                    made.sendall(word)
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.01)
+    cut_off = threading.Event()
+
+    def drip() -> None:
+        with connected(unused_port) as stranger, suppress(ConnectionError):
+            while not cut_off.wait(0.05):
+                stranger.sendall(b" ")
+        cut_off.set()
+
+    slow = threading.Thread(target=drip, daemon=True)
+    slow.start()
+    for word in (b"GET / HTTP/1.1\r\n\r\n", b'{"number": 1, "ports": [["mlx5_0", true]], "findings": []}\n'):
+        with connected(unused_port) as made:
+            made.sendall(word)
     own.join(30)
-    assert found[0] is not None
+    assert found[0] is not None and cut_off.wait(30)
     assert [each.node for each in found[0].findings if each.check == "node"] == ["127.0.0.2"]
+    [ignored] = [each for each in found[0].findings if each.check == "rendezvous"]
+    assert (ignored.status, ignored.what.split()[1]) == ("warn", "3")
+
+
+def connected(tcp: int) -> socket.socket:
+    """A connection to a program that is about to listen."""
+    while True:
+        with suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", tcp), 30)
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("answer", [{"findings": 1}, {"findings": [{"check": [1]}]}, {"listening": 7}, {"values": [1]}])
+def test_a_node_that_answers_in_another_form_is_named(
+    answer: dict[str, object], unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports_of(monkeypatch, lambda _: [port("mlx5_0")])
+    hosts = ("127.0.0.1", "127.0.0.2")
+    found: list[Outcome] = []
+    meeting = Meeting(hosts, 0, unused_port, 30, Limits(3, 5), SECRET)
+    first = threading.Thread(target=lambda: found.append(meet(meeting, None)))
+    first.start()
+    with joined(hosts, 1, unused_port, SECRET, 30) as channel, suppress(rendezvous.Disconnected):
+        channel.send({"ports": [["mlx5_0/1", True]], "findings": []})
+        while True:
+            channel.receive(30)
+            channel.send(answer)
+    first.join(60)
+    assert found[0].bad == ["127.0.0.2"]
 
 
 @pytest.fixture
@@ -293,18 +331,20 @@ def test_many_nodes_meet_although_few_files_may_be_open(unused_port: int, monkey
     ports_of(monkeypatch, lambda _: [port("mlx5_0")])
     hosts = tuple(f"n{number}" for number in range(200))
     found: list[Outcome] = []
-    first = threading.Thread(target=lambda: found.append(meet(Meeting(hosts, 0, unused_port, 30, Limits(3, 5)), None)))
+    first = threading.Thread(
+        target=lambda: found.append(meet(Meeting(hosts, 0, unused_port, 30, Limits(3, 5), SECRET), None))
+    )
     first.start()
     with ExitStack() as stack:
-        streams = []
+        channels = []
         for number in range(1, len(hosts)):
-            made = stack.enter_context(connect("127.0.0.1", unused_port, 30))
-            streams.append(stack.enter_context(made.makefile("rw", encoding="utf-8")))
-            send(streams[-1], {"number": number, "ports": [["mlx5_0/1", False]], "findings": []})
-        for stream in streams:
-            assert receive(stream) == {"do": "report"}
-            send(stream, {"findings": []})
-        assert all(receive(stream) == {"bad": []} for stream in streams)
+            made = joined(("127.0.0.1", *hosts[1:]), number, unused_port, SECRET, 30)
+            channels.append(stack.enter_context(made))
+            channels[-1].send({"ports": [["mlx5_0/1", False]], "findings": []})
+        for channel in channels:
+            assert channel.receive(30) == {"do": "report"}
+            channel.send({"findings": []})
+        assert all(channel.receive(30) == {"bad": []} for channel in channels)
     first.join(30)
     assert found[0].report is not None
     assert (found[0].report.nodes, found[0].report.measured_nodes, found[0].bad) == (200, 1, [])

@@ -6,13 +6,17 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
 from llmrecipes import __version__
 from llmrecipes.cli import app as cli
+from llmrecipes.errors import UserError
 from llmrecipes.recipe.load import load, names
 from tests.refusals import has_token, require_message
 
@@ -207,3 +211,34 @@ def test_a_closed_pipe_needs_no_words() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=60) == 1
+
+
+def _commands(group: Any) -> Iterator[Any]:
+    for each in group.commands.values():
+        yield from _commands(each) if hasattr(each, "commands") else [each]
+
+
+def test_no_number_of_an_option_is_out_of_range() -> None:
+    """Nothing is computed with it: a tuple of so many GPUs, or a time that never ends."""
+    seen, refusals = 0, (UserError, typer.TyperException)
+    for command in _commands(typer.main.get_command(cli.app)):
+        required = [parameter.opts[0] for parameter in command.params if parameter.required]
+        needed = [f"{name}=x" if name.startswith("-") else "x" for name in required]
+        for parameter in command.params:
+            if not any(kind in str(parameter.type_descriptor.annotation) for kind in ("int", "float")):
+                continue
+            seen += 1
+            option = parameter.opts[0]
+            for value in (f"{10**20}", "nan", "inf", "1e309", f"-{10**20}"):
+                with pytest.raises(refusals) as caught:
+                    command.make_context(command.name, [*needed, f"{option}={value}"])
+                told = caught.value
+                words = told.format_message() if isinstance(told, typer.TyperException) else str(told)
+                assert option in words, (command.name, option, value)
+    assert seen > 40
+
+
+@pytest.mark.parametrize("option", ["--nodes=100001", "--nodes=99999999999999999999"])
+def test_more_nodes_than_any_cluster_has_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["show", "gpt-tiny", "--cluster", "h100-ib", option]) == 2
+    require_message(capsys.readouterr().err, "--nodes", rule="100,000")

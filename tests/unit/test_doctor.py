@@ -22,6 +22,7 @@ from llmrecipes.hardware.adapters import ports
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import Adapters, Link, Profile
 from llmrecipes.launch.hosts import job_hosts, own_number
+from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.recipe.load import load
 from tests.helpers import tiny_on, write_recipe
 from tests.refusals import refused, require_message
@@ -321,11 +322,30 @@ def test_names_and_ports(unused_port: int) -> None:
     assert network.name("no-such-host.invalid", several=True).status == "fail"
     assert network.name("localhost", several=True).status == "fail"
     assert network.name("localhost", several=False).status == "ok"
+
     assert network.free_port(unused_port).status == "ok"
     with socket.create_server(("", unused_port)):
         assert network.free_port(unused_port).status == "fail"
     found = said(network.check(unused_port, False, {"GLOO_SOCKET_IFNAME": "lo,ib9"}))
     assert "ib9" in found["fail interfaces"]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "status"),
+    [
+        (["127.0.1.1", "10.0.0.7"], "ok"),  # one that other nodes can reach is enough
+        (["10.0.0.7", "::1"], "ok"),
+        (["127.0.1.1", "::1"], "fail"),
+        (["fe80::1%eth0"], "ok"),
+    ],
+)
+def test_a_name_with_several_addresses_is_refused_only_if_all_are_loopback(
+    addresses: list[str], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a resolver answers, which no test can arrange on this machine without changing /etc/hosts."""
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    assert network.name("node1", several=True).status == status
 
 
 def test_directories(tmp_path: Path) -> None:
@@ -358,7 +378,7 @@ def node(
     program = (
         "import sys; from pathlib import Path; from llmrecipes.doctor.nodes import Meeting, meet;"
         "import json; from llmrecipes.doctor.finding import Finding, ok;"
-        f"m = Meeting({tuple(hosts)!r}, {number}, {port}, Path({str(runs)!r}), {patience});"
+        f"m = Meeting({tuple(hosts)!r}, {number}, {port}, Path({str(runs)!r}), b'of this job', {patience});"
         f"found = meet(m, [{verdict}]);"
         "print(json.dumps([[each.as_dict() for each in found.findings or []], found.bad]))"
     )
@@ -415,7 +435,9 @@ def test_no_node_of_a_job_starts_beside_a_bad_one(tmp_path: Path, unused_port: i
 
 
 def test_jobs_that_start_at_once_do_not_take_each_others_file_for_their_own(tmp_path: Path) -> None:
-    files = {nodes._token_file(nodes.Meeting((f"{run}-0", f"{run}-1"), 0, 12000, tmp_path)) for run in ("one", "two")}
+    files = {
+        nodes._mark_file(nodes.Meeting((f"{run}-0", f"{run}-1"), 0, 12000, tmp_path, b"")) for run in ("one", "two")
+    }
     assert len(files) == 2
 
 
@@ -516,6 +538,20 @@ def test_bad_input_is_one_message(
 ) -> None:
     assert run(["doctor", *arguments, "--runs-dir", str(tmp_path), "--data-dir", str(tmp_path)]) == 2
     require_message(capsys.readouterr().err, where, rule=rule)
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["bench", "fabric"]])
+@pytest.mark.parametrize("token", [None, "", "short-secret"])
+def test_several_nodes_need_a_secret_that_no_message_repeats(
+    command: list[str], token: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    if token is not None:
+        monkeypatch.setenv(TOKEN, token)
+    assert run([*command, "--nodes", f"{socket.gethostname()},n2", "--patience", "1"]) == 2
+    printed = capsys.readouterr().err
+    require_message(printed, TOKEN, rule="16")
+    assert not token or token not in printed
 
 
 def test_a_doctor_that_crashes_does_not_end_as_after_a_finding(

@@ -7,12 +7,14 @@ import errno
 import json
 import os
 import random
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,8 @@ from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.adapters import ports
 from llmrecipes.hardware.load import load_profile
-from llmrecipes.launch.messages import connect
+from llmrecipes.launch import rendezvous
+from tests.refusals import refused
 from tests.unit.test_doctor import adapter, report, said
 from tests.unit.test_doctor_hardware import KMSG
 
@@ -30,6 +33,15 @@ H100, ROCE = load_profile("h100-ib"), load_profile("a100-roce")
 LINKS = "".join(f"\t Link {link}: 26.562 GB/s\n" for link in range(18))
 NVLINKS = "".join(f"GPU {gpu}: NVIDIA H100 (UUID: GPU-1)\n{LINKS}" for gpu in range(8))
 SEEDS = range(60)
+TOKEN = b"the secret of one job"
+
+
+def connected(port: int) -> socket.socket:
+    """A connection to a program that is about to listen."""
+    while True:
+        with suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port), 30)
+        time.sleep(0.01)
 
 
 def mangled(text: str, seed: int) -> str:
@@ -205,9 +217,9 @@ def test_mount_points_with_unusual_names(tmp_path: Path) -> None:
 
 def test_a_first_node_that_cannot_write_does_not_fail_the_others(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    meeting = nodes.Meeting(("n0", "n1"), 1, 12000, tmp_path / "file" / "runs")
-    token = nodes._write_token(meeting)
-    assert [each.status for each in nodes._shared(meeting, token)] == ["skip"]
+    meeting = nodes.Meeting(("n0", "n1"), 1, 12000, tmp_path / "file" / "runs", b"")
+    mark = nodes._write_mark(meeting)
+    assert [each.status for each in nodes._shared(meeting, mark)] == ["skip"]
 
 
 def test_a_linux_of_any_name(tmp_path: Path) -> None:
@@ -217,25 +229,101 @@ def test_a_linux_of_any_name(tmp_path: Path) -> None:
         assert gpudirect.support(tmp_path, driver, release).kernel == kernel_version
 
 
-def test_strangers_at_the_first_nodes_port_are_sent_away(
+NUMBERED = [
+    b'{"number": %s, "ports": [], "findings": []}\n' % number for number in (b'"x"', b"0", b"1", b"7", b"1e999")
+]
+STRANGERS = [
+    b"\xff\xfe\n",
+    b"GET / HTTP/1.0\r\n\r\n",
+    b"[]\n",
+    b"[" * 100000 + b"\n",
+    b"[" * (8 << 20),
+    b"\n",
+    *NUMBERED,
+]
+
+
+def test_strangers_at_the_first_nodes_port_are_ignored_and_counted(
     tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also those that are silent: they take all places in which nodes are authenticated."""
     hosts = ("127.0.0.1", "127.0.0.2")
     failed: list[object] = []
     met: dict[int, nodes.Gathered] = {}
     monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "MOST_PENDING", 4)
 
     def take_part(number: int) -> None:
-        met[number] = nodes.meet(nodes.Meeting(hosts, number, unused_port, tmp_path, 60), [])
+        met[number] = nodes.meet(nodes.Meeting(hosts, number, unused_port, tmp_path, TOKEN, 60), [])
 
     first = threading.Thread(target=take_part, args=(0,))
     first.start()
-    numbers = (b'{"number": "x"}\n', b'{"number": 0}\n', b'{"number": 7}\n')
-    for words in (b"\xff\xfe\n", b"GET / HTTP/1.0\r\n\r\n", b"[]\n", *numbers):
-        with connect("127.0.0.1", unused_port, 60) as stranger:
-            stranger.sendall(words)
-            with suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
-    take_part(1)
+    with ExitStack() as stack:
+        for words in STRANGERS:
+            stranger = stack.enter_context(connected(unused_port))
+            with suppress(ConnectionResetError, BrokenPipeError):
+                stranger.sendall(words)
+                while stranger.recv(1 << 10):
+                    pass
+        for _ in range(6):
+            stack.enter_context(connected(unused_port))
+        with refused(f"127.0.0.1:{unused_port}"):
+            nodes.meet(nodes.Meeting(hosts, 1, unused_port, tmp_path, b"of another job", 0.1), [])
+        take_part(1)
     first.join(60)
     assert (met[0].bad, met[1].bad, failed) == ([], [], [])
+    [ignored] = [each for each in met[0].findings or [] if each.check == "rendezvous"]
+    assert (ignored.status, ignored.node) == ("warn", hosts[0])
+    assert int(ignored.what.split()[1]) >= len(STRANGERS) + 5
+
+
+def test_no_node_can_say_that_another_one_is_bad(tmp_path: Path, unused_port: int) -> None:
+    hosts = ("127.0.0.1", "127.0.0.2")
+    met: dict[int, nodes.Gathered] = {}
+
+    def take_part(number: int) -> None:
+        own = [Finding("gpu 0", "fail", "lost", "", hosts[0])] * number
+        met[number] = nodes.meet(nodes.Meeting(hosts, number, unused_port, tmp_path, TOKEN, 60), own)
+
+    threads = [threading.Thread(target=take_part, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (met[0].bad, met[1].bad) == ([hosts[1]], [hosts[1]])
+
+
+REPORTS: list[dict[str, Any]] = [
+    {},
+    {"findings": 1},
+    {"findings": [{"check": 1, "status": [], "what": {}}]},
+    {"findings": [{"check": "gpu", "status": "bad", "what": "x"}]},
+    {"findings": [{"check": "gpu", "status": "fail", "what": "x", "node": 7}]},
+]
+
+
+def test_nodes_of_another_version_have_not_reported(
+    tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = tuple(f"127.0.0.{number + 1}" for number in range(len(REPORTS) + 1))
+    met: list[nodes.Gathered] = []
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    meeting = nodes.Meeting(hosts, 0, unused_port, tmp_path, TOKEN, 1)
+    first = threading.Thread(target=lambda: met.append(nodes.meet(meeting, [])))
+    first.start()
+    with ExitStack() as stack:
+        channels = [
+            stack.enter_context(rendezvous.joined(hosts, number, unused_port, TOKEN, 30))
+            for number in range(1, len(hosts))
+        ]
+        for channel in channels:
+            channel.send({})
+            assert {"time", "mark"} <= channel.receive(30).keys()
+        for channel, report in zip(channels, REPORTS, strict=True):
+            assert channel.receive(30) == {"go": True}
+            channel.send(report)
+        first.join(30)
+    absent = [each.node for each in met[0].findings or [] if each.check == "node"]
+    assert (absent, failed) == (list(hosts[1:]), [])

@@ -20,8 +20,9 @@ from llmrecipes.launch.base import PlannedForCluster, Submission
 from llmrecipes.launch.hosts import job_hosts
 from llmrecipes.launch.kubernetes import security
 from llmrecipes.launch.kubernetes.launcher import Kubernetes, objects_of, pod_spec
-from llmrecipes.launch.kubernetes.options import FLAVORS, Options
+from llmrecipes.launch.kubernetes.options import FLAVORS, Options, Secret
 from llmrecipes.launch.kubernetes.pod import Object
+from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.workflow.submit import plan_for
 from tests.kubernetes_schemas import require_valid
 from tests.refusals import refused
@@ -141,6 +142,19 @@ def test_the_doctor_judges_adapters_by_the_profile_and_not_as_the_users_own_choi
     virtual = rendered(planned("oci-h100"))  # whose pods have adapters with names of their own
     assert "NCCL_IB_HCA" not in variables(containers(virtual)["node"])
     assert "NCCL_IB_HCA" not in seen_by(virtual, tmp_path, containers(virtual)["doctor"]["args"]).environment
+
+
+@pytest.mark.parametrize("flavor", ["job", "jobset"])
+def test_pods_recognise_each_other_by_what_no_manifest_has(flavor: str) -> None:
+    """The check of the nodes refuses strangers, and its secret is a field that the cluster fills in."""
+    objects = rendered(planned("h100-ib", nodes=4), flavor)
+    found = [each for each in containers(objects)["doctor"]["env"] if each["name"] == TOKEN]
+    field = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
+    assert found == [{"name": TOKEN, "valueFrom": field}]
+    assert TOKEN not in {each["name"] for each in containers(objects)["node"]["env"]}, "ranks have no use for it"
+    chosen = rendered(planned("h100-ib", nodes=4), flavor, secrets={TOKEN: Secret("ours", "key")})
+    [own] = [each for each in containers(chosen)["doctor"]["env"] if each["name"] == TOKEN]
+    assert own["valueFrom"] == {"secretKeyRef": {"name": "ours", "key": "key"}}
 
 
 def test_one_pod_meets_nobody_and_thousands_fit_into_an_argument() -> None:

@@ -26,6 +26,11 @@ def test_a_task_of_srun() -> None:
     }  # fmt: skip
 
 
+def test_ranks_of_one_machine_listen_to_no_other() -> None:
+    alone = from_slurm({**TASK, "SLURM_NTASKS": "8", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "8"})
+    assert alone.variables().items() >= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}.items()
+
+
 @pytest.mark.parametrize("name", TASK)
 def test_what_is_missing_is_named(name: str) -> None:
     with refused("srun", rule=name):

@@ -1,15 +1,20 @@
-"""Forming the process group: what NCCL is told, which no machine without a GPU can try."""
+"""Forming the process group: who can reach it, and what NCCL is told, which no machine without a GPU can try."""
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from llmrecipes.engine.megatron.platform.rendezvous import TIMEOUT, connect
+from llmrecipes.launch.ranks import Rank
+from tests.refusals import refused
 
 
 def test_nccl_gets_the_device_and_later_groups_are_not_split_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +41,41 @@ def test_nccl_gets_the_device_and_later_groups_are_not_split_off(monkeypatch: py
     connect(cpu, TIMEOUT)
     dist.destroy_process_group()
     assert told == {"backend": "gloo", "device_id": None}
+
+
+def test_ranks_of_one_machine_open_no_port_to_the_network(monkeypatch: pytest.MonkeyPatch, unused_port: int) -> None:
+    """torch's store takes keys and values from whoever connects, and would listen on all interfaces."""
+    rank = Rank(0, 1, 0, 1, "node1", unused_port)
+    for name, value in rank.variables().items():
+        monkeypatch.setenv(name, value)
+    cpu: Any = SimpleNamespace(name="cpu", backend="gloo", device=torch.device("cpu"))
+    before = set(_listening())
+    connect(cpu, TIMEOUT)
+    try:
+        other = dist.TCPStore("127.0.0.1", unused_port, is_master=False, timeout=timedelta(seconds=30))
+        other.set("key", "value")
+        assert other.get("key") == b"value"
+        addresses = set(_listening()) - before
+        assert ("127.0.0.1", unused_port) in addresses
+        assert {address for address, _ in addresses} == {"127.0.0.1"}
+    finally:
+        dist.destroy_process_group()
+
+
+def _listening() -> list[tuple[str, int]]:
+    """Addresses on which this process listens."""
+    return [
+        (each.laddr.ip, each.laddr.port)
+        for each in psutil.Process().net_connections()
+        if each.status == psutil.CONN_LISTEN
+    ]
+
+
+def test_a_port_in_use_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu: Any = SimpleNamespace(name="cpu", backend="gloo", device=torch.device("cpu"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for name, value in Rank(0, 2, 0, 2, "node1", port).variables().items():
+            monkeypatch.setenv(name, value)
+        with refused(f"127.0.0.1:{port}"):
+            connect(cpu, TIMEOUT)

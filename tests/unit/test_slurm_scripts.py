@@ -19,6 +19,7 @@ HOSTILE = [
     "../../etc/passwd", "%j", "\\", "*", "~", "-n9", "--wrap=touch owned", "ü", "a=b=c", "",
 ]  # fmt: skip
 SRUN = r"""
+[ -z "$LLMRECIPES_RENDEZVOUS_TOKEN" ] || printf '%s %s\n' "$LLMRECIPES_RENDEZVOUS_TOKEN" "$*" >> "$LAB/tokens"
 for word; do printf '%s\0' "$word"; done >> "$LAB/calls"; printf '\1' >> "$LAB/calls"
 case "$*" in
     *" begin "*) mkdir -p "$LAB/runs/logs"; [ -n "$FINISHED" ] || echo "$LAB/runs/logs/job.json"; exit $BEGIN;;
@@ -229,11 +230,21 @@ def test_what_follows_from_how_it_ended(lab: Lab, variables: dict[str, str], cod
 )
 def test_restarts_are_bounded_by_the_script(lab: Lab, variables: dict[str, str]) -> None:
     """Whatever fails: nothing has to run for it, not even srun."""
-    ended = lab.train("--max-restarts", "3", SLURM_RESTART_COUNT="500", **variables)
-    assert (ended.code, ended.calls, ended.scontrol) == (93, [], []), ended.said
-    assert "--max-restarts" in ended.said
+    for restart in ("4", "500"):
+        ended = lab.train("--max-restarts", "3", SLURM_RESTART_COUNT=restart, **variables)
+        assert (ended.code, ended.calls, ended.scontrol) == (93, [], []), ended.said
+        assert "--max-restarts" in ended.said
     ended = lab.train("--max-restarts", "3", SLURM_RESTART_COUNT="3", **variables)
     assert (ended.code, ended.scontrol) == (93, []), ended.said
+
+
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_the_last_allowed_restart_trains(lab: Lab, restarts: str) -> None:
+    ended = lab.train("--max-restarts", restarts, SLURM_RESTART_COUNT=restarts)
+    assert (ended.code, len(ended.calls)) == (0, 3), ended.said
+    one = {"SLURM_JOB_NUM_NODES": "1", "SLURM_ARRAY_TASK_ID": "0"}
+    search = lab.run("search.sbatch", "--max-restarts", restarts, "gpt-1b", SLURM_RESTART_COUNT=restarts, **one)
+    assert (search.code, len(search.calls)) == (0, 1), search.said
 
 
 @pytest.mark.parametrize("killed", [{"BEGIN": "137"}, {"DOCTOR": "143"}])
@@ -318,6 +329,17 @@ def test_nothing_needs_new_coreutils(lab: Lab) -> None:
             check=True,
         )
         assert done.stdout == "alive\n"
+
+
+def test_only_the_nodes_of_this_start_can_take_part_in_its_check(lab: Lab) -> None:
+    """Their secret is new in every start, and neither on a command line nor in the environment of the ranks."""
+    for _ in range(2):
+        assert lab.train().code == 0
+    lines = (lab.folder / "tokens").read_text().splitlines()
+    tokens, words = zip(*(line.split(" ", 1) for line in lines), strict=True)
+    assert all(" doctor " in each for each in words) and len(words) == 2
+    assert len(set(tokens)) == 2 and all(len(bytes.fromhex(token)) == 32 for token in tokens)
+    assert not any(token in each for token in tokens for each in words)
 
 
 # What srun is asked for

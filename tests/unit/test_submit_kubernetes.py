@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from llmrecipes.cli.app import run
+from tests.kubernetes_schemas import require_valid
 from tests.refusals import require_message
 
 IMAGE = f"registry.example.com/llmrecipes@sha256:{'0' * 64}"
@@ -65,7 +66,7 @@ def test_a_dry_run_ends_with_what_the_pods_get_and_need(capsys: pytest.CaptureFi
     assert run(asked) == 0
     told = capsys.readouterr()
     # YAML alone can be piped.
-    assert [thing["kind"] for thing in yaml.safe_load_all(told.out)] == ["ConfigMap", "NetworkPolicy", "Job"]
+    assert [thing["kind"] for thing in yaml.safe_load_all(told.out)] == ["ConfigMap", "Job", "NetworkPolicy", "Job"]
     assert "HF_TOKEN" in told.err and "8 ranks" in told.err
     assert run([*asked, "--json", "--secret", "HF_TOKEN=huggingface"]) == 0
     summary = json.loads(capsys.readouterr().out)["summary"]
@@ -170,3 +171,115 @@ def test_slurm_takes_none_of_its_options(capsys: pytest.CaptureFixture[str]) -> 
 def test_an_image_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["submit", "gpt-tiny", "--to", "k8s", "--cluster", "laptop", "--dry-run"]) == 2
     require_message(capsys.readouterr().err, "--image")
+
+
+# -- tokenizing before GPUs are asked for -----------------------------------------------------------------------------
+
+ON_GPUS = ["submit", "gpt-1b", *COMMAND[2:], "--cluster", "h100-ib"]
+CLUSTER = r"""#!/bin/sh
+# Keeps what is applied, and has a Job for preparing in the state that the file `job` says: none, Complete or Failed.
+case "$*" in
+    *--dry-run=server*|"get namespace"*) exec /bin/cat > /dev/null;;
+    apply*) echo "$*" >> calls; /bin/cat > given; /bin/cat given >> applied; echo "---" >> applied
+        case $(/bin/cat given) in *"kind: NetworkPolicy"*) ;; *) /bin/cp after job;; esac;;
+    delete*) echo "$*" >> calls; echo none > job;;
+    get*) echo get >> calls
+        if [ "$(/bin/cat job)" = none ]; then echo '{"items": []}'; exit; fi
+        name=${*#*in (}; name=${name%%)*}
+        echo '{"items": [{"metadata": {"name": "'$name'"}, "status": {"conditions":'
+        echo '[{"type": "'$(/bin/cat job)'", "status": "True", "reason": "BackoffLimitExceeded"}]}}]}';;
+esac
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a kubectl that has one Job, which ends at once in the state of the file `after`."""
+    program = tmp_path / "kubectl"
+    program.write_text(CLUSTER)
+    program.chmod(0o755)
+    (tmp_path / "job").write_text("none")
+    (tmp_path / "after").write_text("Complete")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def applied(cluster: Path) -> list[tuple[str, str]]:
+    """Kinds and names in the order in which they were created."""
+    path = cluster / "applied"
+    things = yaml.safe_load_all(path.read_text()) if path.exists() else ()
+    return [(thing["kind"], thing["metadata"]["name"]) for thing in things if thing]
+
+
+def prepares(things: list[tuple[str, str]]) -> list[int]:
+    return [at for at, (_, name) in enumerate(things) if name.endswith("-prepare")]
+
+
+def calls(cluster: Path) -> list[str]:
+    return [call.split()[0] for call in (cluster / "calls").read_text().splitlines()]
+
+
+def test_gpus_are_asked_for_when_the_data_is_there(cluster: Path) -> None:
+    """Otherwise all of them would wait while one pod tokenizes."""
+    assert run(ON_GPUS) == 0
+    things = applied(cluster)
+    assert [kind for kind, _ in things] == ["ConfigMap", "Job", "ConfigMap", "NetworkPolicy", "Service", "Job"]
+    assert prepares(things) == [1]
+    assert calls(cluster) == ["get", "apply", "get", "apply"]
+
+
+@pytest.mark.parametrize(
+    ("job", "more", "expected"),
+    [("Complete", [], ["get", "apply"]), ("none", ["--prepared"], ["apply"])],
+    ids=["completed", "prepared"],
+)
+def test_nothing_is_tokenized_twice(cluster: Path, job: str, more: list[str], expected: list[str]) -> None:
+    (cluster / "job").write_text(job)
+    assert run([*ON_GPUS, *more]) == 0
+    assert prepares(applied(cluster)) == []
+    assert calls(cluster) == expected
+
+
+def test_a_job_that_failed_before_starts_again(cluster: Path) -> None:
+    (cluster / "job").write_text("Failed")
+    assert run(ON_GPUS) == 0
+    assert calls(cluster) == ["get", "delete", "apply", "get", "apply"]
+
+
+def test_without_data_the_run_is_not_created(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (cluster / "after").write_text("Failed")
+    assert run(ON_GPUS) == 2
+    assert [kind for kind, _ in applied(cluster)] == ["ConfigMap", "Job"]
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and "kubectl logs" in error
+
+
+def test_pods_without_gpus_tokenize_themselves(cluster: Path) -> None:
+    assert run(COMMAND) == 0
+    assert prepares(applied(cluster)) == []
+
+
+@pytest.mark.parametrize("queue", [None, "research"])
+@pytest.mark.parametrize("site", ["h100-ib", "gcp-a3", "aws-p5-efa"])
+def test_the_job_that_tokenizes_is_valid_and_asks_for_no_gpu(
+    site: str, queue: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [] if queue is None else ["--queue", queue]
+    assert run([*ON_GPUS, "--cluster", site, "--secret", "HF_TOKEN=hf", "--dry-run", "--json", *more]) == 0
+    told = json.loads(capsys.readouterr().out)
+    recipe, job = told["prepare_objects"]
+    assert recipe == told["objects"][0]
+    require_valid(job)
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    resources = {name for part in container["resources"].values() for name in part}
+    assert resources == {"cpu", "memory"}
+    assert "nodeSelector" not in pod and not any("hostPath" in volume for volume in pod["volumes"])
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    claim = "llmrecipes-workspace"
+    assert claim in {each.get("persistentVolumeClaim", {}).get("claimName") for each in pod["volumes"]}
+    assert "HF_TOKEN" in {each["name"] for each in container["env"]}
+    assert (job["spec"].get("suspend") is True) == (queue is not None)
+    # Neither the Service nor the NetworkPolicy of the run selects it, nor do the logs of its ranks.
+    assert job["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/instance"] == told["name"] + "-prepare"

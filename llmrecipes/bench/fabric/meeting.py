@@ -6,25 +6,24 @@ Only orders and results go through the first node: the transfers of a round are 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+
+from pydantic import ValidationError
 
 from llmrecipes.bench.fabric import perftest
-from llmrecipes.bench.fabric.node import Limits, Message, Node
+from llmrecipes.bench.fabric.node import Answer, Introduction, Limits, Node
 from llmrecipes.bench.fabric.pairs import Kind, Pairs, rounds
 from llmrecipes.bench.fabric.result import Report, Transfer, judge
 from llmrecipes.commandline import command_line
-from llmrecipes.doctor.finding import Finding, fail
+from llmrecipes.doctor.finding import Finding, fail, ignored
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.adapters import expected
 from llmrecipes.hardware.profile import Profile
-from llmrecipes.launch.messages import CONNECT_SECONDS, connect, receive, send
-from llmrecipes.launch.open_files import allow_nodes
+from llmrecipes.launch.rendezvous import CONNECT_SECONDS, Channel, Disconnected, FirstNode, Message, joined
 
 KINDS = ("infiniband", "roce")
 """Links that are measured; EFA has no reliable connections (RC)."""
@@ -46,6 +45,7 @@ class Meeting:
         port: on which the first node listens.
         patience: seconds to wait for the others.
         limits: of each measurement.
+        token: that the nodes of the job have in common.
     """
 
     hosts: tuple[str, ...]
@@ -53,6 +53,7 @@ class Meeting:
     port: int
     patience: float
     limits: Limits
+    token: bytes = field(repr=False)
 
     @property
     def longest(self) -> float:
@@ -71,8 +72,7 @@ class Outcome:
 
 @dataclass
 class _Member:
-    connection: socket.socket
-    stream: Any
+    channel: Channel
     ports: list[tuple[str, bool]]
 
 
@@ -103,50 +103,37 @@ def meet(meeting: Meeting, profile: Profile | None) -> Outcome:
         UserError: the port is in use, or the first node does not respond.
     """
     if meeting.number != 0:
-        return Outcome(None, _follow(meeting, meeting.hosts[0], profile))
-    allow_nodes(len(meeting.hosts))
-    try:
-        server = socket.create_server(("", meeting.port), backlog=len(meeting.hosts))
-    except OSError as error:
-        what = f"port {meeting.port} cannot be used: {error.strerror}"
-        raise UserError(what, where=meeting.hosts[0], fix="stop what listens there (ss -ltnp)") from error
-    with server:
+        return Outcome(None, _follow(meeting, profile))
+    lead = _Lead(meeting)
+    with FirstNode(meeting.hosts, meeting.port, meeting.token, lead.welcome, first_too=True) as first:
         own = threading.Thread(target=_take_part, args=(meeting, profile), daemon=True)
         own.start()
-        lead = _Lead(meeting)
         try:
-            lead.gather(server)
+            lead.gather()
             report = lead.measure(profile)
             lead.dismiss(report.bad_nodes)
             own.join(SLACK)
         finally:
             lead.close()
-    return Outcome(report, report.bad_nodes)
+    strangers = ignored(first.ignored, meeting.hosts[0])
+    return Outcome(replace(report, findings=[*report.findings, *strangers]), report.bad_nodes)
 
 
 def _take_part(meeting: Meeting, profile: Profile | None) -> None:
     """The first node as one of all."""
     with suppress(UserError):  # the lost connection is among the findings
-        _follow(meeting, "127.0.0.1", profile)
+        _follow(meeting, profile)
 
 
-def _follow(meeting: Meeting, first: str, profile: Profile | None) -> list[str]:
+def _follow(meeting: Meeting, profile: Profile | None) -> list[str]:
     """Do what the first node says; the bad nodes, as it has found."""
     node = Node(profile, meeting.hosts, meeting.limits)
     try:
-        connected = connect(first, meeting.port, meeting.patience)
-        with connected as connection, connection.makefile("rw", encoding="utf-8") as stream:
-            connection.settimeout(meeting.longest)
-            send(stream, {"number": meeting.number, **node.introduce()})
-            while "bad" not in (message := receive(stream)):
-                send(stream, node.answer(message))
+        with joined(meeting.hosts, meeting.number, meeting.port, meeting.token, meeting.patience) as channel:
+            channel.send(node.introduce())
+            while "bad" not in (message := channel.receive(meeting.longest)):
+                channel.send(node.answer(message))
             return [str(host) for host in message["bad"]]
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"lost the connection to the first node: {error}",
-            where=f"{meeting.hosts[0]}:{meeting.port}",
-            fix="see its messages; check the network that host names resolve to",
-        ) from error
     finally:
         node.end()
 
@@ -156,42 +143,39 @@ class _Lead:
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting, self._hosts = meeting, meeting.hosts
+        self._changed = threading.Condition()
+        self._late = False
         self._members: dict[int, _Member] = {}
         self._findings: list[Finding] = []
 
-    def gather(self, server: socket.socket) -> None:
+    def gather(self) -> None:
         """Wait until all nodes have introduced themselves; those that do not are failures."""
-        deadline = time.monotonic() + self._meeting.patience
-        while len(self._members) < len(self._hosts) and (left := deadline - time.monotonic()) > 0:
-            server.settimeout(left)
-            try:
-                connection = server.accept()[0]
-            except OSError:
-                break
-            self._welcome(connection)
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._members) == len(self._hosts), self._meeting.patience)
+            self._late = True
         for number, host in enumerate(self._hosts):
             if number not in self._members:
                 what = f"did not connect to {self._hosts[0]}:{self._meeting.port} in {self._meeting.patience:.0f} s"
                 fix = "start the command on every node; check for a firewall, or a name that does not resolve"
                 self._add(number, fail("node", what, fix), host)
 
-    def _welcome(self, connection: socket.socket) -> None:
-        connection.settimeout(CONNECT_SECONDS)
-        stream = connection.makefile("rw", encoding="utf-8")
+    def welcome(self, number: int, channel: Channel) -> None:
+        """A node that has the token introduces itself, in a thread of its own.
+
+        Raises:
+            Disconnected: it does not, or is too late.
+        """
         try:
-            message = receive(stream)
-            number = int(message["number"])
-            ports = [(str(name), bool(able)) for name, able in message["ports"]]
-            found = [Finding(**each) for each in message["findings"]]
-        except (OSError, ValueError, TypeError, KeyError, UserError):  # not one of us
-            connection.close()
-            return
-        if number in self._members or not 0 <= number < len(self._hosts):
-            connection.close()
-            return
-        self._members[number] = _Member(connection, stream, ports)
-        for each in found:
-            self._add(number, each)
+            own = Introduction.model_validate(channel.receive(CONNECT_SECONDS))
+        except ValidationError as error:
+            raise Disconnected("introduced itself in another form") from error
+        with self._changed:
+            if self._late:
+                raise Disconnected("is too late")
+            self._members[number] = _Member(channel, own.ports)
+            for each in own.findings:
+                self._add(number, each)
+            self._changed.notify_all()
 
     def measure(self, profile: Profile | None) -> Report:
         """All rounds, and what follows from them."""
@@ -200,8 +184,8 @@ class _Lead:
         for kind, pairs in rounds(able):
             transfers += self._round(kind, [pair for pair in pairs if set(pair) <= set(self._members)])
         for number, reply in self._ask({number: {"do": "report"} for number in sorted(self._members)}, 0).items():
-            for each in reply["findings"]:
-                self._add(number, Finding(**each))
+            for each in reply.findings:
+                self._add(number, each)
         gb_per_s = None if profile is None else expected(profile).gb_per_s
         name = None if profile is None else profile.name
         found = [*self._findings, *judge(transfers, gb_per_s, name, self._findings)]
@@ -212,12 +196,12 @@ class _Lead:
     def dismiss(self, bad: list[str]) -> None:
         """Tell all nodes which ones are bad."""
         for member in self._members.values():
-            with suppress(OSError):
-                send(member.stream, {"bad": bad})
+            with suppress(Disconnected):
+                member.channel.send({"bad": bad})
 
     def close(self) -> None:
         for member in self._members.values():
-            member.connection.close()
+            member.channel.close()
 
     def _round(self, kind: Kind, pairs: Pairs) -> list[Transfer]:
         """The transfers of all pairs at once: of each port with the one in the same place, which is its rail."""
@@ -256,48 +240,46 @@ class _Lead:
         )
         orders: dict[int, Message] = {}
         for sender, own in rails.items():
-            ready = serving.get(receivers[sender], {"listening": {}, "errors": {}})
+            ready = serving.get(receivers[sender], Answer())
+            listening = {str(rail): ready.listening[str(rail)] for rail in own if str(rail) in ready.listening}
             for rail in own:
-                if str(rail) not in ready["listening"]:
+                if str(rail) not in listening:
                     host = self._hosts[receivers[sender]]
-                    failed(sender, rail, f"{host}: {ready['errors'].get(str(rail), 'does not answer')}")
-            if ready["listening"]:
-                orders[sender] = {"do": "measure", "what": what, "peer": receivers[sender], "rails": ready["listening"]}
+                    failed(sender, rail, f"{host}: {ready.errors.get(str(rail), 'does not answer')}")
+            if listening:
+                orders[sender] = {"do": "measure", "what": what, "peer": receivers[sender], "rails": listening}
         measured = self._ask(orders, self._meeting.limits.transfer + perftest.END_SECONDS)
         self._ask({number: {"do": "end"} for number in serving}, perftest.END_SECONDS)
         for sender, order in orders.items():
-            reply = measured.get(sender, {"values": {}, "errors": {}})
+            reply = measured.get(sender, Answer())
             for key in order["rails"]:
-                if (values := reply["values"].get(key)) is None:
-                    failed(sender, int(key), str(reply["errors"].get(key, "the sender does not answer")))
+                if (values := reply.values.get(key)) is None:
+                    failed(sender, int(key), reply.errors.get(key, "the sender does not answer"))
                 else:
-                    known = {name: value for name, value in values.items() if value is not None}
+                    known = {name: value for name, value in asdict(values).items() if value is not None}
                     found[sender, int(key)] = replace(found[sender, int(key)], **known)
 
-    def _ask(self, orders: Mapping[int, Message], seconds: float) -> dict[int, Message]:
+    def _ask(self, orders: Mapping[int, Message], seconds: float) -> dict[int, Answer]:
         """Give orders to some nodes at once; their answers. A node without one is a failure, and left out from then on.
 
         Args:
             orders: by the number of the node.
             seconds: that the work takes at most.
         """
-        answers: dict[int, Message] = {}
+        answers: dict[int, Answer] = {}
         orders = {number: order for number, order in orders.items() if number in self._members}
         deadline = time.monotonic() + seconds + SLACK
         for number, order in orders.items():
-            with suppress(OSError):  # noticed when the answer is read
-                send(self._members[number].stream, order)
+            with suppress(Disconnected):  # noticed when the answer is read
+                self._members[number].channel.send(order)
         for number, order in orders.items():
             member = self._members[number]
-            member.connection.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                answers[number] = receive(member.stream)
-            except (OSError, ValueError, UserError) as error:
-                member.connection.close()
+                answers[number] = Answer.model_validate(member.channel.receive(deadline - time.monotonic()))
+            except (Disconnected, ValidationError) as error:
+                member.channel.close()
                 del self._members[number]
-                why = (
-                    "closed the connection" if isinstance(error, UserError) else f"no answer in {seconds + SLACK:.0f} s"
-                )
+                why = "answered in another form" if isinstance(error, ValidationError) else str(error)
                 what = f"{why}, asked to {order['do']} {order.get('what', '')}".rstrip()
                 self._add(number, fail("node", what, "see the messages of that node; drain it if it hangs"))
         return answers

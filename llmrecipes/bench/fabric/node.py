@@ -6,7 +6,8 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+
+from pydantic import BaseModel
 
 from llmrecipes.bench.fabric import perftest
 from llmrecipes.doctor import fabric, roce
@@ -14,8 +15,8 @@ from llmrecipes.doctor.finding import Finding, fail, warn
 from llmrecipes.hardware import adapters
 from llmrecipes.hardware.adapters import Port
 from llmrecipes.hardware.profile import Profile
+from llmrecipes.launch.rendezvous import Message
 
-Message = dict[str, Any]
 ACTIVE = "ACTIVE"
 
 
@@ -25,6 +26,22 @@ class Limits:
 
     seconds: float
     transfer: float
+
+
+class Introduction(BaseModel):
+    """Ports of a node in order, each with whether it can be used, and what is wrong with them."""
+
+    ports: list[tuple[str, bool]]
+    findings: list[Finding]
+
+
+class Answer(BaseModel):
+    """What a node answers to an order; by the index of the port, as text."""
+
+    listening: dict[str, int] = {}
+    values: dict[str, perftest.Measured] = {}
+    errors: dict[str, str] = {}
+    findings: list[Finding] = []
 
 
 class Node:

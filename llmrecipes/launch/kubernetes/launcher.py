@@ -22,13 +22,14 @@ from llmrecipes.launch.base import (
     Submission,
 )
 from llmrecipes.launch.job import Job
-from llmrecipes.launch.kubernetes import objects, pod, security, site
+from llmrecipes.launch.kubernetes import objects, pod, prepare, security, site
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options, object_name, parse_secrets
 from llmrecipes.launch.kubernetes.pod import Object, Run
 from llmrecipes.launch.programs import ask, require_program, run, tell
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 
 DRY_RUN = "--dry-run prints the objects"
+TOKENIZE = "a Job on CPUs does it first if the data is missing; the run is created after it (--prepared: at once)"
 INSTANCE = "app.kubernetes.io/instance"
 NO_DRY_RUN = "does not support dry run"
 """What the API server says of a webhook of the site."""
@@ -47,7 +48,7 @@ class Kubernetes:
     takes: ClassVar = frozenset(
         {
             "image", "flavor", "namespace", "claim", "queue", "topology", "secret", "tracking-uri", "service-account",
-            "pull-secret", "host-network", "max-restarts", "allow-socket",
+            "pull-secret", "host-network", "max-restarts", "allow-socket", "prepared",
         }
     )  # fmt: skip
     needs_cluster: ClassVar = True
@@ -55,16 +56,26 @@ class Kubernetes:
     poll_seconds: ClassVar = 10.0
 
     def render(self, submission: Submission, given: Given) -> Rendering:
-        """The objects, as YAML."""
+        """The objects, as YAML; and those of the Job which tokenizes, if GPUs would wait for it."""
         options = _options(given)
-        rendered = objects_of(submission.planned_for_cluster, options, submission.run_id, submission.accept_changes)
+        run = _run(submission.planned_for_cluster, submission.run_id, submission.accept_changes)
+        rendered = objects.render(run, options)
         workload = rendered[-1]["metadata"]
         level, reasons = security.level(pod_spec(rendered[-1]))
+        apply, text = ("kubectl", "apply", "--filename", "-"), objects.to_yaml(rendered)
+        first: list[Object] = []
+        if run.profile.gpus_per_node and not submission.prepared and not options.prepared:
+            first = [rendered[0], prepare.job(run, options)]  # both read the recipe from its ConfigMap
+        waits = f"# First the Job {prepare.name_of(run.name)} and its ConfigMap; the rest when it has completed.\n"
         return Rendering(
-            ("kubectl", "apply", "--filename", "-"),
-            text=(text := objects.to_yaml(rendered)),
-            shown=text,
+            apply,
+            text=text,
+            first=apply if first else (),
+            first_text=objects.to_yaml(first) if first else "",
+            shown=waits + objects.to_yaml([*first, *rendered[1:]]) if first else text,
+            notes={"tokenize": TOKENIZE} if first else {},
             details={
+                "prepare_objects": first or None,
                 "name": workload["name"], "namespace": options.namespace, "flavor": options.flavor, "objects": rendered,
                 "pod_security": {"level": level, "reasons": list(reasons)},
             },
@@ -85,11 +96,18 @@ class Kubernetes:
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
         """kubectl apply, after the cluster has accepted all objects without creating them.
 
+        If the data may be missing, this waits until it is prepared.
+
         Raises:
-            UserError: the namespace admits no such pods, or kubectl fails.
+            UserError: the namespace admits no such pods, kubectl fails, or the data cannot be prepared.
         """
         _require_admission(rendering.details["namespace"], rendering.details["pod_security"])
-        _require_accepted(rendering)
+        _require_accepted(rendering.command, rendering.text)
+        if rendering.first:
+            _require_accepted(rendering.first, rendering.first_text)
+            name = prepare.name_of(rendering.details["name"])
+            ref = JobRef("k8s", f"{rendering.details['namespace']}/job/{name}", submission.run_dir)
+            prepare.finish(self, ref, rendering.first, rendering.first_text, submission.run_id)
         tell(rendering.command, rendering.text, DRY_RUN)
         place = (rendering.details[key] for key in ("namespace", "flavor", "name"))
         return Job(self, JobRef("k8s", "/".join(place), submission.run_dir))
@@ -141,18 +159,19 @@ def objects_of(planned: PlannedForCluster, options: Options, run_id: str, accept
     Raises:
         UserError: a value that Kubernetes would reject.
     """
-    return objects.render(
-        Run(
-            name=object_name(planned.recipe.name, run_id),
-            run_id=run_id,
-            nodes=planned.nodes,
-            plan=planned.plan,
-            profile=planned.profile,
-            recipe_yaml=to_yaml(planned.recipe),
-            recipe_hash=recipe_hash(planned.recipe),
-            accept_changes=accept_changes,
-        ),
-        options,
+    return objects.render(_run(planned, run_id, accept_changes), options)
+
+
+def _run(planned: PlannedForCluster, run_id: str, accept_changes: bool) -> Run:
+    return Run(
+        name=object_name(planned.recipe.name, run_id),
+        run_id=run_id,
+        nodes=planned.nodes,
+        plan=planned.plan,
+        profile=planned.profile,
+        recipe_yaml=to_yaml(planned.recipe),
+        recipe_hash=recipe_hash(planned.recipe),
+        accept_changes=accept_changes,
     )
 
 
@@ -194,11 +213,11 @@ def _require_admission(namespace: str, needed: Mapping[str, Any]) -> None:
         )
 
 
-def _require_accepted(rendering: Rendering) -> None:
+def _require_accepted(command: Sequence[str], text: str) -> None:
     """UserError if the cluster rejects an object: the workload is created last, and the others would stay."""
-    code, _, words = run((*rendering.command, "--dry-run=server"), rendering.text)
+    code, _, words = run((*command, "--dry-run=server"), text)
     if code and NO_DRY_RUN not in words:
-        raise UserError(f"refused:\n{words}", where=rendering.command[0], fix=DRY_RUN)
+        raise UserError(f"refused:\n{words}", where=command[0], fix=DRY_RUN)
 
 
 def status_of(workload: Object) -> JobStatus:

@@ -38,7 +38,8 @@ class Options:
 
     `claim` is the volume with runs and data, mounted on all nodes. `secrets` maps variables to the Secrets that hold
     their values. `queue` is Kueue's LocalQueue; `topology` is a node label, and pods are placed on nodes that share its
-    value. `max_restarts` limits restarts after failures; those after a save or a disruption are not counted.
+    value. `prepared`: the claim has the prepared data, so that no Job has to look. `max_restarts` limits restarts after
+    failures; those after a save or a disruption are not counted.
     """
 
     image: str
@@ -53,6 +54,7 @@ class Options:
     tracking_uri: str | None = None
     host_network: bool = False
     allow_socket: bool = False
+    prepared: bool = False
     max_restarts: int = 3
     grace_seconds: int = 300
 

@@ -11,6 +11,7 @@ from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.environment import environment
 from llmrecipes.launch.kubernetes import site
 from llmrecipes.launch.kubernetes.options import Options
+from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 
@@ -27,6 +28,11 @@ RECIPE = PurePosixPath("/etc/llmrecipes/recipe.yaml")
 CLUSTER_KEY = "cluster.yaml"
 CLUSTERS = PurePosixPath("/etc/llmrecipes/clusters")
 LOCAL_DISK = "/tmp/llmrecipes"  # noqa: S108 - the pod's own
+RENDEZVOUS_TOKEN: Object = {
+    "name": TOKEN,
+    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
+}
+"""The uid of the pod's Job: random (122 bits), new for every Job, the same in all of its pods, and in no manifest."""
 PATIENCE_SECONDS = 600
 """How long the check of the nodes waits for pods that still pull their image."""
 NODE_SHARE = 0.9
@@ -96,6 +102,8 @@ def template(run: Run, options: Options, stem: str) -> Object:
     checked = _container(run, options, master)
     # In the profile already; as a variable it would be the user's own choice.
     checked["env"] = [each for each in checked["env"] if each["name"] != CHOICE]
+    if run.nodes > 1 and TOKEN not in options.secrets:
+        checked["env"].append(RENDEZVOUS_TOKEN)
     claims = site.claims(kubernetes, run.channel)
     return {
         "metadata": metadata(run, options),

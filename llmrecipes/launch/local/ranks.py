@@ -25,7 +25,7 @@ import psutil
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.environment import missing
-from llmrecipes.launch.ranks import FIRST_PORT, LAUNCHER, PORTS, STOP_SIGNALS, Node, Rank
+from llmrecipes.launch.ranks import FIRST_PORT, LAUNCHER, LOOPBACK, PORTS, STOP_SIGNALS, Node, Rank
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dic
         port: rendezvous port on the loopback interface.
         threads: OpenMP threads of each rank.
     """
-    here = Rank(rank, world_size, rank, world_size, "127.0.0.1", port)
-    return {**here.variables(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(threads)}
+    here = Rank(rank, world_size, rank, world_size, LOOPBACK, port)
+    return {**here.variables(), "OMP_NUM_THREADS": str(threads)}
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def reserved_port() -> Iterator[int]:
         port = FIRST_PORT + secrets.randbelow(PORTS)
         with socket.socket() as holder:
             try:
-                holder.bind(("127.0.0.1", port))
+                holder.bind((LOOPBACK, port))
             except OSError:
                 continue
             # Only now: with it, this socket could be bound to a port that another launcher holds.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from llmrecipes.engine.base import Platform
 from llmrecipes.errors import UserError
+from llmrecipes.launch.ranks import LOOPBACK
 
 TIMEOUT = timedelta(minutes=30)
 LONGEST_TELLING = timedelta(seconds=30)
@@ -48,9 +49,27 @@ def connect(platform: Platform, timeout: timedelta) -> None:
 
 def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     if "WORLD_SIZE" in os.environ:
+        rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        if rank == 0 and os.environ["MASTER_ADDR"] == LOOPBACK:
+            return _loopback_store(port, size, timeout), rank, size
         found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timeout))
         return found
     return dist.HashStore(), 0, 1  # one process needs no port
+
+
+def _loopback_store(port: int, size: int, timeout: timedelta) -> dist.Store:
+    """The store of ranks on this machine. torch's own would listen on all interfaces, without a password.
+
+    Raises:
+        UserError: the port is in use.
+    """
+    try:
+        listener = socket.create_server((LOOPBACK, port), backlog=max(128, size))
+    except OSError as error:
+        where, fix = f"{LOOPBACK}:{port}", "stop what listens there (ss -ltnp), or start again for another port"
+        raise UserError(f"the port cannot be used: {error.strerror}", where=where, fix=fix) from error
+    # The store closes it.
+    return dist.TCPStore(LOOPBACK, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
 def require_same_device(store: dist.Store, rank: int, size: int, device: str) -> None:
