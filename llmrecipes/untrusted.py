@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import stat
@@ -133,6 +134,16 @@ def parse_json(text: bytes | str, where: str = "", constant: Callable[[str], Any
     except ValueError as error:
         raise Refused(f"it is not valid JSON: {str(error)[:200]}", where=where) from error
     return value
+
+
+def number(value: object) -> float | int | None:
+    """A JSON value if it is a number that can be computed with; else None: text, a boolean, infinity, 400 digits."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer that no float can hold
+        return None
 
 
 def lines(path: Path, *, root: Path | None = None, longest: int = LINE) -> Iterator[bytes]:

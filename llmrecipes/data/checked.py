@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from llmrecipes.data.manifest import File, Record, document_of
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
+from llmrecipes.untrusted import open_file, read
 
 REMEMBERED = ".verified.json"
 _CHUNK = 8 << 20
@@ -153,7 +154,7 @@ def _examine(file: Path, ids: Ids, stop: threading.Event) -> Seen:
     digest, size = hashlib.sha256(), 0
     smallest: int | None = None
     largest: int | None = None
-    with _readable(file), file.open("rb", buffering=0) as stream:
+    with _readable(file), open_file(file) as stream:
         stat = os.fstat(stream.fileno())
         buffer = memoryview(bytearray(min(_CHUNK, max(stat.st_size, 1))))
         while not stop.is_set() and (count := _fill(stream.readinto, buffer)):
@@ -242,7 +243,7 @@ def _private() -> Path | None:
 
 def _load(place: Path) -> dict[str, Seen]:
     try:
-        return _SEEN.validate_json(place.read_bytes())
+        return _SEEN.validate_json(read(place))
     except (OSError, ValueError):
         return {}  # damaged or missing: the files are read
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from llmrecipes import untrusted
 from llmrecipes.data.encode import WORDS, load
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Tokenizer as Section
@@ -63,7 +64,7 @@ def read(file: Path, eod: int, identity: str) -> TextTokenizer:
     """
     fix = "copy the file again from where it was prepared, or delete the folder and prepare again"
     try:
-        content = file.read_bytes()
+        content = untrusted.read(file)
     except OSError as error:
         raise UserError(f"cannot read: {error.strerror}", where=str(file), fix=fix) from error
     if (found := hashlib.sha256(content).hexdigest()) != identity:
@@ -73,7 +74,10 @@ def read(file: Path, eod: int, identity: str) -> TextTokenizer:
             rule="the tokenizer is the one that made the tokens",
             fix=fix,
         )
-    return TextTokenizer(load(content.decode()), eod, identity)
+    try:
+        return TextTokenizer(load(content.decode()), eod, identity)
+    except Exception as error:  # the library has no exceptions of its own
+        raise UserError(f"is not a tokenizer: {str(error)[:200]}", where=str(file), fix=fix) from error
 
 
 def vocabulary(backend: tokenizers.Tokenizer) -> int:

@@ -13,6 +13,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.untrusted import RECORD as MOST
+from llmrecipes.untrusted import read_json
 from llmrecipes.workflow.run import Log, remove_empty_run_dir
 
 if TYPE_CHECKING:
@@ -136,7 +138,7 @@ def _pinned(run_dir: Path, pretrained: str) -> str:
 
 def _recorded(run_dir: Path) -> dict[str, str] | None:
     try:
-        record = json.loads((run_dir / RECORD).read_text("utf-8"))
+        record = read_json(run_dir / RECORD, root=run_dir, most=MOST)
         return {each.name: str(record[each.name]) for each in fields(Record)}
     except (OSError, ValueError, LookupError, TypeError):
         return None
