@@ -8,12 +8,17 @@ the first byte is read.
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import json
 import math
 import os
 import re
+import resource
+import signal
 import stat
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,9 @@ _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
 }  # fmt: skip
+_MEMORY = 2 << 30
+"""Bytes that an untrusted template or tokenizer may take more than this process has."""
+_NO_MEMORY, _PANIC = 3, 4
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -81,6 +89,12 @@ def real(path: Path, *, root: Path | None = None) -> Path:
     """
     with open_file(path, root=root) as stream:
         return _path_of(stream.fileno())
+
+
+def model_root(folder: Path) -> Path:
+    """Where the files of a model may lie: in its folder, or where the Hub's cache keeps what its snapshots link to."""
+    resolved = folder.resolve()
+    return resolved.parent.parent if resolved.parent.name == "snapshots" else resolved
 
 
 def read(path: Path, *, root: Path | None = None, most: int = MANIFEST) -> bytes:
@@ -157,6 +171,62 @@ def lines(path: Path, *, root: Path | None = None, longest: int = LINE) -> Itera
             yield line
             while len(line) == longest and not line.endswith(b"\n"):
                 line = stream.readline(longest)
+
+
+def require_ends(action: Callable[[], object], seconds: int, where: str, rule: str) -> None:
+    """Try an action that runs what others wrote, such as a template or a regular expression, in a forked process.
+
+    Neither Jinja nor the libraries of tokenizers can be told a limit of time or memory. What the action does or raises
+    there is lost: it is repeated here by the caller, who now knows that it ends.
+
+    Args:
+        action: short, and without effects on others.
+        seconds: most CPU time.
+        where, rule: of the message.
+
+    Raises:
+        Refused: it takes longer or more than 2 GiB of memory, or a library in Rust panics.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # The child calls only the action, which must not need a lock that another thread may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        code = 0
+        try:
+            _limit(seconds)
+            action()
+        except MemoryError:
+            code = _NO_MEMORY
+        except (Exception, SystemExit):
+            code = 0  # the caller sees it again
+        except BaseException:  # how a panic in Rust arrives here, which no caller expects
+            code = _PANIC
+        finally:
+            os._exit(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise Refused(f"it takes more than {seconds} seconds", where=where, rule=rule)
+    if status in (_NO_MEMORY, -signal.SIGABRT):  # libraries in Rust abort
+        raise Refused(f"it takes more than {_MEMORY // (1 << 30)} GiB of memory", where=where, rule=rule)
+    if status == _PANIC:
+        raise Refused("its library panics, as on a regular expression without end", where=where, rule=rule)
+
+
+def _limit(seconds: int) -> None:
+    faulthandler.disable()
+    silent = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(silent, stream)
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+    for number in (signal.SIGXCPU, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    most = pages * resource.getpagesize() + _MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _require(handle: int, path: Path, root: Path | None) -> None:

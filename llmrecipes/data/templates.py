@@ -81,7 +81,9 @@ def of_prepared(prepared: Prepared) -> Template:
             fix="leave --chat out",
         )
     prepared.check([NAME], lambda line: None)
-    return Template(read(prepared.path / NAME), record.origin, tuple(sorted(record.special_tokens.items())))
+    template = Template(read(prepared.path / NAME), record.origin, tuple(sorted(record.special_tokens.items())))
+    template.check()
+    return template
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         UserError: it is not a regular file of the folder, too large, or not a JSON object.
     """
     try:
-        found = untrusted.read_json(folder / name, root=_home(folder), constant=_no_constant)
+        found = untrusted.read_json(folder / name, root=untrusted.model_root(folder), constant=_no_constant)
     except OSError as error:
         raise _unreadable(folder / name, error) from error
     if not isinstance(found, dict):
@@ -142,7 +142,7 @@ def read_bytes(folder: Path, name: str) -> bytes:
         UserError: it is not a regular file of the folder, too large, or cannot be read.
     """
     try:
-        return untrusted.read(folder / name, root=_home(folder))
+        return untrusted.read(folder / name, root=untrusted.model_root(folder))
     except OSError as error:
         raise _unreadable(folder / name, error) from error
 
@@ -155,7 +155,7 @@ def copy(folder: Path, name: str, target: Path) -> None:
         OSError: the target cannot be written.
     """
     try:
-        source = untrusted.open_file(folder / name, root=_home(folder), most=untrusted.MANIFEST)
+        source = untrusted.open_file(folder / name, root=untrusted.model_root(folder), most=untrusted.MANIFEST)
     except OSError as error:
         raise _unreadable(folder / name, error) from error
     with source, target.open("wb") as file:
@@ -202,7 +202,7 @@ def _header(folder: Path, name: str) -> dict[str, Held]:
 
     found = {}
     try:
-        path = untrusted.real(folder / name, root=_home(folder))
+        path = untrusted.real(folder / name, root=untrusted.model_root(folder))
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no dict
                 part = file.get_slice(key)
@@ -219,12 +219,6 @@ def _header(folder: Path, name: str) -> dict[str, Held]:
     if bad := next((key for key, held in found.items() if len(held.shape) > MOST_DIMENSIONS), None):
         raise _broken(folder / name, f"{bad[:80]} has {len(found[bad].shape)} dimensions", "")
     return found
-
-
-def _home(folder: Path) -> Path:
-    """Where the files of a folder may lie: in it, or where the Hub's cache keeps what its snapshots link to."""
-    real = folder.resolve()
-    return real.parent.parent if real.parent.name == "snapshots" else real
 
 
 def _no_weights(path: Path) -> UserError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,25 @@ def test_a_long_line_is_cut(folder: Path) -> None:
 def test_what_is_not_a_name_is_refused(folder: Path, name: str) -> None:
     with pytest.raises(Refused):
         untrusted.read(folder / name)
+
+
+def test_an_action_that_ends_is_let_through_whatever_it_raises() -> None:
+    before = os.getpid()
+    for action in (lambda: None, lambda: 1 / 0, sys.exit):
+        untrusted.require_ends(action, 10, "x", "y")
+    assert os.getpid() == before
+
+
+@pytest.mark.parametrize("action", [lambda: bytearray(4 << 30), os.abort])
+def test_an_action_that_takes_too_much_memory_is_refused(action: Callable[[], object]) -> None:
+    with refused("data.x", rule="2"):
+        untrusted.require_ends(action, 10, "data.x", "")
+
+
+def test_an_action_that_does_not_end_is_refused() -> None:
+    def forever() -> None:
+        while True:
+            pass
+
+    with refused("data.x", rule="1"):
+        untrusted.require_ends(forever, 1, "data.x", "")
