@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.units import MIB
+from llmrecipes.units import GIB, MIB
 
 RECORD = MIB
 """Bytes of the largest small record: a status, a list of starts, an id."""
@@ -39,7 +39,7 @@ _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
 }  # fmt: skip
-_MEMORY = 2 << 30
+_MEMORY = 2 * GIB
 """Bytes that an untrusted template or tokenizer may take more than this process has."""
 _NO_MEMORY, _PANIC = 3, 4
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -210,7 +210,7 @@ def require_ends(action: Callable[[], object], seconds: int, where: str, rule: s
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
         raise Refused(f"it takes more than {seconds} seconds", where=where, rule=rule)
     if status in (_NO_MEMORY, -signal.SIGABRT):  # libraries in Rust abort
-        raise Refused(f"it takes more than {_MEMORY // (1 << 30)} GiB of memory", where=where, rule=rule)
+        raise Refused(f"it takes more than {_MEMORY // GIB} GiB of memory", where=where, rule=rule)
     if status == _PANIC:
         raise Refused("its library panics, as on a regular expression without end", where=where, rule=rule)
 

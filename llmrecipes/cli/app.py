@@ -203,9 +203,10 @@ def _usage_error(error: typer.TyperException) -> UserError:
 
 def _too_long(path: str) -> UserError:
     """The error for a name that no file can have; wherever it comes from, it is a name that the user gave."""
-    name = max(path.split("/"), key=len)
+    longest = max(len(os.fsencode(part)) for part in path.split("/"))
+    what = f"a name of {longest:,} bytes" if longest > 255 else f"a path of {len(os.fsencode(path)):,} bytes"
     return UserError(
-        f"a name of {len(name.encode()):,} bytes is too long",
+        f"{what} is too long",
         where=f"{path[:80]}…",
         rule="a file system takes names of at most 255 bytes, and paths of 4,096",
         fix="a shorter name",

@@ -197,3 +197,30 @@ def test_a_closed_pipe_needs_no_words() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=60) == 1
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", f"{LONG}.yaml"],
+        ["show", "a/" * 3000 + "b.yaml"],
+        ["train", "gpt-tiny", "--run-id", LONG],
+        ["prepare", "gpt-tiny", "--data-dir", LONG],
+        ["compare", LONG, LONG],
+        ["generate", LONG, "--prompt", "x"],
+        ["import", f"./{LONG}"],
+        ["serve", LONG],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_name_that_is_too_long_is_one_message(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, printed = run(capsys, *arguments)
+    assert code == 2
+    assert len([line for line in printed.splitlines() if line.startswith("error: ")]) == 1
+    assert not list(tmp_path.iterdir())
