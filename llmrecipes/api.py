@@ -130,13 +130,13 @@ class Run:
             UserError: an unknown kind, or a file that cannot be read.
         """
         from llmrecipes.tracking.jsonl import METRICS, parse
+        from llmrecipes.untrusted import lines
 
         if kind not in _IDENTIFYING:
             raise UserError(f"{kind!r}", where="kind", rule=f"one of {', '.join(_IDENTIFYING)}")
         path = self.path / METRICS
         try:
-            with path.open("rb") as lines:
-                found = [parse(line) for line in lines]  # the last line may be incomplete
+            found = [parse(line) for line in lines(path, root=self.path)]  # the last line may be incomplete
         except FileNotFoundError:  # no step yet
             return []
         except OSError as error:

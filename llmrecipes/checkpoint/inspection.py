@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, digest, parse
+from llmrecipes.untrusted import Refused, read
 
 NAME = re.compile(r"step-(\d{8,})")
 """Name of a checkpoint's directory."""
@@ -76,13 +78,17 @@ def compare(path: Path, manifest: Manifest) -> None:
         raise InvalidCheckpoint(problem)
 
 
-def _first(path: Path, files: Mapping[str, FileRecord], wrong: Callable[[Path, FileRecord], str], threads: int) -> str:
+def _first(
+    path: Path, files: Mapping[str, FileRecord], wrong: Callable[[Path, str, FileRecord], str], threads: int
+) -> str:
     def check(item: tuple[str, FileRecord]) -> str:
         name, record = item
         try:
-            problem = wrong(path / name, record)
+            problem = wrong(path, name, record)
         except OSError as error:
             problem = str(error.strerror)
+        except Refused as error:
+            problem = error.what
         return f"{name}: {problem}" if problem else ""
 
     with ThreadPoolExecutor(threads) as pool:
@@ -93,13 +99,18 @@ def _first(path: Path, files: Mapping[str, FileRecord], wrong: Callable[[Path, F
     return ""
 
 
-def _wrong_size(path: Path, record: FileRecord) -> str:
-    size = path.stat().st_size
-    return "" if size == record.size else f"{size} bytes, {record.size} were written"
+def _wrong_size(path: Path, name: str, record: FileRecord) -> str:
+    # Not opened, which would take a message to the server for each of thousands of files; loading does.
+    found = (path / name).stat()
+    if not stat.S_ISREG(found.st_mode):
+        return "is not a regular file"
+    return "" if found.st_size == record.size else f"{found.st_size} bytes, {record.size} were written"
 
 
-def _wrong_content(path: Path, record: FileRecord) -> str:
-    return _wrong_size(path, record) or ("" if digest(path) == record else "SHA-256 differs from the manifest's")
+def _wrong_content(path: Path, name: str, record: FileRecord) -> str:
+    if problem := _wrong_size(path, name, record):
+        return problem
+    return "" if digest(path / name, path) == record else "SHA-256 differs from the manifest's"
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -109,7 +120,9 @@ def read_manifest(path: Path) -> Manifest:
         InvalidCheckpoint: it is missing, damaged, or of another step.
     """
     try:
-        manifest = parse((path / MANIFEST_NAME).read_bytes())
+        manifest = parse(read(path / MANIFEST_NAME, root=path))
+    except Refused as problem:
+        raise InvalidCheckpoint(f"{MANIFEST_NAME}: {problem.what}") from problem
     except OSError as problem:
         raise InvalidCheckpoint(f"{MANIFEST_NAME}: {problem.strerror}") from problem
     except ValidationError as problem:

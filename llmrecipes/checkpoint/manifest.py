@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from llmrecipes.untrusted import open_file
+
 MANIFEST_NAME = "manifest.json"
 
 _DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
@@ -99,12 +101,17 @@ def parse(text: bytes) -> Manifest:
     return Manifest.model_validate_json(text[:last] + b"\n}")
 
 
-def digest(path: Path) -> FileRecord:
+def digest(path: Path, root: Path | None = None) -> FileRecord:
     """Size and SHA-256 of a file (reads all of it, with the GIL released).
 
+    Args:
+        path: the file.
+        root: folder that it must lie in, after all links; None: any.
+
     Raises:
+        UserError: it is not a regular file, or lies outside the root.
         OSError: the file does not exist or cannot be read.
     """
-    with path.open("rb") as stream:
+    with open_file(path, root=root) as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
         return FileRecord(size=os.fstat(stream.fileno()).st_size, sha256=sha256)

@@ -9,6 +9,7 @@ from typing import IO, Any, cast
 import torch
 
 from llmrecipes.errors import UserError
+from llmrecipes.untrusted import open_file
 
 _ADVICE = "Weights only load failed"
 """Start of torch's advice on how to load the file anyway."""
@@ -18,13 +19,10 @@ def open_inside(directory: Path, name: str) -> io.BufferedReader:
     """Open a file of a checkpoint.
 
     Raises:
-        UserError: it is a link to outside the checkpoint.
+        UserError: it is not a regular file, or a link out of the checkpoint.
         OSError: it cannot be opened.
     """
-    path = directory / name
-    if not path.resolve().is_relative_to(directory.resolve()):
-        raise unsafe(path, "it lies outside the checkpoint")
-    return path.open("rb")
+    return open_file(directory / name, root=directory)
 
 
 def load_plain(stream: io.IOBase, path: Path) -> Any:

@@ -45,6 +45,7 @@ from llmrecipes.checkpoint.manifest import (
 from llmrecipes.checkpoint.retention import LEAST_KEPT, surviving
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync, write_synced
+from llmrecipes.untrusted import open_file
 
 logger = logging.getLogger(__name__)
 
@@ -320,7 +321,7 @@ def _is_valid(path: Path, *, full: bool = True) -> bool:
 
 def _size_of(path: Path) -> int:
     # Opened, because an open shows what another node has closed; attributes alone may be cached.
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         return os.fstat(stream.fileno()).st_size
 
 

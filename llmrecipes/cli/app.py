@@ -5,6 +5,7 @@ Every command imports its implementation when it runs, so that all of them start
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -202,6 +203,10 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(error, as_json)
     except typer.TyperException as error:
         return _fail(_usage_error(error), as_json)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _fail(_too_long(str(error.filename)), as_json)
     except StoppedEarly as stopped:
         if as_json:
             print(json.dumps(UserError(str(stopped), code=ExitCode.REQUEUE).as_dict()))
@@ -228,6 +233,18 @@ def _usage_error(error: typer.TyperException) -> UserError:
             return UserError("no such option", where=option, rule=rule, fix=fix)
     command = PROGRAM if context is None else context.command_path
     return UserError(error.format_message().rstrip("."), fix=f"{command} --help")
+
+
+def _too_long(path: str) -> UserError:
+    """The error for a name that no file can have; wherever it comes from, it is a name that the user gave."""
+    longest = max(len(os.fsencode(part)) for part in path.split("/"))
+    what = f"a name of {longest:,} bytes" if longest > 255 else f"a path of {len(os.fsencode(path)):,} bytes"
+    return UserError(
+        f"{what} is too long",
+        where=f"{path[:80]}…",
+        rule="a file system takes names of at most 255 bytes, and paths of 4,096",
+        fix="a shorter name",
+    )
 
 
 def _fail(error: UserError, as_json: bool) -> int:

@@ -17,7 +17,10 @@ import tokenizers
 
 from llmrecipes.data.encode import Encoded
 from llmrecipes.errors import UserError
+from llmrecipes.untrusted import require_ends
 
+TEMPLATE_SECONDS = 10
+"""CPU seconds in which an untrusted template writes a conversation of one message; others take milliseconds."""
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WHOLE = 1 << 20
 """Characters of a conversation that are tokenized whatever is kept, so that what is cut off can be counted."""
@@ -46,13 +49,27 @@ class Template:
         return _MARKED.search(self.source) is not None
 
     def check(self) -> None:
-        """Compile it.
+        """Compile it, and try it where it can do no harm.
+
+        Jinja's sandbox keeps a template from the machine, but lets it loop and allocate without limit. One that does so
+        for every conversation is seen here; one that does so for some texts only is not.
 
         Raises:
-            UserError: it is no Jinja template.
+            UserError: it is not a Jinja template, or takes too long or too much memory.
         """
+        asked: Messages = [{"role": "user", "content": ""}]
         try:
-            _render(self, [{"role": "user", "content": ""}])
+            import transformers.utils.chat_template_utils  # noqa: F401 - which takes seconds, before they are counted
+
+            require_ends(
+                lambda: (_render(self, asked), _render(self, asked, add_generation_prompt=True)),
+                TEMPLATE_SECONDS,
+                f"data.chat.chat_template: {self.origin}",
+                "a chat template writes a conversation of one message in an instant",
+            )
+            _render(self, asked)
+        except UserError:
+            raise
         except ImportError as error:
             raise UserError(
                 str(error), where="transformers", fix="install its dependencies (docs/install.md)"

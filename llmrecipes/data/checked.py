@@ -11,7 +11,7 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from llmrecipes.data.manifest import File, Record, document_of
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
+from llmrecipes.untrusted import open_file, read
 
 REMEMBERED = ".verified.json"
 _CHUNK = 8 << 20
@@ -48,9 +49,12 @@ class Seen(Record):
 
     def is_of(self, stat: os.stat_result, expected: File) -> bool:
         """Whether the file is still the one that was checked, and is the expected one."""
+        return self.is_same(stat) and self.content.sha256 == expected.sha256
+
+    def is_same(self, stat: os.stat_result) -> bool:
+        """Whether the file is still the one that was checked."""
         now = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-        then = (self.content.bytes, self.mtime_ns, self.ctime_ns, self.inode)
-        return now == then and self.content.sha256 == expected.sha256
+        return now == (self.content.bytes, self.mtime_ns, self.ctime_ns, self.inode)
 
 
 _SEEN = TypeAdapter(dict[str, Seen])
@@ -84,7 +88,7 @@ def remember(folder: Path, contents: Mapping[str, Content]) -> None:
         folder: a prepared folder.
         contents: by path in it.
     """
-    _write(folder, {name: _seen(_stat(folder / name), content) for name, content in contents.items()})
+    _write(_places(folder), {name: _seen(_stat(folder / name), content) for name, content in contents.items()})
 
 
 def require(
@@ -117,6 +121,49 @@ def require(
             raise _outside(folder / name, ids)
 
 
+def hashes(folder: Path, files: Mapping[str, Path], log: Callable[[str], None]) -> dict[str, str]:
+    """SHA-256 of files that are not prepared data, such as a model's: read once by this user, several at a time.
+
+    The results are never kept in the folder, which may be untrusted or belong to others.
+
+    Args:
+        folder: which files; names the record of results.
+        files: where they lie, by name.
+        log: receives a line when files are read.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    places = _places(folder)[1:]
+    known = _hashed(places, files)
+    if len(known) == len(files):
+        return known
+    with _one_process(folder):
+        known = _hashed(places, files)  # another process may have read them
+        missing = {name: file for name, file in files.items() if name not in known}
+        if not missing:
+            return known
+        log(f"hashing {_size(sum(_stat(file).st_size for file in missing.values()))} in {folder}")
+        stop = threading.Event()
+        with ThreadPoolExecutor(min(_THREADS, len(missing))) as pool:
+            try:
+                seen = dict(zip(missing, pool.map(lambda f: _examine(f, None, stop), missing.values()), strict=True))
+            finally:
+                stop.set()  # a signal need not wait for a large model
+                pool.shutdown(cancel_futures=True)
+        _write(places, seen)
+        return known | {name: each.content.sha256 for name, each in seen.items()}
+
+
+def _hashed(places: Sequence[Path], files: Mapping[str, Path]) -> dict[str, str]:
+    """Hashes of the files that have not changed since they were read."""
+    found: dict[str, str] = {}
+    for note in map(_load, places):
+        same = (name for name, file in files.items() if name in note and note[name].is_same(_stat(file)))
+        found |= {name: note[name].content.sha256 for name in same}
+    return found
+
+
 def _known(folder: Path, files: Mapping[str, File]) -> dict[str, Content]:
     notes = [_load(place) for place in _places(folder)]
     known = {}
@@ -143,23 +190,23 @@ def _read(folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str]
         finally:
             stop.set()  # a signal need not wait for terabytes
             pool.shutdown(cancel_futures=True)
-            if not _write(folder, right):
+            if not _write(_places(folder), right):
                 log("note: no cache directory for this result (XDG_CACHE_HOME, TMPDIR): the next start checks again")
     return {name: seen.content for name, seen in right.items()}
 
 
-def _examine(file: Path, ids: Ids, stop: threading.Event) -> Seen:
-    """Hash and ids of a file in one pass."""
+def _examine(file: Path, ids: Ids | None, stop: threading.Event) -> Seen:
+    """Hash and ids of a file in one pass; `ids` is None for files that are not prepared."""
     digest, size = hashlib.sha256(), 0
     smallest: int | None = None
     largest: int | None = None
-    with _readable(file), file.open("rb", buffering=0) as stream:
+    with _readable(file), open_file(file) as stream:
         stat = os.fstat(stream.fileno())
         buffer = memoryview(bytearray(min(_CHUNK, max(stat.st_size, 1))))
         while not stop.is_set() and (count := _fill(stream.readinto, buffer)):
             size += count
             digest.update(buffer[:count])
-            if file.suffix == ".bin":
+            if ids is not None and file.suffix == ".bin":
                 itemsize = np.dtype(ids.dtype).itemsize
                 part = np.frombuffer(buffer[: count - count % itemsize], ids.dtype)
                 if len(part):
@@ -242,16 +289,16 @@ def _private() -> Path | None:
 
 def _load(place: Path) -> dict[str, Seen]:
     try:
-        return _SEEN.validate_json(place.read_bytes())
+        return _SEEN.validate_json(read(place))
     except (OSError, ValueError):
         return {}  # damaged or missing: the files are read
 
 
-def _write(folder: Path, seen: Mapping[str, Seen]) -> bool:
+def _write(places: Sequence[Path], seen: Mapping[str, Seen]) -> bool:
     """Add to the cache in the first writable location; False if there is none."""
     if not seen:
         return True
-    for place in _places(folder):
+    for place in places:
         part = place.with_name(f"{place.name}.{os.uname().nodename}.{os.getpid()}")
         with suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)

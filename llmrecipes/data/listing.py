@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from llmrecipes import untrusted
 from llmrecipes.data.manifest import File
 from llmrecipes.errors import UserError
 
@@ -34,7 +35,7 @@ def read(folder: Path) -> tuple[dict[str, int], dict[str, File] | None]:
         OSError: there is no listing.
         UserError: it is damaged.
     """
-    content = (folder / NAME).read_bytes()
+    content = untrusted.read(folder / NAME, root=folder)
     try:
         files = _HASHED.validate_json(content)
         return {name: file.bytes for name, file in files.items()}, files
@@ -81,11 +82,12 @@ def array(file: Path) -> np.memmap:
         UserError: not a complete `.npy` file of plain integers.
     """
     try:
-        opened = np.lib.format.open_memmap(file, mode="r")  # supports neither archives nor pickles
+        # It supports neither archives nor pickles.
+        opened = np.lib.format.open_memmap(untrusted.real(file), mode="r")
         if opened.dtype.kind not in "iu" or opened.offset + opened.nbytes != file.stat().st_size:
             raise ValueError(f"{opened.nbytes} bytes of {opened.dtype} in {file.stat().st_size}")
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # of any kind: the header is the source of a Python literal
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
         fix = _again(file.parent)
         raise UserError(
             f"no index: {reason}", where=str(file), rule="an index is a .npy file of integers", fix=fix

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.parent import end_with_parent
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
@@ -131,7 +132,7 @@ def batches(
             except (RuntimeError, OSError, EOFError):  # from a queue whose other end is gone
                 _require_alive(getattr(stream, "_workers", []))
                 raise
-            if isinstance(batch, OSError):
+            if isinstance(batch, OSError | UserError):
                 raise batch
             yield batch
     finally:
@@ -152,6 +153,14 @@ class _Reads(Dataset[Any]):
             return self._dataset[number]
         except OSError as error:
             return error
+        except IndexError as error:
+            return UserError(
+                f"the order of samples names what is not there: {error}",
+                where=f"sample {number:,}",
+                rule="an index belongs to the tokens beside it",
+                fix="delete the index/ folder of the prepared data and prepare again",
+                code=ExitCode.STOP,
+            )
 
 
 def _require_alive(workers: list[BaseProcess]) -> None:
@@ -173,9 +182,9 @@ class _Once:
         return self._ids
 
 
-def _collate(samples: list[Any]) -> dict[str, torch.Tensor] | OSError:
+def _collate(samples: list[Any]) -> dict[str, torch.Tensor] | OSError | UserError:
     for sample in samples:
-        if isinstance(sample, OSError):
+        if isinstance(sample, OSError | UserError):
             return sample
     return {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from llmrecipes.data.split import Split
 from llmrecipes.errors import UserError
+from llmrecipes.untrusted import open_file, read
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -150,7 +151,7 @@ def stem(source: int, split: Split) -> str:
 
 def sha256(file: Path) -> str:
     """Hex SHA-256 of a file."""
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -162,7 +163,7 @@ def load(folder: Path) -> Manifest:
     """
     file = folder / NAME
     try:
-        manifest = Manifest.model_validate_json(file.read_bytes())
+        manifest = Manifest.model_validate_json(read(file, root=folder))
     except OSError as error:
         raise UserError(f"cannot read: {error.strerror}", where=str(file), fix=_AGAIN) from error
     except ValidationError as error:
@@ -212,7 +213,7 @@ def _check_index(file: Path, counts: Counts, dtype: str) -> None:
     """Header, number of documents and end of the last one of an `.idx` against the manifest's counts."""
     itemsize = {"uint16": 2, "int32": 4}[dtype]
     documents = counts.documents
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         header = stream.read(_IDX_HEADER.size)
         try:
             magic, version, code, sequences, ends = _IDX_HEADER.unpack(header)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
+from llmrecipes import untrusted
 from llmrecipes.data.chat import Template
 from llmrecipes.data.marked import TEMPLATES
 from llmrecipes.data.prepared import TOKENIZER, Prepared
@@ -88,7 +89,9 @@ def read(file: Path) -> str:
         UserError: it cannot be read.
     """
     try:
-        return file.expanduser().read_text("utf-8")
+        return untrusted.read(file.expanduser(), most=untrusted.RECORD).decode()
+    except untrusted.Refused as error:
+        raise UserError(error.what, where=f"data.chat.chat_template: {file}", rule=error.rule, fix=error.fix) from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UserError(
@@ -111,7 +114,9 @@ def of_prepared(prepared: Prepared) -> Template:
             fix="leave --chat out",
         )
     prepared.check([NAME], lambda line: None)
-    return Template(read(prepared.path / NAME), record.origin, tuple(sorted(record.special_tokens.items())))
+    template = Template(read(prepared.path / NAME), record.origin, tuple(sorted(record.special_tokens.items())))
+    template.check()
+    return template
 
 
 @dataclass(frozen=True)

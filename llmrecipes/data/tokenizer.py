@@ -11,12 +11,22 @@ from typing import Any
 
 import tokenizers
 
+from llmrecipes import untrusted
 from llmrecipes.data.encode import WORDS, load
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Tokenizer as Section
 
 EOD = "<|endoftext|>"
 _BYTES = 256
+TOKENIZER_SECONDS = 60
+"""CPU seconds in which an untrusted tokenizer is loaded and splits a few texts; a large one takes about five."""
+_TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken"})
+_SLOW = tuple(
+    text * 64 + end
+    for text in ("a", "A", "1", " ", "\n", "!", "_", "é", "世", "a ", "ab", "a1")
+    for end in ("", "!", "\0")
+)
+"""Texts on which regular expressions with nested repetitions backtrack."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ def read(file: Path, eod: int, identity: str) -> TextTokenizer:
     """
     fix = "copy the file again from where it was prepared, or delete the folder and prepare again"
     try:
-        content = file.read_bytes()
+        content = untrusted.read(file)
     except OSError as error:
         raise UserError(f"cannot read: {error.strerror}", where=str(file), fix=fix) from error
     if (found := hashlib.sha256(content).hexdigest()) != identity:
@@ -73,7 +83,10 @@ def read(file: Path, eod: int, identity: str) -> TextTokenizer:
             rule="the tokenizer is the one that made the tokens",
             fix=fix,
         )
-    return TextTokenizer(load(content.decode()), eod, identity)
+    try:
+        return TextTokenizer(load(content.decode()), eod, identity)
+    except Exception as error:  # the library has no exceptions of its own
+        raise UserError(f"is not a tokenizer: {str(error)[:200]}", where=str(file), fix=fix) from error
 
 
 def vocabulary(backend: tokenizers.Tokenizer) -> int:
@@ -176,6 +189,41 @@ def huggingface_special(section: Section) -> set[str]:
     return {token.content for token in added if token.special}
 
 
+def require_bounded(section: Section) -> None:
+    """Check the tokenizer of a folder, or of the Hub, before it is loaded in this process.
+
+    Its files could block, and its regular expressions take exponential time: they are tried on texts on which such ones
+    are usually slow. One that is slow on other texts is not seen.
+
+    Raises:
+        UserError: a file is not a regular file of the folder, or it takes too long or too much memory.
+    """
+    import transformers
+
+    if section.path is None:
+        return
+    folder = Path(section.path)
+    if folder.is_dir():
+        for file in sorted(folder.iterdir()):
+            if file.suffix in _TOKENIZER_SUFFIXES:
+                untrusted.real(file, root=untrusted.model_root(folder))
+
+    def load_and_use() -> None:
+        loaded = transformers.AutoTokenizer.from_pretrained(
+            section.path, revision=section.revision or "main", trust_remote_code=False
+        )
+        backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+        for text in _SLOW:
+            backend.encode(text, add_special_tokens=False)
+
+    untrusted.require_ends(
+        load_and_use,
+        TOKENIZER_SECONDS,
+        f"data.tokenizer: {section.path}",
+        "a tokenizer splits a short text in an instant",
+    )
+
+
 @cache
 def _huggingface(section: Section) -> Any:
     from transformers import AutoTokenizer
@@ -183,6 +231,7 @@ def _huggingface(section: Section) -> Any:
     where = "data.tokenizer"
     if section.path is None:
         raise UserError("a tokenizer of type huggingface has no path", where=where, fix="set data.tokenizer.path")
+    require_bounded(section)
     try:
         found = AutoTokenizer.from_pretrained(
             section.path, revision=section.revision or "main", trust_remote_code=False

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from llmrecipes.untrusted import open_file
+
 
 class TokenFile:
     """Reads slices of a `.bin` file, for megatron-core's `IndexedDataset.bin_reader`.
@@ -19,7 +21,7 @@ class TokenFile:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._stream = file.open("rb", buffering=0)
+        self._stream = open_file(file)
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray:
         """`count` ids from a byte offset.

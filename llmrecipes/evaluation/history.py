@@ -14,6 +14,8 @@ from filelock import FileLock
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.result import Result
 from llmrecipes.io import write_atomic
+from llmrecipes.untrusted import lines, parse_json
+from llmrecipes.untrusted import read as read_file
 
 FILE = "evaluations.jsonl"
 PREFIX = "eval"
@@ -53,7 +55,7 @@ def append(run_dir: Path, new: Sequence[dict[str, Any]]) -> None:
     text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in new)
     try:
         with FileLock(run_dir / f".{FILE}.lock"):
-            before = path.read_text("utf-8") if path.exists() else ""
+            before = read_file(path, root=run_dir).decode() if path.exists() else ""
             write_atomic(path, before + text)
     except OSError as error:
         raise UserError(
@@ -67,17 +69,28 @@ def append(run_dir: Path, new: Sequence[dict[str, Any]]) -> None:
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """The records of a run, oldest first; lines that cannot be read are left out."""
     path = run_dir / FILE
-    if not path.exists():
-        return []
     found = []
-    for line in path.read_text("utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and {"step", "task", "metrics"} <= record.keys():
-            found.append(record)
+    try:
+        for line in lines(path, root=run_dir):
+            try:
+                record = parse_json(line)
+            except ValueError:
+                continue
+            if _is_record(record):
+                found.append(record)
+    except FileNotFoundError:
+        return []
     return found
+
+
+def _is_record(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and type(value.get("step")) is int
+        and isinstance(value.get("task"), str)
+        and isinstance(metrics := value.get("metrics"), dict)
+        and all(isinstance(number, int | float | None) for number in metrics.values())
+    )
 
 
 def metric_names(record: dict[str, Any]) -> dict[str, float]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.hf.reading import read_bytes, read_json
 
 WITHOUT_MEANING = frozenset(
     {
@@ -35,7 +36,7 @@ def require_same_configs(configs: Mapping[str, Mapping[str, Any]]) -> None:
     Raises:
         UserError: with the model and the keys.
     """
-    (first, expected), *others = ((name, _complete(config)) for name, config in configs.items())
+    (first, expected), *others = ((name, _complete(name, config)) for name, config in configs.items())
     for name, found in others:
         keys = sorted({*expected, *found} - WITHOUT_MEANING)
         wrong = [key for key in keys if expected.get(key) != found.get(key)]
@@ -86,12 +87,12 @@ def _require_same_file(first: str, expected: Path, name: str, found: Path) -> No
 
 def _first_difference(expected: Path, found: Path) -> str | None:
     """A clause that ends before the name of the other model; None: they are the same."""
-    if expected.read_bytes() == found.read_bytes():
+    if read_bytes(expected.parent, expected.name) == read_bytes(found.parent, found.name):
         return None
     if found.name != TOKENIZER:
         return "differs from that of"
-    old, new = _json(expected), _json(found)
-    tokens, others = _numbers(old), _numbers(new)
+    old, new = (read_json(each.parent, each.name) for each in (expected, found))
+    tokens, others = _numbers(old, expected), _numbers(new, found)
     for token in sorted({*tokens, *others}, key=lambda each: (tokens.get(each, 1 << 62), each)):
         if tokens.get(token) != others.get(token):
             return f"token {token!r} is {_number(others, token)}, and {_number(tokens, token)} in"
@@ -105,13 +106,18 @@ def _number(tokens: Mapping[str, int], token: str) -> str:
     return f"number {tokens[token]}" if token in tokens else "not there"
 
 
-def _numbers(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+def _numbers(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
     """The number of every token: of the vocabulary, as a table or a list, and of those added to it."""
     model = tokenizer.get("model")
     vocabulary = model.get("vocab", {}) if isinstance(model, dict) else {}
-    return dict(_pairs(vocabulary)) | {
-        str(each["content"]): int(each["id"]) for each in tokenizer.get("added_tokens") or [] if isinstance(each, dict)
-    }
+    try:
+        added = [each for each in tokenizer.get("added_tokens") or [] if isinstance(each, dict)]
+        pairs = [*_pairs(vocabulary), *((each["content"], each["id"]) for each in added)]
+        return {str(token): int(number) for token, number in pairs}
+    except (TypeError, ValueError, LookupError) as problem:
+        raise UserError(
+            f"a token has no number: {problem!r}", where=str(path), rule="a tokenizer gives every token a number"
+        ) from problem
 
 
 def _pairs(vocabulary: object) -> Iterator[tuple[str, int]]:
@@ -122,29 +128,28 @@ def _pairs(vocabulary: object) -> Iterator[tuple[str, int]]:
 
 
 def _tokenizer_files(folder: Path) -> tuple[str, ...]:
-    if (folder / TOKENIZER).is_file():
+    if os.path.lexists(folder / TOKENIZER):
         return (TOKENIZER,)
-    return tuple(file for file in OTHER_TOKENIZERS if (folder / file).is_file())
+    return tuple(file for file in OTHER_TOKENIZERS if os.path.lexists(folder / file))
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as problem:
-        raise UserError(f"cannot be read: {problem}", where=str(path)) from problem
-    if not isinstance(found, dict):
-        raise UserError(f"it is a {type(found).__name__}", where=str(path), rule="an object")
-    return found
-
-
-def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
+def _complete(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with the defaults of its model type; as it is, where transformers does not know the type."""
     from transformers import CONFIG_MAPPING
 
     kind = config.get("model_type")
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         return dict(config)
-    complete: dict[str, Any] = CONFIG_MAPPING[kind].from_dict(dict(config)).to_dict()
+    try:
+        complete: dict[str, Any] = CONFIG_MAPPING[kind].from_dict(dict(config)).to_dict()
+    except Exception as problem:  # of any kind: transformers checks the values of every family differently
+        reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
+        raise UserError(
+            f"config.json is not one of type {kind}: {reason[:200]}",
+            where=name,
+            rule="transformers can read the configuration",
+            fix="download the model again",
+        ) from problem
     return complete
 
 

@@ -1,38 +1,30 @@
-"""What tells one folder of weights from another without reading all of it."""
+"""What tells one folder of weights from another: the hash of all of it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
+from collections.abc import Callable
 
-from llmrecipes.hf.reading import CONFIG, Folder
-
-SAMPLES, SAMPLE = 16, 1 << 16
-"""Pieces that are read of each file, at equal distances, and their bytes."""
+from llmrecipes.data.checked import hashes
+from llmrecipes.hf.reading import CONFIG, Folder, read_bytes
 
 
-def fingerprint(folder: Folder) -> str:
-    """SHA-256 of config.json, of names, types and shapes of all tensors, and of samples and sizes of their files.
+def fingerprint(folder: Folder, log: Callable[[str], None]) -> str:
+    """SHA-256 of config.json, of names, types and shapes of all tensors, and of the hashes of their files.
 
-    Other weights of the same shape, such as those after more training, differ in nearly every byte. A change of single
-    weights is not seen.
+    One changed byte is seen. The hashes are remembered by size, times and inode, so the weights are read once for each
+    user: a 70B model in bf16 has 140 GB, which 8 threads hash in one to two minutes from a disk that delivers 2 GB/s.
+
+    Args:
+        folder: the model.
+        log: receives a line when files are read.
 
     Raises:
-        OSError: a file cannot be read.
+        UserError: a file cannot be read.
     """
-    digest = hashlib.sha256((folder.path / CONFIG).read_bytes())
+    digest = hashlib.sha256(read_bytes(folder.path, CONFIG))
     heads = {name: (held.file.name, held.dtype, held.shape) for name, held in folder.tensors.items()}
-    digest.update(json.dumps(heads, sort_keys=True).encode())
-    for file in sorted({held.file for held in folder.tensors.values()}):
-        _add(file, digest)
+    files = {held.file.name: held.file for held in folder.tensors.values()}
+    digest.update(json.dumps([heads, hashes(folder.path, files, log)], sort_keys=True).encode())
     return digest.hexdigest()
-
-
-def _add(path: Path, digest: hashlib._Hash) -> None:
-    size = path.stat().st_size
-    digest.update(size.to_bytes(8, "little"))
-    with path.open("rb") as file:
-        for number in range(SAMPLES):
-            file.seek(size * number // SAMPLES)
-            digest.update(file.read(SAMPLE))

@@ -6,22 +6,20 @@ from files inside the folder (or where the Hub's cache keeps them).
 
 from __future__ import annotations
 
-import json
 import os
-import stat
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from llmrecipes import untrusted
 from llmrecipes.errors import UserError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-MOST_JSON = 256 << 20
-"""Bytes of the largest JSON file that is read: an index of a million tensors has fewer."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 OTHER_WEIGHTS = ("*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.npz")
 SHOWN = 5
@@ -126,25 +124,46 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object of a folder.
 
     Raises:
-        UserError: it is not a plain file, too large, or no JSON object.
+        UserError: it is not a regular file of the folder, too large, or not a JSON object.
     """
-    path = _inside(folder, name)
     try:
-        size = path.stat().st_size
-        if size > MOST_JSON:
-            raise ValueError(f"{size} bytes")
-        found = json.loads(path.read_text("utf-8"), parse_constant=_no_constant)
+        found = untrusted.read_json(folder / name, root=untrusted.model_root(folder), constant=_no_constant)
     except OSError as error:
         raise _unreadable(folder / name, error) from error
-    except (ValueError, RecursionError) as error:
-        raise _broken(folder / name, f"it is no JSON: {str(error)[:200] or 'nested too deeply'}", "") from error
     if not isinstance(found, dict):
         raise _broken(folder / name, f"it is a JSON {type(found).__name__}, not an object", "")
     return found
 
 
+def read_bytes(folder: Path, name: str) -> bytes:
+    """The content of a small file of a folder, such as that of a tokenizer.
+
+    Raises:
+        UserError: it is not a regular file of the folder, too large, or cannot be read.
+    """
+    try:
+        return untrusted.read(folder / name, root=untrusted.model_root(folder))
+    except OSError as error:
+        raise _unreadable(folder / name, error) from error
+
+
+def copy(folder: Path, name: str, target: Path) -> None:
+    """Copy a file of a folder, and nothing that it links to elsewhere.
+
+    Raises:
+        UserError: as `read_bytes`.
+        OSError: the target cannot be written.
+    """
+    try:
+        source = untrusted.open_file(folder / name, root=untrusted.model_root(folder), most=untrusted.MANIFEST)
+    except OSError as error:
+        raise _unreadable(folder / name, error) from error
+    with source, target.open("wb") as file:
+        shutil.copyfileobj(source, file)
+
+
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _weight_files(path: Path) -> dict[str, list[str] | None]:
@@ -181,9 +200,9 @@ def _indexed(path: Path) -> dict[str, list[str]]:
 def _header(folder: Path, name: str) -> dict[str, Held]:
     from safetensors import SafetensorError, safe_open
 
-    path = _inside(folder, name)
     found = {}
     try:
+        path = untrusted.real(folder / name, root=untrusted.model_root(folder))
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no dict
                 part = file.get_slice(key)
@@ -200,25 +219,6 @@ def _header(folder: Path, name: str) -> dict[str, Held]:
     if bad := next((key for key, held in found.items() if len(held.shape) > MOST_DIMENSIONS), None):
         raise _broken(folder / name, f"{bad[:80]} has {len(found[bad].shape)} dimensions", "")
     return found
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """The real path of a file: in the folder, or where the Hub's cache keeps what its snapshots link to."""
-    real = folder.resolve()
-    homes = [real]
-    if real.parent.name == "snapshots":
-        homes.append(real.parent.parent / "blobs")
-    path = folder / name
-    try:
-        target = path.resolve(strict=True)
-        regular = stat.S_ISREG(target.stat().st_mode)
-    except (OSError, RuntimeError) as error:  # a loop of links was a RuntimeError
-        raise _unreadable(path, error) from error
-    if not any(target.is_relative_to(home) for home in homes):
-        raise _broken(path, f"it is a link to {target}", "a model's files lie in its folder, or in the Hub's cache")
-    if not regular:
-        raise _broken(path, "it is not a file", "")
-    return target
 
 
 def _no_weights(path: Path) -> UserError:

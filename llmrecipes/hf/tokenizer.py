@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.data.prepared import TOKENIZER
 from llmrecipes.data.templates import NAME, answer_end, of_prepared
+from llmrecipes.data.tokenizer import require_bounded
 from llmrecipes.errors import UserError
 from llmrecipes.hf.export import write_json
 
@@ -68,6 +69,7 @@ def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int],
 
     section = recipe.data.tokenizer
     where = "data.tokenizer"
+    require_bounded(section)
     try:
         found = AutoTokenizer.from_pretrained(
             section.path, revision=section.revision or "main", trust_remote_code=False

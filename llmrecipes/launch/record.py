@@ -11,6 +11,8 @@ from typing import Any
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.base import JobRef
+from llmrecipes.untrusted import RECORD, read_json
+from llmrecipes.untrusted import read as read_file
 
 FILE = Path("logs") / "submission.json"
 """Of the newest submission; a run that is submitted again gets a new job."""
@@ -46,7 +48,7 @@ def read(run_dir: Path) -> Record | None:
     """
     path = run_dir / FILE
     try:
-        values: Any = json.loads(path.read_bytes())
+        values: Any = read_json(path, root=run_dir, most=RECORD)
         ref = JobRef(str(values["launcher"]), str(values["job_id"]), run_dir)
         return Record(ref, bool(values["cancelled"]))
     except FileNotFoundError:
@@ -67,7 +69,7 @@ def submitted(runs_dir: Path) -> Iterator[Path]:
 def exit_code(run_dir: Path, job_id: str) -> int | None:
     """The exit code that a job wrote to its run's directory; None if there is none for this job."""
     try:
-        job, _, code = (run_dir / EXIT_FILE).read_text("utf-8").strip().partition(" ")
-    except (OSError, UnicodeDecodeError):
+        job, _, code = read_file(run_dir / EXIT_FILE, root=run_dir, most=RECORD).decode().strip().partition(" ")
+    except (OSError, ValueError):
         return None
-    return int(code) if job == job_id and code.isdecimal() else None
+    return int(code) if job == job_id and code.isdecimal() and len(code) < 4 else None

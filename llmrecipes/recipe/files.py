@@ -10,6 +10,7 @@ from pathlib import Path
 from llmrecipes.errors import UserError
 from llmrecipes.recipe import document
 from llmrecipes.recipe.document import Document, Problem, clip
+from llmrecipes.untrusted import open_file
 
 MAX_SHOWN = 20
 
@@ -56,7 +57,7 @@ def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
 def read(path: Path, kind: Kind) -> str:
     """The text of a document; UserError if it cannot be read, is not text, or is too large."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             raw = file.read(document.MAX_BYTES + 1)
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from error

@@ -355,6 +355,8 @@ class Checkpoint(Section):
     """Newest checkpoints to keep, at least two, because one may turn out to be damaged."""
     keep_interval: PosInt | None = None
     """Checkpoints whose step is a multiple of this are kept permanently."""
+    max_failed_saves: PosInt = 3
+    """Failed saves in a row after which a run ends (exit code 93); each of them is an alarm."""
 
 
 class Tracking(Section):

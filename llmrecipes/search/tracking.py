@@ -26,6 +26,7 @@ from llmrecipes.search.study import Place, require_section
 from llmrecipes.tracking.jsonl import METRICS
 from llmrecipes.tracking.mlflow.database import require_database
 from llmrecipes.tracking.store import artifact_root, is_local, process_environment, redact, tracking_uri
+from llmrecipes.untrusted import RECORD, read_json
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -174,7 +175,7 @@ class StudyTracker:
     def _run_of(self, run_dir: Path) -> str | None:
         """The id of a run in MLflow, from its directory or, if that is not here, by its name; None if unknown."""
         try:
-            found = json.loads((run_dir / "mlflow.json").read_bytes()).get("run_id")
+            found = read_json(run_dir / "mlflow.json", root=run_dir, most=RECORD).get("run_id")
         except (OSError, ValueError, AttributeError):
             found = None
         if found is None and time.monotonic() >= self._not_before and not (run_dir / METRICS).exists():

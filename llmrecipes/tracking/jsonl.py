@@ -13,7 +13,7 @@ import logging
 import math
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from llmrecipes.tracking import sums
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.tracking.sums import Sums
 from llmrecipes.units import MIB
+from llmrecipes.untrusted import lines, number, parse_json
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+_NUMBERS = {each.name for kind in (StepMetrics, EvalMetrics) for each in fields(kind)} - {"skipped", "experts"}
 BACKLOG_BYTES = 64 * MIB
 """Bytes kept in memory while the disk is full; about 200,000 steps."""
 
@@ -56,12 +58,18 @@ def _finite(value: Any) -> Any:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The object on a line, or None if the line is truncated or not an object with an integer `step`."""
+    """The record on a line; None if the line is truncated, or not what `record` makes."""
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError:
         return None
-    return value if isinstance(value, dict) and type(value.get("step")) is int else None
+    if not isinstance(value, dict) or type(step := value.get("step")) is not int or not 0 <= step < 1 << 62:
+        return None
+    if "event" in value:
+        valid = isinstance(value["event"], str) and isinstance(value.get("details", {}), dict)
+    else:
+        valid = all(value[key] is None or number(value[key]) is not None for key in value.keys() & _NUMBERS)
+    return value if valid else None
 
 
 @dataclass
@@ -88,18 +96,18 @@ def rewind(path: Path, step: int, recorded: Sums | None = None) -> Rewound:
     steps, seen, torn = _Steps(), Sums(), False
     if path.exists():
         try:
-            with path.open("rb") as old, temporary.open("wb") as new:
-                for number, line in enumerate(old, 1):
+            with temporary.open("wb") as new:
+                for place, line in enumerate(lines(path, root=path.parent), 1):
                     torn = not line.endswith(b"\n")
-                    if recorded is not None and number <= recorded.lines and not torn:
+                    if recorded is not None and place <= recorded.lines and not torn:
                         seen.add(line)
                     values = None if torn else parse(line)
                     if values is None and not torn:
-                        steps.problems.append((number, f"line {number} cannot be read"))
+                        steps.problems.append((place, f"line {place} cannot be read"))
                     if values is not None and values["step"] <= step:
                         new.write(line)
                         found.sums.add(line)
-                        steps.see(number, values)
+                        steps.see(place, values)
                     else:
                         found.dropped += 1
                         steps.beyond = steps.beyond or values is not None

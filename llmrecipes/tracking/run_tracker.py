@@ -29,6 +29,7 @@ from llmrecipes.tracking.status import StatusSink
 from llmrecipes.tracking.store import DATABASE, artifact_root, is_local, own_database, sqlite_uri, tracking_uri
 from llmrecipes.tracking.tensorboard import TensorBoardSink
 from llmrecipes.tracking.wandb.sink import WandbSink, require_library, wandb_config
+from llmrecipes.untrusted import Refused, parse_json, read
 
 logger = logging.getLogger(__name__)
 
@@ -222,8 +223,11 @@ def _record_document(run_dir: Path, name: str, text: str, resumed_step: int) -> 
         A note, if the previous one was damaged.
     """
     path = run_dir / name
-    data = path.read_bytes() if path.exists() else text.encode()
-    damaged = path.suffix == ".json" and not _is_json(data)
+    try:
+        data = read(path, root=run_dir) if path.exists() else text.encode()
+        damaged = path.suffix == ".json" and not _is_json(data)
+    except Refused:
+        data, damaged = b"", True
     note = None
     if data != text.encode():
         what = "damaged-at" if damaged else "until"
@@ -238,7 +242,7 @@ def _record_document(run_dir: Path, name: str, text: str, resumed_step: int) -> 
 
 def _is_json(data: bytes) -> bool:
     try:
-        json.loads(data)
+        parse_json(data)
     except ValueError:
         return False
     return True

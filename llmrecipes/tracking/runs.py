@@ -10,6 +10,7 @@ from typing import Any
 
 from llmrecipes.tracking import status
 from llmrecipes.tracking.jsonl import parse
+from llmrecipes.untrusted import Refused, number, open_file
 
 TAIL_BYTES = 64 * 1024
 TAIL_BYTES_OF_SAVES = 4 * 1024 * 1024
@@ -95,9 +96,9 @@ def _measured(run_dir: Path) -> Measured | None:
         if b"step_seconds" not in line and b"checkpoint_saved" not in line:
             continue
         record = parse(line) or {}
-        if (step := _number(record.get("step_seconds"))) is not None:
+        if (step := number(record.get("step_seconds"))) is not None:
             steps.append(step)
-        if record.get("event") == "checkpoint_saved" and (save := _number(record.get("seconds"))) is not None:
+        if record.get("event") == "checkpoint_saved" and (save := number(record.get("seconds"))) is not None:
             saves.append(save)
     # The first step after a start compiles and connects: one of them is left out.
     return Measured(run_dir.name, sorted(steps)[-2] if len(steps) > 2 else steps[-1], max(saves)) if saves else None
@@ -113,16 +114,16 @@ def _directories(parent: Path) -> list[Path]:
 def summary(run_dir: Path) -> RunSummary:
     """One run as its files tell; all of it unknown where there are none."""
     values = status.read(run_dir)
-    last = {"valid_loss": _number(values.get("valid_loss")), "loss": None}
-    step = _number(values.get("step"))
+    last = {"valid_loss": number(values.get("valid_loss")), "loss": None}
+    step = number(values.get("step"))
     for line in _tail(run_dir / "metrics.jsonl"):
         record = parse(line)
         if record is None:
             continue
         if "loss" in record:
             step = record["step"]
-        last |= {key: _number(record[key]) for key in last if key in record}
-    total = _number(values.get("total"))
+        last |= {key: number(record[key]) for key in last if key in record}
+    total = number(values.get("total"))
     return RunSummary(
         recipe=run_dir.parent.name,
         run_id=run_dir.name,
@@ -132,8 +133,8 @@ def summary(run_dir: Path) -> RunSummary:
         total=None if total is None else int(total),
         loss=last["loss"],
         valid_loss=last["valid_loss"],
-        started=_number(values.get("started")),
-        updated=_number(values.get("updated")),
+        started=number(values.get("started")),
+        updated=number(values.get("updated")),
         checkpoints=_checkpoints(run_dir / "checkpoints"),
     )
 
@@ -146,13 +147,9 @@ def _checkpoints(directory: Path) -> tuple[int, ...]:
 def _tail(path: Path, size_read: int = TAIL_BYTES) -> list[bytes]:
     """The last lines of a file; the first of them may be incomplete."""
     try:
-        with path.open("rb") as file:
+        with open_file(path, root=path.parent) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - size_read))
-            return file.read().splitlines()
-    except OSError:
+            return file.read(size_read).splitlines()
+    except (OSError, Refused):
         return []
-
-
-def _number(value: object) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -15,6 +15,7 @@ import psutil
 
 from llmrecipes.io import write_atomic
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.untrusted import RECORD, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ SECONDS_BETWEEN_WRITES = 1.0
 def read(run_dir: Path) -> dict[str, Any]:
     """The status of a run; empty if it cannot be read. `running` becomes `interrupted` if the process is dead."""
     try:
-        values = json.loads((run_dir / FILE).read_bytes())
+        values = read_json(run_dir / FILE, root=run_dir, most=RECORD)
     except (OSError, ValueError):
         return {}
     if not isinstance(values, dict):
@@ -40,7 +41,7 @@ def _alive(values: dict[str, Any]) -> bool:
     # The start time distinguishes a process from a later one with the same pid.
     try:
         return abs(psutil.Process(values["pid"]).create_time() - values["pid_started"]) < 1.0
-    except (psutil.Error, KeyError, TypeError, ValueError):
+    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
         return False
 
 

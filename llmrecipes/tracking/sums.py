@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmrecipes.io import write_atomic
+from llmrecipes.untrusted import read_json
 
 FILE = "metrics.sums.json"
 CHUNK = 100
@@ -69,7 +70,7 @@ class Sums:
 def read(path: Path) -> Sums | None:
     """What `Sums.write` wrote; None if it is missing or damaged, as in a run of an older version."""
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path, root=path.parent)
         lines, step, chunks = values["lines"], values["step"], values["chunks"]
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -19,6 +19,7 @@ from llmrecipes.checkpoint.store import DAMAGED, CheckpointStore, Damaged
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.tracking import status
 from llmrecipes.tracking.jsonl import METRICS, parse
+from llmrecipes.untrusted import lines
 
 ASIDE = "before-"
 KEPT = ("logs", "checkpoints")
@@ -112,8 +113,7 @@ def move_aside(run_dir: Path) -> Path | None:
 
 def _recorded_saves(metrics: Path) -> list[int]:
     try:
-        with metrics.open("rb") as stream:
-            records = [parse(line) for line in stream if b"checkpoint_saved" in line]
+        records = [parse(line) for line in lines(metrics, root=metrics.parent) if b"checkpoint_saved" in line]
     except OSError:
         return []
     return [int(record["step"]) for record in records if record and record.get("event") == "checkpoint_saved"]

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from llmrecipes.checkpoint.manifest import CheckpointInfo
-from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
+from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.engine.base import Balance, Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
@@ -24,6 +23,7 @@ from llmrecipes.train.finite import require_finite
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.pending import is_evaluated
 from llmrecipes.train.reading import HeldOut, ReadAhead, first_failure
+from llmrecipes.train.saves import Saves
 from llmrecipes.train.testing import TaskEvaluations
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,6 @@ class Loop:
         stop_after: save and stop after this step, as after a signal.
         evaluation_due: whether the step to resume from still has to be evaluated (see `pending`).
         watch: raises an alarm at a loss spike.
-        failed_saves: steps whose checkpoint could not be written, and why.
-        waited: seconds that the loop was blocked by a save that is still being written, by step.
         losses: training loss of every step of this start.
         valid_loss: the last one, in nats per token.
         unread: why the last evaluation could not read its data, on some rank.
@@ -100,8 +98,6 @@ class Loop:
     stop_after: int | None = None
     evaluation_due: bool = False
     watch: LossWatch = field(default_factory=LossWatch)
-    failed_saves: dict[int, str] = field(default_factory=dict)
-    waited: dict[int, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     valid_loss: float | None = None
     unread: UserError | None = None
@@ -111,8 +107,8 @@ class Loop:
 
         Raises:
             NonFinite: a loss or gradient norm is not finite.
-            UserError: the last checkpoint could not be written, or a rank could not read its data; in that case the
-                last complete step is saved.
+            UserError: too many checkpoints in a row, or the last one, could not be written; or a rank could not read
+                its data; in that case the last complete step is saved.
         """
         train = self.plan.recipe.train
         with closing(self.loaders.train(progress.consumed_samples)) as batches:
@@ -124,7 +120,7 @@ class Loop:
 
     def _run(self, progress: Progress, batches: ReadAhead) -> tuple[Outcome, int]:
         train = self.plan.recipe.train
-        saved = progress.step
+        saves = Saves(self.plan, self.engine, self.saver, self.tracker, self.recipe_hash)
         if self.evaluation_due:
             with self.engine.params_synced():
                 if not self._evaluate(progress):
@@ -142,15 +138,14 @@ class Loop:
             if self.tasks is not None and self.tasks.due(progress.step):
                 stopping = evaluating = stopping or not self.tasks.run(progress.step)
             if saving or stopping:
-                self._save(progress)
-                saved = progress.step
-            self._report_saves(self.saver.poll())
+                saves.save(progress)
+            saves.poll()
             # When told to stop, an evaluation is left for the resumed run, even that of the last step.
             if stopping and (evaluating or not last):
-                self._finish(saved)
+                saves.require(progress)
                 return self._stopped(progress)
-        self._finish(saved)
-        return Outcome.FINISHED, saved
+        saves.require(progress)
+        return Outcome.FINISHED, progress.step
 
     def _stopped(self, progress: Progress) -> tuple[Outcome, int]:
         logger.info(
@@ -257,42 +252,3 @@ class Loop:
             )
         )
         return True
-
-    def _save(self, progress: Progress) -> None:
-        started = time.perf_counter()
-        info = CheckpointInfo(
-            step=progress.step,
-            consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_tokens,
-            layout=self.plan.layout.as_dict(),
-            recipe_hash=self.recipe_hash,
-            engine=self.engine.name,
-            recipe=self.plan.recipe.model_dump(mode="json"),
-        )
-        self.saver.save(self.engine.state(progress), info)
-        self.waited[progress.step] = time.perf_counter() - started
-
-    def _report_saves(self, reports: list[SaveReport]) -> None:
-        for report in reports:
-            if report.path is None:
-                self.failed_saves[report.step] = report.error or "unknown"
-                note = Note(step=report.step, event="save_failed", details={"error": report.error}, alarm=True)
-            else:
-                waited = self.waited.pop(report.step)
-                details = {
-                    "path": str(report.path),
-                    "seconds": round(report.seconds, 3),
-                    "loop_waited": round(waited, 4),
-                }
-                note = Note(step=report.step, event="checkpoint_saved", details=details)
-            self.tracker.note(note)
-
-    def _finish(self, step: int) -> None:
-        self._report_saves(self.saver.wait())
-        if step in self.failed_saves:
-            raise UserError(
-                f"the checkpoint of the last step, {step}, could not be written: {self.failed_saves[step]}",
-                rule="a run ends only when its state is saved",
-                fix="free some disk space, then run the same command with the same --run-id",
-                code=ExitCode.STOP,
-            )

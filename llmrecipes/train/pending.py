@@ -14,6 +14,7 @@ import torch.distributed as dist
 from llmrecipes.engine.base import World
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.jsonl import parse
+from llmrecipes.untrusted import lines
 
 
 def is_evaluated(step: int, recipe: Recipe) -> bool:
@@ -38,7 +39,7 @@ def evaluation_due(step: int, recipe: Recipe, metrics: Path, world: World) -> bo
 
 
 def _has_evaluation(metrics: Path, step: int) -> bool:
-    with suppress(FileNotFoundError), metrics.open("rb") as file:
-        evaluations = (parse(line) for line in file if b'"valid_loss"' in line)
+    with suppress(FileNotFoundError):
+        evaluations = (parse(line) for line in lines(metrics, root=metrics.parent) if b'"valid_loss"' in line)
         return any(values is not None and values["step"] == step for values in evaluations)
     return False

@@ -21,6 +21,7 @@ from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import TASKS_EVALUATED, Note
 from llmrecipes.tracking.jsonl import parse
+from llmrecipes.untrusted import lines
 
 if TYPE_CHECKING:
     from llmrecipes.evaluation.tasks import Tasks
@@ -114,7 +115,7 @@ class TaskEvaluations:
 
 def _has(metrics: Path, step: int) -> bool:
     events = (b'"' + TASKS_EVALUATED.encode() + b'"', b'"tasks_failed"')
-    with suppress(FileNotFoundError), metrics.open("rb") as file:
-        notes = (parse(line) for line in file if any(event in line for event in events))
+    with suppress(FileNotFoundError):
+        notes = (parse(line) for line in lines(metrics, root=metrics.parent) if any(event in line for event in events))
         return any(values is not None and values["step"] == step for values in notes)
     return False

@@ -15,6 +15,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.recipe.load import load
 from llmrecipes.tracking import status
 from llmrecipes.tracking.jsonl import parse
+from llmrecipes.untrusted import lines
 
 MOST_POINTS = 1000
 """Maximum points of a curve in JSON; a longer one is reduced to every n-th point and the last."""
@@ -120,20 +121,19 @@ def _read(run_dir: Path) -> Run:
     memory: float | None = None
     bits: float | None = None
     try:
-        with (run_dir / "metrics.jsonl").open("rb") as lines:
-            for line in lines:
-                record = parse(line)  # the last line of a run that is still training may be incomplete
-                if record is None:
-                    continue
-                if "loss" in record:
-                    train.add(record, "loss")
-                    for numbers, key in ((speeds, "tokens_per_second"), (seconds, "step_seconds"), (used, "mfu")):
-                        if isinstance(record.get(key), int | float):
-                            numbers.append(record[key])
-                    memory = max(memory or 0.0, record.get("memory_bytes") or 0.0) or None
-                elif "valid_loss" in record:
-                    valid.add(record, "valid_loss")
-                    bits = record.get("valid_bits_per_byte")
+        for line in lines(run_dir / "metrics.jsonl", root=run_dir):
+            record = parse(line)  # the last line of a run that is still training may be incomplete
+            if record is None:
+                continue
+            if "loss" in record:
+                train.add(record, "loss")
+                for numbers, key in ((speeds, "tokens_per_second"), (seconds, "step_seconds"), (used, "mfu")):
+                    if isinstance(record.get(key), int | float):
+                        numbers.append(record[key])
+                memory = max(memory or 0.0, record.get("memory_bytes") or 0.0) or None
+            elif "valid_loss" in record:
+                valid.add(record, "valid_loss")
+                bits = record.get("valid_bits_per_byte")
     except OSError:
         pass  # no first step yet
     if not train.steps:

@@ -157,12 +157,13 @@ def _measured(run: Path, entry: Entry) -> Measured:
     """The losses of metrics.jsonl up to the checkpoint."""
     from llmrecipes.hf.card import Measured
     from llmrecipes.tracking.jsonl import METRICS, parse
+    from llmrecipes.untrusted import lines
 
     manifest = entry.manifest
     found: dict[str, Any] = {}
     try:
-        with (run / METRICS).open("rb") as lines:
-            records = [record for line in lines if (record := parse(line)) is not None]
+        read = lines(run / METRICS, root=run)
+        records = [record for line in read if (record := parse(line)) is not None]
     except OSError:
         records = []
     for record in records:

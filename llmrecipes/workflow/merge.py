@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -179,9 +179,11 @@ def _write_companions(first: Opened, data_dir: Path, folder: Path, *, tokenizer:
         What they add to config.json.
     """
     if not isinstance(first, OpenedRun):
+        from llmrecipes.hf.reading import copy
+
         for name in COMPANIONS if tokenizer else COMPANIONS[:1]:
-            if (first.folder / name).is_file():
-                shutil.copyfile(first.folder / name, folder / name)
+            if os.path.lexists(first.folder / name):
+                copy(first.folder, name, folder / name)
         return {}
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.hf.export import write_json

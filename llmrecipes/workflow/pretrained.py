@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -13,10 +14,14 @@ from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.untrusted import RECORD as MOST
+from llmrecipes.untrusted import read_json
 from llmrecipes.workflow.run import Log, remove_empty_run_dir
 
 if TYPE_CHECKING:
     from llmrecipes.hf.weights import FolderWeights
+
+logger = logging.getLogger(__name__)
 
 RECORD = "pretrained.json"
 
@@ -28,7 +33,7 @@ class Record:
     Attributes:
         pretrained: value of `train.pretrained`.
         pinned: the same with the commit, or as an absolute path.
-        fingerprint: of its files; see `hf.fingerprint`.
+        fingerprint: of its files (`hf.fingerprint`); empty in a run without adapters, which needs them once.
     """
 
     pretrained: str
@@ -56,12 +61,12 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
     if not spec.from_scratch and _has_checkpoint(spec.run_dir):
         if recipe.lora is None:
             return spec
-        return spec.model_copy(update={"pretrained": base_folder(spec.run_dir, recipe).absolute()})
+        return spec.model_copy(update={"pretrained": base_folder(spec.run_dir, recipe, log).absolute()})
     from llmrecipes.hf.source import resolve
 
     try:
         found = resolve(_pinned(spec.run_dir, recipe.train.pretrained))
-        record = Record(recipe.train.pretrained, found.pinned, _require_fit(found.path, recipe))
+        record = Record(recipe.train.pretrained, found.pinned, _require_fit(found.path, recipe, log))
         write_atomic(spec.run_dir / RECORD, json.dumps(asdict(record), indent=2) + "\n")
     except UserError:
         remove_empty_run_dir(spec)
@@ -70,8 +75,13 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
     return spec.model_copy(update={"pretrained": found.path.absolute()})
 
 
-def base_folder(run_dir: Path, recipe: Recipe) -> Path:
+def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
     """Folder of the model that the adapters of a run belong to.
+
+    Args:
+        run_dir: the run.
+        recipe: of the run.
+        log: receives a line when the model is read to compare it.
 
     Raises:
         UserError: the run has no record of it, it is not there, or has changed since.
@@ -89,7 +99,7 @@ def base_folder(run_dir: Path, recipe: Recipe) -> Path:
             fix="restore it, or start a new run",
         )
     path = resolve(record["pinned"]).path
-    if fingerprint(open_folder(path)) != record["fingerprint"]:
+    if fingerprint(open_folder(path), log) != record["fingerprint"]:
         raise UserError(
             f"{recipe.train.pretrained} has changed since this run was started",
             where=str(path),
@@ -118,14 +128,14 @@ def base_weights(run_dir: Path, recipe: Recipe) -> Iterator[FolderWeights | None
         weights.close()
 
 
-def _require_fit(path: Path, recipe: Recipe) -> str:
-    """Fingerprint of weights that fit the recipe's model."""
+def _require_fit(path: Path, recipe: Recipe, log: Log) -> str:
+    """Fingerprint of weights that fit the recipe's model, if they are needed again."""
     from llmrecipes.hf.fingerprint import fingerprint
     from llmrecipes.hf.reading import open_folder
     from llmrecipes.hf.weights import open_weights
 
     open_weights(path, recipe.model).close()
-    return fingerprint(open_folder(path))
+    return "" if recipe.lora is None else fingerprint(open_folder(path), log)
 
 
 def _pinned(run_dir: Path, pretrained: str) -> str:
@@ -136,7 +146,7 @@ def _pinned(run_dir: Path, pretrained: str) -> str:
 
 def _recorded(run_dir: Path) -> dict[str, str] | None:
     try:
-        record = json.loads((run_dir / RECORD).read_text("utf-8"))
+        record = read_json(run_dir / RECORD, root=run_dir, most=MOST)
         return {each.name: str(record[each.name]) for each in fields(Record)}
     except (OSError, ValueError, LookupError, TypeError):
         return None

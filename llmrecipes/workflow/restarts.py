@@ -9,6 +9,7 @@ from typing import Any
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
+from llmrecipes.untrusted import RECORD, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def require_progress(record: Path, job: str, restart: int, step: int, max_restar
 def _read(record: Path) -> list[dict[str, Any]]:
     """Earlier starts; none if the file is damaged, so that the count starts again."""
     try:
-        values = json.loads(record.read_bytes())
+        values = read_json(record, root=record.parents[1], most=RECORD)
     except FileNotFoundError:
         return []
     except (OSError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import resource
@@ -155,6 +156,7 @@ def test_failed_saves_are_alarms_and_only_the_last_one_ends_the_run(
         (4, True),
         (8, True),
         (12, True),
+        (12, True),  # once more, before the state is lost
     ]
     assert not list((run_dir / "checkpoints").glob("*step*"))
     assert not list((run_dir / "checkpoints").glob(".tmp*"))
@@ -197,6 +199,48 @@ def test_training_survives_a_full_disk_and_saves_once_there_is_space(
     assert [(note["step"], note["alarm"]) for note in notes(run_dir, "save_failed")] == [(4, True)]
     assert [note["step"] for note in notes(run_dir, "checkpoint_saved")] == [8, 12]
     assert CheckpointStore(small_disk).valid(12, full=True)
+
+
+def test_a_disk_that_stays_full_ends_the_run(train: Command, run_dir: Path, small_disk: Path) -> None:
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(7 * 1024 * 1024))
+    code, printed = train(checkpoint={"save_interval": 2, "max_failed_saves": 2})
+    assert code == 93
+    require_message(printed, "checkpoint.max_failed_saves", rule="4")
+    assert [line["step"] for line in train_lines(run_dir)] == [1, 2, 3, 4]
+    assert [(note["step"], note["alarm"]) for note in notes(run_dir, "save_failed")] == [
+        (2, True),
+        (4, True),
+        (4, True),
+    ]
+
+
+def test_the_last_attempt_is_repeated_and_failures_before_it_are_forgotten(
+    train: Command, run_dir: Path, small_disk: Path
+) -> None:
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(7 * 1024 * 1024))
+
+    class Cleaner(logging.Handler):
+        """Frees the disk after the second failed save, before it is repeated."""
+
+        failed = 0
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "ALARM" in record.msg:
+                self.failed += 1
+                if self.failed == 2:
+                    filler.unlink()
+
+    cleaner, log = Cleaner(), logging.getLogger("llmrecipes.checkpoint.saver")
+    log.addHandler(cleaner)
+    try:
+        code, printed = train(checkpoint={"save_interval": 4, "max_failed_saves": 2, "most_recent_k": 1})
+    finally:
+        log.removeHandler(cleaner)
+    assert code == 0, printed
+    assert [note["step"] for note in notes(run_dir, "save_failed")] == [4, 8]
+    assert [note["step"] for note in notes(run_dir, "checkpoint_saved")] == [8, 12]
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

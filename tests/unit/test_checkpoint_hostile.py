@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import resource
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -18,11 +19,12 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, build, digest, dump
+from llmrecipes.checkpoint.inspection import InvalidCheckpoint, compare, read_manifest
+from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, FileRecord, build, digest, dump
 from llmrecipes.checkpoint.ranks import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
-from llmrecipes.engine.megatron.checkpoint import loader
+from llmrecipes.engine.megatron.checkpoint import loader, pickled_index
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, Index
 from llmrecipes.engine.megatron.checkpoint.json_index import JSON_NAME
@@ -553,9 +555,64 @@ def test_a_checkpoint_without_an_index_is_refused(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("name", [INDEX_NAME, "__0_0.distcp"])
 def test_a_link_out_of_the_checkpoint_is_not_followed(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    entry = seal(checkpoint)
     (checkpoint / name).rename(tmp_path / "elsewhere")
     (checkpoint / name).symlink_to(tmp_path / "elsewhere")
-    require_refused(seal(checkpoint), name)
+    require_refused(entry, name)
+    assert CheckpointStore(checkpoint.parent).latest_valid() is None
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "common.pt", INDEX_NAME])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_what_is_not_a_file_neither_waits_nor_grows(checkpoint: Path, name: str, kind: str) -> None:
+    entry = seal(checkpoint)
+    (checkpoint / name).unlink()
+    {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": os.mkdir}[kind](
+        checkpoint / name
+    )
+    if name == MANIFEST_NAME:
+        with pytest.raises(InvalidCheckpoint, match=name):
+            read_manifest(checkpoint)
+    else:
+        require_refused(entry, name)
+        # A device and a FIFO have no bytes: a manifest that says so must not make them be read.
+        empty = entry.manifest.model_copy(update={"files": {name: FileRecord(size=0, sha256="0" * 64)}})
+        with pytest.raises(InvalidCheckpoint, match=name):
+            compare(checkpoint, empty)
+    assert CheckpointStore(checkpoint.parent).latest_valid() is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02Nr\xff\xff\xff\x0f.",  # entry 2^28 of the memo: 3 GiB
+        b"Np99999999\n.",
+        b"\x80\x04\x8e" + (3 << 30).to_bytes(8, "little"),
+        b"\x80\x04\x96" + (3 << 30).to_bytes(8, "little") + b".",
+        b"\x80\x04\x95" + (3 << 30).to_bytes(8, "little") + b"N.",
+        b"\x80\x02\x8b\xff\xff\xff\x7f.",
+    ],
+)
+def test_a_few_bytes_of_a_pickle_do_not_take_gigabytes(content: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        pickled_index.require_bounded(content)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20), before[1]))
+    try:
+        with pytest.raises(pickle.UnpicklingError):
+            pickled_index.read(io.BytesIO(content))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_operation_of_a_pickle_is_passed_over(protocol: int) -> None:
+    several = [{"a": (1, 2.5, b"x" * 300, None, True, 1 << 100, "é" * 300), "b": bytearray(9)}, io.BytesIO, set("ab")]
+    content = pickle.dumps([*several, *map(str, range(1000))], protocol)
+    pickled_index.require_bounded(content)
+    with pytest.raises(pickle.UnpicklingError):
+        pickled_index.require_bounded(content[:-1])
 
 
 def test_a_run_directory_may_be_a_link(checkpoint: Path, tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.megatron import random_states
+from llmrecipes.engine.megatron.checkpoint import optimizer_state
 from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.megatron.checkpoint.optimizer_state import needed_state, saved_state
+from llmrecipes.engine.megatron.checkpoint.placement import placements
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model.gpt import build
 from llmrecipes.engine.megatron.platform import select
@@ -117,6 +120,29 @@ def test_it_loads_back(engine: MegatronEngine, tmp_path: Path) -> None:
     assert entry is not None
     assert engine.load_state(entry) == Progress(step=1)
     assert all(torch.equal(new, old) for new, old in zip(state(), wanted, strict=True))
+
+
+@pytest.mark.parametrize("engine", [("fp32", False), ("bf16", False)], ids=("fp32", "bf16"), indirect=True)
+def test_the_shares_of_replicas_are_the_whole(engine: MegatronEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every element of weights and moments, once and in its place, whichever rank writes it."""
+    parameters = placements(engine.modules[0].saved_state())
+    (whole,) = needed_state(engine.optimizer, parameters).values()
+    monkeypatch.setattr(optimizer_state, "LEAST_PIECE", 64)
+    ranks = 3
+    shares = []
+    for rank in range(ranks):
+        monkeypatch.setattr(optimizer_state, "_replicas", lambda _, rank=rank: (rank, ranks))
+        (share,) = saved_state(engine.optimizer, parameters).values()
+        shares.append(share)
+    assert max(each.start for share in shares for each in share) > 0, "something is cut"
+    for each in whole:
+        pieces = [one for share in shares for one in share if one.placement is each.placement]
+        pieces.sort(key=lambda one: one.start)
+        for name, values in each.tensors.items():
+            ends = [one.start + one.tensors[name].numel() for one in pieces]
+            assert [one.start for one in pieces] == [0, *ends[:-1]]
+            assert torch.equal(torch.cat([one.tensors[name] for one in pieces]), values)
+            assert name == "param" or values.unique().numel() > 1, "moments that are all alike show nothing"
 
 
 def saved(engine: MegatronEngine, folder: Path) -> Entry:

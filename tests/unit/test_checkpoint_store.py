@@ -146,6 +146,10 @@ def test_records_of_other_ranks_are_trusted_but_must_fit(store: CheckpointStore)
         store.publish(
             temporary, info(4), versions=VERSIONS, known={"__1_0.distcp": FileRecord(size=6, sha256="0" * 64)}
         )
+    with pytest.raises(OSError, match="5 bytes, but 4 were written"):
+        store.publish(
+            temporary, info(4), versions=VERSIONS, known={"__1_0.distcp": FileRecord(size=4, sha256="0" * 64)}
+        )
     with pytest.raises(FileNotFoundError, match=r"__2_0\.distcp"):
         store.publish(temporary, info(4), versions=VERSIONS, known={"__1_0.distcp": real, "__2_0.distcp": real})
     assert store.entries() == []
@@ -187,6 +191,16 @@ def test_prune_keeps_two_valid_ones_and_never_deletes_a_damaged_one(store: Check
     assert store.prune(1) == [2]
     assert [entry.step for entry in store.entries()] == [5, 6]
     assert all(store.path(step).exists() for step in (1, 3, 4))
+
+
+@pytest.mark.parametrize("verified", [1, 2])
+def test_prune_does_nothing_before_two_are_verified(store: CheckpointStore, verified: int) -> None:
+    for step in (1, 2, 3, 4, 5):
+        publish(store, step)
+    later = CheckpointStore(store.directory)
+    for step in range(6, 6 + verified):
+        publish(later, step)
+    assert later.prune(2) == ([] if verified == 1 else [1, 2, 3, 4, 5])
 
 
 def test_prune_does_nothing_without_a_valid_one(store: CheckpointStore) -> None:

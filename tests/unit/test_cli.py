@@ -242,3 +242,30 @@ def test_no_number_of_an_option_is_out_of_range() -> None:
 def test_more_nodes_than_any_cluster_has_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["show", "gpt-tiny", "--cluster", "h100-ib", option]) == 2
     require_message(capsys.readouterr().err, "--nodes", rule="100,000")
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", f"{LONG}.yaml"],
+        ["show", "a/" * 3000 + "b.yaml"],
+        ["train", "gpt-tiny", "--run-id", LONG],
+        ["prepare", "gpt-tiny", "--data-dir", LONG],
+        ["compare", LONG, LONG],
+        ["generate", LONG, "--prompt", "x"],
+        ["import", f"./{LONG}"],
+        ["serve", LONG],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_name_that_is_too_long_is_one_message(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, printed = run(capsys, *arguments)
+    assert code == 2
+    assert len([line for line in printed.splitlines() if line.startswith("error: ")]) == 1
+    assert not list(tmp_path.iterdir())

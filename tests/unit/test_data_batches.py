@@ -161,6 +161,21 @@ def test_tokens_that_are_cut_off_meanwhile_are_an_error_with_the_file(
     assert explained.where == str(file)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_order_of_samples_that_names_what_is_not_there_stops_the_run(
+    made: tuple[Recipe, Prepared], workers: int
+) -> None:
+    """As one that was altered together with its hashes."""
+    train: Any = dataset.build(made[0], made[1], "train")
+    for each in getattr(train, "datasets", [train]):
+        each.document_index = np.full_like(each.document_index, 1 << 14)
+    with (
+        closing(_batches(train, num_workers=workers)) as stream,
+        refused("sample", code=ExitCode.STOP),
+    ):
+        list(stream)
+
+
 def test_what_ended_a_process_decides_whether_to_start_again(made: tuple[Recipe, Prepared]) -> None:
     killed = explain(ReaderLost(7, -signal.SIGKILL), *made)
     assert killed.code == ExitCode.REQUEUE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -17,7 +18,7 @@ import tokenizers
 import torch
 import transformers
 
-from llmrecipes.data import sources, tokenizer
+from llmrecipes.data import chat, sources, tokenizer
 from llmrecipes.data.chat import ChatSpec, Conversations, Template, chat_encoder
 from llmrecipes.data.dataset import build
 from llmrecipes.data.marked import CHATML, SPECIAL, TEMPLATES
@@ -28,7 +29,7 @@ from llmrecipes.data.rows import conversation
 from llmrecipes.data.templates import question
 from llmrecipes.recipe.chat import Chat
 from llmrecipes.recipe.rules import check
-from llmrecipes.recipe.schema import Recipe, Source
+from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
 from tests.helpers import tiny
 from tests.refusals import refused
 
@@ -221,6 +222,38 @@ def test_templates_run_in_a_sandbox(backend: tokenizers.Tokenizer) -> None:
 
 
 # -- packing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "{{ 'a' * 10 ** 10 }}",
+    ],
+)
+def test_a_template_without_end_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 1)
+    with refused("data.chat.chat_template: x"):
+        Template(source, "x").check()
+
+
+def test_a_tokenizer_whose_pattern_backtracks_for_ever_or_whose_file_blocks_is_refused(
+    backend: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL[-1]).save_pretrained(tmp_path)
+    section = Tokenizer(type="huggingface", path=str(tmp_path))
+    tokenizer.require_bounded(section)
+    content = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    pattern = {"Regex": "(a|aa)+[bc]"}
+    content["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    with refused(f"data.tokenizer: {tmp_path}"):
+        tokenizer.require_bounded(section)
+    (tmp_path / "tokenizer.json").unlink()
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with refused(tmp_path / "tokenizer.json"):
+        tokenizer.require_bounded(section)
 
 
 def test_packing_fills_sequences_as_best_fit_decreasing_does() -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from llmrecipes.cli.app import run
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hf.fingerprint import fingerprint
 from llmrecipes.hf.match import section_of
 from llmrecipes.hf.reading import CONFIG, INDEX, WEIGHTS, open_folder, read_config
 from llmrecipes.hf.weights import open_weights
@@ -264,3 +265,33 @@ def test_commands_say_what_is_wrong_before_anything_is_written(
         assert run(["import", *arguments, "--runs-dir", str(runs)]) == 2
         require_message(capsys.readouterr().err, where)
         assert not runs.exists()
+
+
+def test_every_byte_counts_for_the_fingerprint_and_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / CONFIG).write_text("{}")
+    save_file({"weight": torch.zeros(1 << 20)}, model / WEIGHTS)
+    read: list[str] = []
+
+    def of_now() -> str:
+        return fingerprint(open_folder(model), read.append)
+
+    first = of_now()
+    assert len(read) == 1
+    assert of_now() == first
+    assert len(read) == 1, "remembered by size, times and inode"
+    for place in (-5, 1 << 21, 3_333_333):
+        times = (model / WEIGHTS).stat()
+        with (model / WEIGHTS).open("r+b") as file:
+            file.seek(place, os.SEEK_END if place < 0 else os.SEEK_SET)
+            file.write(b"x")
+        os.utime(model / WEIGHTS, ns=(times.st_atime_ns, times.st_mtime_ns))
+        before, first = first, of_now()
+        assert first != before
+    assert not [path for path in model.iterdir() if path.name not in (CONFIG, WEIGHTS)], "nothing is left in the folder"
+    (model / CONFIG).write_text("{ }")
+    assert of_now() != first

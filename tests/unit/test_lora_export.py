@@ -153,7 +153,7 @@ def test_a_base_model_that_has_changed_is_refused(tmp_path: Path) -> None:
     trained(spec)
     assert with_pretrained(spec, lambda _line: None).pretrained == base
     weights = (base / "model.safetensors").read_bytes()
-    (base / "model.safetensors").write_bytes(weights[:-4] + b"abcd")  # in a sample: the file is small
+    (base / "model.safetensors").write_bytes(weights[:-4] + b"abcd")
     for starts in (
         lambda: with_pretrained(spec, lambda _line: None),
         lambda: export_adapter("a", None, tmp_path / "runs"),

@@ -108,6 +108,19 @@ def test_transformers_loads_the_result(folders: list[Path], tmp_path: Path) -> N
     assert "linear" in card and str(tmp_path) not in card and str(folders[0].parent) not in card
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "special_tokens_map.json", "tokenizer.json"])
+def test_no_file_of_the_machine_is_copied_into_the_result(folders: list[Path], tmp_path: Path, name: str) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(folders[0], model)
+    (tmp_path / "secret").write_text("{}")
+    for link in (True, False):
+        (model / name).unlink(missing_ok=True)
+        (model / name).symlink_to(tmp_path / "secret") if link else os.mkfifo(model / name)
+        with refused(model / name):
+            merged([model, folders[1]], out)
+        assert not out.exists()
+
+
 def test_types_are_mixed_and_chosen(folders: list[Path], tmp_path: Path) -> None:
     half = make(tmp_path / "half", 5, torch.bfloat16)
     merged([half, folders[0]], tmp_path / "first")

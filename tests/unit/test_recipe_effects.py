@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from pydantic import create_model
 from rich.console import Console
 
+from llmrecipes.checkpoint.saver import SaveReport
 from llmrecipes.data import index
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, open_prepared
@@ -27,6 +28,7 @@ from llmrecipes.engine.megatron.model import config as engine_config
 from llmrecipes.engine.megatron.model.config import transformer_config
 from llmrecipes.engine.megatron.model.packing import masks
 from llmrecipes.engine.megatron.schedule import learning_rate
+from llmrecipes.errors import ExitCode
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.derive import Plan, derive
@@ -45,6 +47,7 @@ from llmrecipes.train.spec import RunSpec
 from llmrecipes.train.testing import TaskEvaluations
 from llmrecipes.workflow import train as workflow
 from tests.helpers import MODEL, ROOMY, TRAIN, RandomTokens, built, engine_of, random_batches, tiny
+from tests.refusals import refused
 from tests.unit.search_seen import BASE as SEARCH
 from tests.unit.search_seen import seen as search
 
@@ -251,6 +254,34 @@ def loop(recipe: Recipe, *_: Any) -> dict[str, Any]:
     ).run(Progress())  # fmt: skip
     engine.close()
     return asdict(ran)
+
+
+def full_disk(recipe: Recipe, *_: Any) -> list[int]:
+    """Steps that a run tries to save on a disk that stays full."""
+    engine, ran = engine_of(recipe), Ran()
+    reports: list[SaveReport] = []
+
+    def save(state: object, info: Any) -> None:
+        ran.save(state, info)
+        reports.append(SaveReport(info.step, 0.0, None, "full"))
+
+    def poll() -> list[SaveReport]:
+        ended = reports.copy()
+        reports.clear()
+        return ended
+
+    failed: Any = SimpleNamespace(save=save, poll=poll, wait=poll)
+    batches: Any = random_batches
+    fed = DataLoaders(train=lambda _: batches(recipe), valid=None, bits_per_byte=lambda loss: loss)
+    here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_size=1)
+    sink: Any = ran
+    with refused("checkpoint.max_failed_saves", code=ExitCode.STOP):
+        Loop(
+            engine.plan, engine, here, fed, sink, failed, StopRequest(), recipe_hash="", peak_flops=None,
+            after_step=lambda: None,
+        ).run(Progress())  # fmt: skip
+    engine.close()
+    return ran.saved
 
 
 def harness_asked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -493,6 +524,7 @@ CASES: dict[str, Case] = {
     "checkpoint.async_save": Case(False, saver),
     "checkpoint.most_recent_k": Case(5, saver),
     "checkpoint.keep_interval": Case(2000, saver),
+    "checkpoint.max_failed_saves": Case(1, full_disk, {"checkpoint.save_interval": 2}),
     "tracking.mlflow": Case(True, tracking),
     "tracking.experiment": Case("e", tracking, {"tracking.mlflow": True}),
     "tracking.tensorboard": Case(True, tracking),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from llmrecipes.tracking.store import is_local, process_environment, redact, tracking_uri
+from llmrecipes.untrusted import RECORD, read_json
 
 FILE = "mlflow.json"
 
@@ -26,7 +26,7 @@ def add_metrics(run_dir: Path, runs_dir: Path, values: Mapping[str, float], step
         Why they are not there; None if they are.
     """
     try:
-        known = json.loads((run_dir / FILE).read_bytes())
+        known = read_json(run_dir / FILE, root=run_dir, most=RECORD)
         uri, run_id = str(known["tracking_uri"]), str(known["run_id"])
     except (OSError, ValueError, KeyError, TypeError):
         return "MLflow does not have this run: the results are in the run's directory alone"

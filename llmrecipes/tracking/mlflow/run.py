@@ -17,6 +17,7 @@ from llmrecipes.io import write_atomic
 from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.mlflow.database import keep, require_database, restore
 from llmrecipes.tracking.store import is_local, redact, sqlite_uri
+from llmrecipes.untrusted import RECORD, read_json
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -103,7 +104,7 @@ class MlflowRun:
         kept = self._config.kept_database
         store = redact(self._config.uri) if kept is None else sqlite_uri(Path(kept))
         try:
-            known = json.loads(self._file.read_bytes())
+            known = read_json(self._file, root=self._file.parent, most=RECORD)
             if known["tracking_uri"] == store and uuid.UUID(known["key"]):
                 return dict(known)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -14,6 +14,7 @@ from llmrecipes.io import write_atomic
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.experts import expert_metrics
 from llmrecipes.tracking.mirror import Mirror, MirrorConfig, numbers, serve
+from llmrecipes.untrusted import RECORD, read_json
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -122,7 +123,7 @@ class WandbRun:
     def _identity(self, config: WandbConfig) -> dict[str, Any]:
         """Contents of wandb.json for this project; with a new id for a new run or project."""
         try:
-            known = json.loads(self._file.read_bytes())
+            known = read_json(self._file, root=self._file.parent, most=RECORD)
             if known["project"] == config.project and known["entity"] == config.entity and known["id"]:
                 return {**known, "sent": {kind: int(known["sent"].get(kind, -1)) for kind in KINDS}}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

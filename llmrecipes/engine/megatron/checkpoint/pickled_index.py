@@ -6,7 +6,9 @@ or instantiated, and torch never reads the file.
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
@@ -14,6 +16,28 @@ from llmrecipes.engine.megatron.checkpoint.index import DTYPES, Span
 from llmrecipes.engine.megatron.checkpoint.table import Described, ObjectRecord, Table, make
 
 _CHECKPOINT = "torch.distributed.checkpoint"
+MOST_BYTES = 1 << 28
+"""Bytes of the largest pickle that is read: that of a training on 16,384 ranks has fewer."""
+_LINE, _LINES, _UNKNOWN = -1, -2, -3
+_WIDTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: -10, pickletools.TAKEN_FROM_ARGUMENT4: -40,
+    pickletools.TAKEN_FROM_ARGUMENT4U: -40, pickletools.TAKEN_FROM_ARGUMENT8U: -80,
+    pickletools.UP_TO_NEWLINE: _LINE,
+}  # fmt: skip
+
+
+def _lengths() -> list[int]:
+    """By operation: bytes of its argument; one of the above; or -10 times the bytes of the argument's length."""
+    lengths = [_UNKNOWN] * 256
+    for operation in pickletools.opcodes:
+        length = 0 if operation.arg is None else operation.arg.n
+        lengths[ord(operation.code)] = _WIDTHS.get(length, length)
+    lengths[ord(pickle.GLOBAL)] = lengths[ord(pickle.INST)] = _LINES
+    return lengths
+
+
+_LENGTHS = _lengths()
+_BOUNDED = frozenset(map(ord, (pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.FRAME)))
 
 
 class _Sealed(type):
@@ -94,6 +118,42 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
+def require_bounded(content: bytes) -> None:
+    """Check that reading a pickle needs no more memory than a small multiple of its bytes.
+
+    `pickle` reserves what a length or a number in the memo says before it looks at the next byte: nine bytes take
+    gigabytes. Here the operations are passed over without carrying them out, some millions of them a second;
+    `pickletools.genops`, which reads them too, takes ten times as long.
+
+    Raises:
+        pickle.UnpicklingError: a number is larger than the pickle, or it has an operation that does not exist.
+    """
+    size, position, stop = len(content), 0, ord(pickle.STOP)
+    while position < size:
+        operation = content[position]
+        if operation == stop:
+            return
+        length = _LENGTHS[operation]
+        start = position = position + 1
+        if length >= 0:
+            position += length
+            if operation in _BOUNDED and int.from_bytes(content[start:position], "little") > size:
+                break
+        elif length >= _LINES:  # text, to the end of the line, or of the next one
+            for _ in range(-length):
+                position = content.find(b"\n", position) + 1 or size + 1
+            if operation in _BOUNDED and not content[start:position].strip().isdigit():
+                break
+            if operation in _BOUNDED and (position - start > 20 or int(content[start:position]) > size):
+                break
+        elif length == _UNKNOWN:
+            break
+        else:
+            width = -length // 10
+            position += width + int.from_bytes(content[start : start + width], "little")
+    raise pickle.UnpicklingError(f"it is cut off, or names more than it can hold, at byte {position:,} of {size:,}")
+
+
 def read(stream: IO[bytes], find_other: Find | None = None) -> Table:
     """Read `.metadata`.
 
@@ -106,7 +166,11 @@ def read(stream: IO[bytes], find_other: Find | None = None) -> Table:
         pickle.UnpicklingError: it holds anything but the description of tensors and objects.
         Exception: of any kind, for malformed bytes.
     """
-    fields = _fields(_Reader(stream, find_other).load(), "Metadata")
+    content = stream.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise pickle.UnpicklingError(f"it has more than {MOST_BYTES:,} bytes")
+    require_bounded(content)
+    fields = _fields(_Reader(io.BytesIO(content), find_other).load(), "Metadata")
     numbers: dict[str, int] = {}
     places: dict[tuple[str, tuple[int, ...] | None], list[int]] = {}
     for key, info in fields["storage_data"].items():

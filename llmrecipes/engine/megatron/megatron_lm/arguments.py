@@ -12,11 +12,9 @@ import zipfile
 from collections.abc import Mapping
 from typing import IO, Any
 
-from llmrecipes.engine.megatron.checkpoint.pickled_index import Record, record_kind
+from llmrecipes.engine.megatron.checkpoint.pickled_index import MOST_BYTES, Record, record_kind, require_bounded
 
 _PLAIN = (bool, int, float, str, type(None))
-_MOST = 1 << 28
-"""Bytes of the largest pickle that is read: that of a training on 16,384 ranks has fewer."""
 _PACKAGES = frozenset(
     {
         "_codecs", "argparse", "collections", "datetime", "enum", "functools", "megatron", "numpy",
@@ -41,15 +39,17 @@ def read(stream: IO[bytes], start: int, length: int) -> tuple[Mapping[str, Any],
         pickle.UnpicklingError: it names what a training does not save.
         Exception: of any kind, for malformed bytes.
     """
-    if length > _MOST:
+    if length > MOST_BYTES:
         raise pickle.UnpicklingError(f"it has {length} bytes, more than what is not sharded can have")
     stream.seek(start)
     with zipfile.ZipFile(io.BytesIO(stream.read(length))) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
         member = archive.getinfo(name)
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size > _MOST:
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size > MOST_BYTES:
             raise pickle.UnpicklingError("its pickle is compressed, which torch.save does not do")
-        found = _Reader(io.BytesIO(archive.read(member))).load()
+        content = archive.read(member)
+    require_bounded(content)
+    found = _Reader(io.BytesIO(content)).load()
     if isinstance(found, list) and len(found) == 1:
         (found,) = found  # as an object of megatron-core 0.19
     if not isinstance(found, dict):

@@ -11,7 +11,6 @@ megatron-core 0.19 has what is not sharded as an object in a .distcp file, in pl
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from llmrecipes.engine.megatron.checkpoint.table import Numbers, Table
 from llmrecipes.engine.megatron.megatron_lm.arguments import read as read_arguments
 from llmrecipes.engine.megatron.megatron_lm.arguments import stand_in
 from llmrecipes.errors import UserError
+from llmrecipes.untrusted import read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 INDEX = ".metadata"
@@ -94,7 +94,7 @@ def _chosen(path: Path) -> Path:
         if (path / INDEX).is_file():
             return path
         if (tracker := path / TRACKER).is_file():
-            with tracker.open("rb") as stream:
+            with open_inside(path, TRACKER) as stream:
                 text = stream.read(64).decode("ascii", "replace").strip()
             name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else ""
             if not name:
@@ -137,10 +137,8 @@ def _require_format(folder: Path) -> None:
     if not path.is_file():
         return  # torch.distributed.checkpoint alone writes none
     try:
-        with open_inside(folder, FORM) as stream:
-            text = json.loads(stream.read(_MOST_JSON))
-        form = text["sharded_backend"]
-    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
+        form = read_json(path, root=folder, most=_MOST_JSON)["sharded_backend"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise damaged(path, f"it does not name the format: {error!r}") from error
     if form != FORMAT:
         raise UserError(

@@ -1,0 +1,121 @@
+"""The checkpoints of a training loop: what is saved, which saves have failed, and when that ends the run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
+from llmrecipes.engine.base import Engine, Progress
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.plan.derive import Plan
+from llmrecipes.tracking.events import Note
+
+logger = logging.getLogger(__name__)
+
+
+class Notes(Protocol):
+    """Receives notes."""
+
+    def note(self, note: Note) -> None: ...
+
+
+class Saves:
+    """Saves the state, reports how that ended, and ends a run that cannot save.
+
+    Every failed save is an alarm. A run whose disk stays full would train on for nothing: after
+    `checkpoint.max_failed_saves` failures in a row it ends. Until then the state is in memory, and space that is freed
+    in the meantime is used by the next save.
+
+    Args:
+        plan: the plan of the run.
+        engine: has the state.
+        saver: writes it.
+        notes: receives `checkpoint_saved` and `save_failed`.
+        recipe_hash: goes into the manifests.
+    """
+
+    def __init__(self, plan: Plan, engine: Engine, saver: AsyncSaver, notes: Notes, recipe_hash: str) -> None:
+        self._plan, self._engine, self._saver, self._notes, self._hash = plan, engine, saver, notes, recipe_hash
+        self._failed: dict[int, str] = {}
+        """Steps whose save has failed since the last one that has not, and why."""
+        self._waited: dict[int, float] = {}
+        """Seconds that the loop was blocked by a save that is still being written, by step."""
+
+    def save(self, progress: Progress) -> None:
+        """Save the state of a step; if failures before this one make it the last attempt, wait until it is written.
+
+        A collective of all ranks. Those in front of this save have ended on every rank, so all decide alike.
+
+        Raises:
+            UserError: see `require`.
+        """
+        self._start(progress)
+        self.poll()
+        earlier = sum(step < progress.step for step in self._failed)
+        if earlier >= self._plan.recipe.checkpoint.max_failed_saves - 1:
+            self.require(progress, "checkpoint.max_failed_saves")
+
+    def require(self, progress: Progress, where: str = "") -> None:
+        """Wait for the save of a step; if it fails, try once more, because the state is lost when the run ends.
+
+        Args:
+            progress: as the last `save`.
+            where: the key that makes this the last attempt; empty: the run ends anyway.
+
+        Raises:
+            UserError: both attempts have failed; with `ExitCode.STOP`.
+        """
+        self._report(self._saver.wait())
+        if progress.step in self._failed:
+            logger.warning("the checkpoint of step %d is written once more before the run ends", progress.step)
+            self._start(progress)
+            self._report(self._saver.wait())
+        if progress.step not in self._failed:
+            return
+        first = min(self._failed)
+        since = "" if first == progress.step else f", as all since step {first}"
+        raise UserError(
+            f"the checkpoint of step {progress.step} could not be written{since}: {self._failed[progress.step]}",
+            where=where,
+            rule="a run ends only when its state is saved, or cannot be: after checkpoint.max_failed_saves="
+            f"{self._plan.recipe.checkpoint.max_failed_saves} failures in a row",
+            fix="free some disk space, then run the same command with the same --run-id",
+            code=ExitCode.STOP,
+        )
+
+    def poll(self) -> None:
+        """Report the saves that have ended; does not wait."""
+        self._report(self._saver.poll())
+
+    def _start(self, progress: Progress) -> None:
+        started = time.perf_counter()
+        info = CheckpointInfo(
+            step=progress.step,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens,
+            layout=self._plan.layout.as_dict(),
+            recipe_hash=self._hash,
+            engine=self._engine.name,
+            recipe=self._plan.recipe.model_dump(mode="json"),
+        )
+        self._saver.save(self._engine.state(progress), info)
+        self._waited[progress.step] = time.perf_counter() - started
+
+    def _report(self, reports: list[SaveReport]) -> None:
+        for report in reports:
+            waited = self._waited.pop(report.step)
+            if report.path is None:
+                self._failed[report.step] = report.error or "unknown"
+                note = Note(step=report.step, event="save_failed", details={"error": report.error}, alarm=True)
+            else:
+                self._failed.clear()
+                details = {
+                    "path": str(report.path),
+                    "seconds": round(report.seconds, 3),
+                    "loop_waited": round(waited, 4),
+                }
+                note = Note(step=report.step, event="checkpoint_saved", details=details)
+            self._notes.note(note)
