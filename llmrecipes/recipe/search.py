@@ -170,8 +170,8 @@ class Search(Section):
     max_retry: NonNegInt = 3
     """How often a trial is resumed whose job or search process was lost."""
     heartbeat_interval: PosInt = 60
-    """Seconds between signs of life of a running trial."""
+    """Seconds between heartbeats of a running trial."""
     grace_period: PosInt | None = None
-    """Seconds without a sign of life until a trial is given to another process; unset: twice `heartbeat_interval`."""
+    """Seconds without a heartbeat until a trial is given to another process; unset: twice `heartbeat_interval`."""
     keep_checkpoints: Literal["none", "best", "all"] = "best"
     """Checkpoints of ended trials that are kept."""

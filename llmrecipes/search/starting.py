@@ -10,16 +10,19 @@ from typing import Any
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.process import Machine, this_machine
 from llmrecipes.launch import record
-from llmrecipes.launch.base import JobState, JobStatus
+from llmrecipes.launch.base import JobHandle, JobState, JobStatus
 from llmrecipes.launch.job import handle, statuses
+from llmrecipes.launch.registry import launcher
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
-from llmrecipes.search.budget import RANK_SECONDS
+from llmrecipes.search.budget import RANK_SECONDS, RANKS, RUN_ID, recorded_seconds
+from llmrecipes.search.heartbeat import Heartbeat
 from llmrecipes.search.metrics import MetricsReader, Reader
 from llmrecipes.search.remote import MlflowReader
 from llmrecipes.search.space import Values, suggest, trial_recipe
@@ -30,6 +33,7 @@ from llmrecipes.search.trials import (
     OUTCOME,
     WORKER,
     beat,
+    continues,
     discard,
     give_back,
     is_infeasible,
@@ -41,18 +45,24 @@ from llmrecipes.search.trials import (
 logger = logging.getLogger(__name__)
 
 INFEASIBLE_IN_A_ROW = 200
-REASON, RUN_ID, VALUES, FITS = "reason", "run_id", "values", "fits"
+REASON, VALUES, FITS = "reason", "values", "fits"
 """Attributes of trials, and the name of the constraint."""
+MACHINE = "machine"
+"""Attribute of a trial: where its local job was started; None if it has ended, or is one of a scheduler."""
 
 
 @dataclass(frozen=True)
 class NotStarted:
-    """A trial without a job; `outcome` is None if it is none at all, because others have begun the last ones."""
+    """A trial without a job; `outcome` is None if it is none at all, because others have begun the last ones.
+
+    `is_elsewhere`: its job may run on another machine, so that this one does not start it.
+    """
 
     number: int
     values: Values = field(default_factory=Values)
     outcome: Outcome | None = None
     reason: str = ""
+    is_elsewhere: bool = False
 
 
 @dataclass
@@ -67,6 +77,7 @@ class Starter:
         place: of the study.
         target: where trials run.
         patiently: makes a call that uses the storage.
+        heartbeat: of running trials.
     """
 
     study: optuna.Study
@@ -76,8 +87,10 @@ class Starter:
     place: Place
     target: Target
     patiently: Callable[[Callable[[], Any]], Any]
+    heartbeat: Heartbeat
     _infeasible: int = 0
     _submitted: bool = False
+    _left: set[str] = field(default_factory=set)
 
     def start(self, slot: int) -> Running | NotStarted:
         """Ask for a trial, and start or find its job.
@@ -89,19 +102,70 @@ class Starter:
             UserError: the first trial cannot be submitted, or too many in a row cannot run.
         """
         trial = self.patiently(self._ask)
+        started: Running | NotStarted | None = None
         try:
-            return self._begin(trial, slot)
+            started = self._begin(trial, slot)
+            return started
         except UpdateFinishedTrialError:  # this process was away for longer than the grace period
             logger.warning("trial %d was taken over by another process", trial.number)
             return NotStarted(trial.number)
+        finally:
+            if not isinstance(started, Running):
+                self.heartbeat.remove(trial.number)
+
+    def submit(self, trial: optuna.Trial, recipe: Recipe, plan: Plan, run_id: str, slot: int) -> JobHandle:
+        """Submit the job of a trial, and record the machine that a local one belongs to.
+
+        Raises:
+            UserError: it cannot be submitted.
+        """
+        # Before the job exists: another machine that knows nothing of it would start a second training.
+        machine = this_machine().as_dict() if self.target.is_local else None
+        self.patiently(lambda: trial.set_user_attr(MACHINE, machine))
+        return self.target.submit(recipe, plan, run_id, slot)
+
+    def can_be_followed(self, trial: FrozenTrial) -> bool:
+        """Whether a trial can be continued here without a second training beside its job.
+
+        Not if its job is a process of another machine whose run cannot be seen from here: nothing tells whether it
+        still trains, and it cannot be told to end.
+        """
+        machine = trial.user_attrs.get(MACHINE)
+        if machine is None or Machine.of(machine).is_this:
+            return True
+        run_id = trial.user_attrs[RUN_ID]
+        if record.read(self.place.run_dir(run_id)) is not None:
+            return True
+        if run_id not in self._left:
+            self._left.add(run_id)
+            logger.warning(
+                "trial %d is left to a search on %s: its job runs there, and %s is not visible here",
+                trial.number, machine.get("host", "another machine"), self.place.run_dir(run_id),
+            )  # fmt: skip
+        return False
+
+    def cancel(self, trial: FrozenTrial) -> None:
+        """End the job of a trial that is given up, should it still run."""
+        run_id = trial.user_attrs.get(RUN_ID)
+        try:
+            known = None if run_id is None else record.read(self.place.run_dir(run_id))
+            if known is not None:
+                logger.warning("trial %d: its job is cancelled", trial.number)
+                launcher(known.ref.launcher).cancel(known.ref)
+        except UserError as error:
+            logger.warning("trial %d: its job could not be cancelled: %s", trial.number, error)
 
     def _begin(self, trial: optuna.Trial, slot: int) -> Running | NotStarted:
         attributes = trial.user_attrs
-        # In this order: a trial that has a process but no sign of life would never be taken for lost.
+        # In this order: a trial that has a process but no heartbeat would never be taken for lost.
         self.patiently(lambda: beat(self.study, trial))
         self.patiently(lambda: trial.set_user_attr(WORKER, this_worker()))
+        self.heartbeat.add(trial)
         if self._is_surplus(trial):
             return NotStarted(trial.number)
+        if not self.can_be_followed(self._frozen(trial)):
+            self.patiently(lambda: give_back(self.study, trial.number))
+            return NotStarted(trial.number, outcome=Outcome.GIVEN_BACK, is_elsewhere=True)
         values = self.patiently(lambda: suggest(trial, self.recipe, self.search))
         try:
             recipe, plan = self._planned(values)
@@ -111,22 +175,30 @@ class Starter:
         self.patiently(lambda: trial.set_constraint(FITS, min(0.0, headroom(plan))))
         run_id = attributes.get(RUN_ID) or self.place.run_id(trial.number)
         self.patiently(lambda: trial.set_user_attr(RUN_ID, run_id))
-        self.patiently(lambda: beat(self.study, trial))  # the sampler and the plan may have taken a while
+        self.patiently(lambda: trial.set_user_attr(RANKS, plan.layout.world_size))
         run_dir = self.place.run_dir(run_id)
         known = record.read(run_dir)
         try:
             if known is None or _is_to_be_resumed(statuses([known.ref])[known.ref]):
-                job = self.target.submit(recipe, plan, run_id, slot)
+                job = self.submit(trial, recipe, plan, run_id, slot)
             else:
                 job = handle(known.ref)
         except UserError as error:
             return self._not_submitted(trial, values, error)
-        reported = self.patiently(lambda: set(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values))
+        frozen = self._frozen(trial)
         self._submitted = True
         return Running(
-            trial, values, recipe, plan, run_id, slot, job, self._reader(recipe, run_id), reported,
-            rank_seconds=attributes.get(RANK_SECONDS, 0.0),
+            trial, values, recipe, plan, run_id, slot, job, self._reader(recipe, run_id),
+            set(frozen.intermediate_values), continued=tuple(continues(frozen)),
+            rank_seconds=max(
+                attributes.get(RANK_SECONDS, 0.0), recorded_seconds(run_dir) * plan.layout.world_size
+            ),
         )  # fmt: skip
+
+    def _frozen(self, trial: optuna.Trial) -> FrozenTrial:
+        """A trial as it is in the storage."""
+        found: FrozenTrial = self.patiently(lambda: self.study.get_trials(deepcopy=False)[trial.number])
+        return found
 
     def _reader(self, recipe: Recipe, run_id: str) -> Reader:
         """Of metrics.jsonl, or of MLflow where the run's directory is not on a disk of this machine."""
@@ -141,6 +213,7 @@ class Starter:
         Raises:
             UserError: the same error if it is the first trial of this process: something is wrong with its options.
         """
+        self.patiently(lambda: trial.set_user_attr(MACHINE, None))
         self.patiently(lambda: give_back(self.study, trial.number))
         if not self._submitted:
             raise error
@@ -148,7 +221,7 @@ class Starter:
 
     def _ask(self) -> optuna.Trial:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # signs of life are expected from Optuna's own loop; here `beat` sends them
+            warnings.simplefilter("ignore")  # Optuna expects heartbeats from its own loop; here `Heartbeat` sends them
             return self.study.ask()
 
     def _is_surplus(self, trial: optuna.Trial) -> bool:

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from llmrecipes.search.trials import SOURCE
 logger = logging.getLogger(__name__)
 
 BASIS, WORKERS, STARTED = "llmrecipes:basis", "llmrecipes:worker:", "llmrecipes:started"
+RECIPE, OVERRIDES = "llmrecipes:recipe", "llmrecipes:overrides"
+"""The resolved recipe of the newest search of a study, and the overrides of its command line."""
 FILLED_WITHIN = 10.0
 """Seconds that another process may take for each known point that it adds to a study it has created."""
 UNUSED = ("description", "tracking", "checkpoint", "search")
@@ -89,13 +92,22 @@ def require_section(recipe: Recipe) -> Search:
     return recipe.search
 
 
-def open_study(recipe: Recipe, place: Place, *, resume: bool) -> optuna.Study:
+def open_study(
+    recipe: Recipe,
+    place: Place,
+    *,
+    resume: bool,
+    overrides: Sequence[str] = (),
+    log: Callable[[str], None] = logger.info,
+) -> optuna.Study:
     """Create the study, or continue it.
 
     Args:
         recipe: with the section `search`.
         place: of the study.
         resume: continue a study that exists, or join those who work on it.
+        overrides: with which the recipe was loaded, for commands that read the study later.
+        log: receives what has changed since the study was started, and may.
 
     Raises:
         UserError: it exists and is not to be resumed, is of another recipe, or its storage does not respond.
@@ -116,12 +128,62 @@ def open_study(recipe: Recipe, place: Place, *, resume: bool) -> optuna.Study:
         if not patiently(lambda: _is_filled(study), where):  # by a process that was killed
             patiently(lambda: _fill(study, recipe, search, where), where)
         patiently(lambda: _require_same(study, recipe, where), where)
+        for difference in patiently(lambda: _changed_section(study, search), where):
+            log(f"{difference.key} is now {difference.now!r}, was {difference.then!r}")
+        patiently(lambda: _remember(study, recipe, overrides), where)
     else:
+        patiently(lambda: _remember(study, recipe, overrides), where)
         patiently(lambda: _fill(study, recipe, search, where), where)
     number = patiently(lambda: _register(study), where)
     study.sampler = sampler(search, number)
     study.pruner = pruner(search, evaluations(recipe))
     return study
+
+
+def _remember(study: optuna.Study, recipe: Recipe, overrides: Sequence[str]) -> None:
+    study.set_user_attr(RECIPE, recipe.model_dump(mode="json"))
+    study.set_user_attr(OVERRIDES, list(overrides))
+
+
+def recipe_of_study(study: optuna.Study) -> Recipe | None:
+    """The recipe that a study was last searched with, its overrides and limits included.
+
+    None if the study was never started, or its recipe is not one of this version.
+    """
+    try:
+        return Recipe.model_validate(study.user_attrs.get(RECIPE))
+    except ValidationError:
+        return None
+
+
+def _changed_section(study: optuna.Study, search: Search) -> list[Difference]:
+    """Limits, sampler and whatever else of the section has changed since the newest search of a study."""
+    earlier = recipe_of_study(study)
+    if earlier is None or earlier.search is None:
+        return []
+    sections = [{"search": each.model_dump(mode="json", exclude={"space"})} for each in (search, earlier.search)]
+    return differences(*sections)
+
+
+def earlier_overrides(recipe: Recipe, place: Place) -> list[str]:
+    """The overrides that a study was last searched with; none if there is no such study.
+
+    Args:
+        recipe: with the section `search`.
+        place: of the study.
+
+    Raises:
+        UserError: the storage does not respond.
+    """
+    where = address(require_section(recipe), place.folder)
+    if (file := file_of(where)) is not None and not file.is_file():
+        return []
+    storage = open_storage(where, require_section(recipe))
+    try:
+        study = patiently(lambda: optuna.load_study(study_name=place.name, storage=storage), where)
+    except KeyError:
+        return []
+    return [str(each) for each in patiently(lambda: study.user_attrs, where).get(OVERRIDES, ())]
 
 
 def load(recipe: Recipe, place: Place) -> optuna.Study:

@@ -55,6 +55,7 @@ class Running:
         reported: evaluations that Optuna knows.
         ending: why this process has cancelled the job; None: it has not.
         rank_seconds: seconds in which the job ran, times ranks.
+        continued: numbers of the trials that it continues, parts of the same run.
     """
 
     trial: optuna.Trial
@@ -68,9 +69,11 @@ class Running:
     reported: set[int] = field(default_factory=set)
     ending: Outcome | None = None
     rank_seconds: float = 0.0
+    continued: tuple[int, ...] = ()
     resumed: int = 0
     looked: float = field(default_factory=time.monotonic)
-    beaten: float = 0.0
+    counted: float = 0.0
+    """When its GPU-hours were last written to the study, by the monotonic clock."""
     is_bad: bool = False
     """Whether the pruner wants it to end."""
     tracked: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -14,23 +14,34 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.launch.base import JobStatus
+from llmrecipes.hardware.process import Watch
+from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.launch.job import PATIENCE_SECONDS, statuses
 from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.best import Keeper
-from llmrecipes.search.budget import RANK_SECONDS, TOKENS, Budget, Used, used
+from llmrecipes.search.budget import ENDED, RANK_SECONDS, TOKENS, Budget, Used, recorded_seconds, used
+from llmrecipes.search.heartbeat import Heartbeat
 from llmrecipes.search.length import trial_tokens
 from llmrecipes.search.space import Values
-from llmrecipes.search.starting import REASON, VALUES, Starter
+from llmrecipes.search.starting import MACHINE, REASON, VALUES, Starter
 from llmrecipes.search.stop import Stop, stop_signals
 from llmrecipes.search.storage import address, patiently
 from llmrecipes.search.study import Place, require_section
 from llmrecipes.search.target import Target
 from llmrecipes.search.tracking import StudyTracker
 from llmrecipes.search.trial import Outcome, Running
-from llmrecipes.search.trials import OUTCOME, beat, give_back, own_trials, take_back, unbegun
+from llmrecipes.search.trials import (
+    OUTCOME,
+    WORKER,
+    give_back,
+    is_alive,
+    own_trials,
+    take_back,
+    unbegun,
+    was_given_up,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +84,12 @@ class Worker:
         self.search: Search = require_section(self.recipe)
         self.budget = Budget(self.search, trial_tokens(self.recipe, self.search))
         self._address = address(self.search, self.place.folder)
+        self._heartbeat = Heartbeat(self.study, self.search.heartbeat_interval)
+        self._watch = Watch()
         self._starter = Starter(
-            self.study, self.recipe, self.keeper.recipe, self.search, self.place, self.target, self._patiently
-        )
+            self.study, self.recipe, self.keeper.recipe, self.search, self.place, self.target, self._patiently,
+            self._heartbeat,
+        )  # fmt: skip
         self._spent = ""
         self._not_before = 0.0
         self._pause = LOOK_SECONDS
@@ -87,7 +101,7 @@ class Worker:
         Raises:
             UserError: trials fail one after another, none can run, or the storage does not respond.
         """
-        with stop_signals() as stop:
+        with stop_signals() as stop, self._heartbeat:
             try:
                 while not stop.requested:
                     self._start_trials(stop)
@@ -117,14 +131,18 @@ class Worker:
         return patiently(call, self._address)
 
     def _used(self) -> Used:
-        return used(own_trials(self.study), self.budget.trial_tokens, self.search.min_improvement)
+        return self._used_by(own_trials(self.study))
+
+    def _used_by(self, trials: Iterable[FrozenTrial]) -> Used:
+        shared = self.place.run_dir if self.target.launcher.shares_disk else None
+        return used(trials, self.budget.trial_tokens, self.search.min_improvement, shared)
 
     # -- starting ------------------------------------------------------------------------------------------------
 
     def _start_trials(self, stop: Stop) -> None:
         if len(self.running) == self.target.workers or time.monotonic() < self._not_before:
             return
-        self._patiently(lambda: take_back(self.study, self._grace))
+        self._patiently(lambda: take_back(self.study, self._grace, self._watch, self._starter))
         while len(self.running) < self.target.workers and not stop.requested and time.monotonic() >= self._not_before:
             now = self._patiently(self._used)
             self._spent = self.budget.spent(now) or self._exhausted()
@@ -134,11 +152,20 @@ class Worker:
             self._start_one()
 
     def _may_be_lost(self) -> bool:
-        """Whether a limit is reached only by trials that others have asked for and perhaps never begun."""
+        """Whether a limit is reached only by trials of others that have perhaps never begun, or lost their process.
+
+        A process that cannot be asked is believed to be alive when the trial has not gone stale for the grace period.
+        """
         trials = self._patiently(lambda: list(own_trials(self.study)))
         asked = self._patiently(lambda: unbegun(self.study))
-        begun = (each for each in trials if each.number not in asked)
-        return bool(asked) and not self.budget.spent(used(begun, self.budget.trial_tokens, self.search.min_improvement))
+        running = [each for each in trials if each.state == TrialState.RUNNING and each.number not in asked]
+        unknown = frozenset(each.number for each in running if is_alive(each.user_attrs.get(WORKER, {})) is None)
+        if self._watch.unchanged("others", unknown) > self._grace + self.search.heartbeat_interval:
+            unknown = frozenset()
+        unsure = asked | unknown
+        return bool(unsure) and not self.budget.spent(
+            self._used_by(each for each in trials if each.number not in unsure)
+        )
 
     def _start_one(self) -> None:
         slot = min(set(range(self.target.workers)) - {each.slot for each in self.running})
@@ -146,7 +173,10 @@ class Worker:
         if isinstance(started, Running):
             self.running.append(started)
             self._pause = LOOK_SECONDS
-            self.log(f"trial {started.number} started  {shown(started.values)}")
+            how = f"continues trial {max(started.continued)}" if started.continued else "started"
+            self.log(f"trial {started.number} {how}  {shown(started.values)}")
+        elif started.is_elsewhere:
+            self._not_before = time.monotonic() + POSTPONED_SECONDS
         elif started.outcome == Outcome.GIVEN_BACK:
             logger.warning("trial %d could not be submitted: %s", started.number, started.reason)
             self._not_before = time.monotonic() + POSTPONED_SECONDS
@@ -181,9 +211,17 @@ class Worker:
             try:
                 self._look_at(each, found.get(each.job.ref))
             except UpdateFinishedTrialError:
-                # This process was away for longer than the grace period. The other one follows the same job.
+                # This process was away for longer than the grace period. The other one follows the same job, unless
+                # the trial had been retried often enough.
                 logger.warning("trial %d was taken over by another process", each.number)
-                self.running = [other for other in self.running if other is not each]
+                self._drop(each)
+                if self._patiently(lambda each=each: was_given_up(self.study, each.number)):  # type: ignore[misc]
+                    self._starter.cancel(self._patiently(lambda each=each: self.study.trials[each.number]))  # type: ignore[misc]
+
+    def _drop(self, each: Running) -> None:
+        """Follow a trial no more."""
+        self._heartbeat.remove(each.number)
+        self.running = [other for other in self.running if other is not each]
 
     def _look_at(self, each: Running, status: JobStatus | None) -> None:
         if not each.tracked and each.reported:
@@ -194,8 +232,10 @@ class Worker:
         each.clock(status)
         if status.state.ended:
             self._ended(each, status)
-        elif time.monotonic() - each.beaten >= self.search.heartbeat_interval:
-            self._beat(each)
+        elif time.monotonic() - each.counted >= self.search.heartbeat_interval:
+            self._count(each)
+            self._note(each, {RANK_SECONDS: each.rank_seconds})
+            each.counted = time.monotonic()
 
     def _report(self, each: Running) -> None:
         """Report new evaluations, and cancel the job if the pruner says so."""
@@ -227,21 +267,25 @@ class Worker:
             each.resumed += 1
             logger.warning("trial %d: its job has ended (%s); it is resumed", each.number, status.state)
             try:
-                each.job = self.target.submit(each.recipe, each.plan, each.run_id, each.slot)
+                each.job = self._starter.submit(each.trial, each.recipe, each.plan, each.run_id, each.slot)
             except UserError as error:
                 status = replace(status, reason=str(error))
             else:
                 return
-        self.running.remove(each)
+        if status.state == JobState.UNKNOWN and self.target.is_local:  # it has lost its lease, and may still run
+            self._starter.cancel(self._patiently(lambda: self.study.trials[each.number]))
+        self._count(each)
+        self._drop(each)
         if outcome == Outcome.GIVEN_BACK:
-            self._note(each, {RANK_SECONDS: each.rank_seconds})
+            self._note(each, {RANK_SECONDS: each.rank_seconds, MACHINE: None})
             self._patiently(lambda: give_back(self.study, each.number))
             return
         logs = each.job.logs()
         reason = status.reason or f"exit code {status.exit_code}, see {' '.join(map(str, logs.files or logs.command))}"
         attributes = {
             OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome, TOKENS: each.reader.progress.tokens,
-            RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values),
+            RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values), MACHINE: None,
+            ENDED: sum(other.state.is_finished() for other in self._patiently(lambda: list(own_trials(self.study)))),
             **({} if outcome in (Outcome.COMPLETE, Outcome.PRUNED) else {REASON: reason}),
         }  # fmt: skip
         self._note(each, attributes)
@@ -297,23 +341,26 @@ class Worker:
                 fix="read its log; then the same command with --resume",
             )
 
-    def _beat(self, each: Running) -> None:
-        self._note(each, {RANK_SECONDS: each.rank_seconds})
-        self._patiently(lambda: beat(self.study, each.trial))
-        each.beaten = time.monotonic()
+    def _count(self, each: Running) -> None:
+        """Bring its GPU-hours up to date: what its run has recorded also counts the time when nobody looked."""
+        seconds = each.reader.progress.seconds
+        if self.target.launcher.shares_disk:
+            seconds = max(seconds, recorded_seconds(self.place.run_dir(each.run_id)))
+        each.rank_seconds = max(each.rank_seconds, seconds * each.plan.layout.world_size)
 
     # -- stopping ------------------------------------------------------------------------------------------------
 
     def _stop(self, stop: Stop) -> None:
-        """Save local trials and wait for them; leave those of a scheduler running. All are given back."""
-        self.log(f"stopping: {len(self.running)} running trials are given back")
+        """Save local trials and wait for them; leave those of a scheduler running. All are returned to the queue."""
+        self.log(f"stopping: {len(self.running)} running trials are returned to the queue")
         for each in list(self.running):
             each.ending = each.ending or Outcome.GIVEN_BACK
             if self.target.is_local:
                 each.job.cancel()
             else:
-                self.running.remove(each)
+                self._drop(each)
                 with suppress(UpdateFinishedTrialError):  # taken over by another process
+                    self._count(each)
                     self._note(each, {RANK_SECONDS: each.rank_seconds})
                     self._patiently(lambda each=each: give_back(self.study, each.number))  # type: ignore[misc]
         stop.again()
