@@ -27,6 +27,7 @@ from llmrecipes.search.study import Place
 from llmrecipes.search.target import Infeasible, Target, headroom
 from llmrecipes.search.trial import FINAL_CODES, Outcome, Running
 from llmrecipes.search.trials import (
+    FITS,
     OUTCOME,
     WORKER,
     beat,
@@ -41,8 +42,8 @@ from llmrecipes.search.trials import (
 logger = logging.getLogger(__name__)
 
 INFEASIBLE_IN_A_ROW = 200
-REASON, RUN_ID, VALUES, FITS = "reason", "run_id", "values", "fits"
-"""Attributes of trials, and the name of the constraint."""
+REASON, RUN_ID, VALUES = "reason", "run_id", "values"
+"""Attributes of trials."""
 
 
 @dataclass(frozen=True)

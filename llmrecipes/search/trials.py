@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 WORKER, GIVEN_BACK, SOURCE, OUTCOME = WORKER_ATTRIBUTE, "given_back", "source_study", "outcome"
 """Attributes of trials: who runs it, which trials it continues, the earlier study it is from, and how it ended."""
+FITS = "fits"
+"""Constraint of a trial: the share of memory that its plan lacks, negative where it fits."""
 
 
 def this_worker() -> dict[str, Any]:
@@ -74,10 +76,10 @@ def take_back(study: optuna.Study, grace: float) -> None:
 
 def is_queued(trial: FrozenTrial) -> bool:
     """Whether a trial was in the queue before it ran: a known point, or one that continues another."""
-    return bool(trial.params or "fixed_params" in trial.system_attrs or _continues(trial))
+    return bool(trial.params or "fixed_params" in trial.system_attrs or continues(trial))
 
 
-def _continues(trial: FrozenTrial) -> list[int]:
+def continues(trial: FrozenTrial) -> list[int]:
     """The trials that a trial continues."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
@@ -133,7 +135,7 @@ def own_trials(study: optuna.Study) -> Iterator[FrozenTrial]:
     continued: set[int] = set()
     repeated: set[int] = set()
     for each in trials:
-        if history := _continues(each):
+        if history := continues(each):
             if (max(history) in continued or repeated.intersection(history)) and each.number not in history:
                 repeated.add(each.number)
             continued.update(history)
