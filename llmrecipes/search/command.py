@@ -117,6 +117,7 @@ def search(
     study = open_study(recipe, place, resume=resume)
     if target.is_local:
         prepare_data(recipe, target.paths.data_dir, log)  # once, rather than in the first trials
+        _require_validation(recipe, target.paths.data_dir)
     keeper = Keeper(goal or recipe, place)
     tracker = StudyTracker.open(study, recipe, place, target.given.get("tracking-uri"))
     code = ExitCode.REQUEUE
@@ -125,6 +126,24 @@ def search(
     finally:
         tracker.close(finished=code == ExitCode.DONE, files=keeper.files())
     return result_of(recipe, study, keeper, code)
+
+
+def _require_validation(recipe: Recipe, data_dir: Path) -> None:
+    """Refuse data without a validation split, before anything trains on it.
+
+    Raises:
+        UserError: no source has a sequence of it, because there is too little text.
+    """
+    from llmrecipes.data.prepared import open_prepared
+
+    prepared = open_prepared(recipe, data_dir)
+    if prepared.usable("valid", recipe.model.seq_length):
+        return
+    raise UserError(
+        f"the validation split has less than one sequence of {recipe.model.seq_length} tokens",
+        where="data.split", rule="trials are compared by their validation loss",
+        fix="more text in data.sources, or a larger share, such as data.split: [90, 9, 1]",
+    )  # fmt: skip
 
 
 def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -19,6 +21,11 @@ from llmrecipes.search.space import Values
 if TYPE_CHECKING:
     import optuna
 
+OUT_OF_MEMORY = re.compile(rb"error: (out of (?:GPU|host) memory[^\r\n]*)")
+"""The message of a rank (`faults.memory`)."""
+SLURM_OUT_OF_MEMORY = "OUT_OF_MEMORY"
+LOG_TAIL = 1 << 16
+"""Bytes at the end of a log that are searched."""
 FINAL_CODES = (int(ExitCode.BAD_INPUT), int(ExitCode.STOP))
 """Exit codes after which the same job would fail again."""
 
@@ -29,9 +36,9 @@ class Outcome(StrEnum):
     COMPLETE = "complete"
     PRUNED = "pruned"
     DIVERGED = "diverged"
-    """A loss was not finite: for the sampler the same as pruned, because the values are to be avoided."""
+    """A loss was not finite; samplers see a violated constraint."""
     INFEASIBLE = "infeasible"
-    """The plan has said that it cannot run."""
+    """The plan has said that it cannot run, or it ran out of memory all the same."""
     FAILED = "failed"
     GIVEN_BACK = "given back"
     """Not ended: another process resumes it."""
@@ -111,11 +118,42 @@ class Running:
             return Outcome.COMPLETE, values
         if progress.diverged and status.state == JobState.FAILED and status.exit_code in (None, ExitCode.STOP):
             return Outcome.DIVERGED, []
+        if status.state == JobState.COMPLETED and self._has_no_finite_loss(progress):
+            return Outcome.DIVERGED, []
+        if self._out_of_memory(status):
+            return Outcome.INFEASIBLE, []
         if self.ending is not None and status.state != JobState.COMPLETED:
             return self.ending, []
         if status.state in (JobState.SAVED, JobState.UNKNOWN):
             return Outcome.LOST, []
         return Outcome.FAILED, []
+
+    def reason(self, status: JobStatus) -> str:
+        """Why it ended without a result, given the final status of its job."""
+        if status.state == JobState.COMPLETED and self._has_no_finite_loss(self.reader.progress):
+            return "the validation loss is not finite"
+        logs = self.job.logs()
+        where = f"exit code {status.exit_code}, see {' '.join(map(str, logs.files or logs.command))}"
+        return self._out_of_memory(status) or status.reason or where
+
+    def _has_no_finite_loss(self, progress: Progress) -> bool:
+        last = progress.evaluations.get(self.recipe.train.train_iters)
+        return last is not None and last.valid_loss is None
+
+    def _out_of_memory(self, status: JobStatus) -> str:
+        """What a job says that ran out of memory; empty if it did not, as far as its logs can be read here."""
+        if status.state != JobState.FAILED:
+            return ""
+        if SLURM_OUT_OF_MEMORY in status.reason:
+            return status.reason
+        if status.exit_code not in (None, ExitCode.STOP):
+            return ""
+        for path in self.job.logs().files:
+            with suppress(OSError), path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - LOG_TAIL))
+                if found := OUT_OF_MEMORY.search(file.read()):
+                    return found[1].decode(errors="replace")
+        return ""
 
     def _objectives(self, progress: Progress, names: tuple[Objective, ...]) -> list[float] | None:
         last = progress.evaluations.get(self.recipe.train.train_iters)

@@ -237,8 +237,7 @@ class Worker:
             self._note(each, {RANK_SECONDS: each.rank_seconds})
             self._patiently(lambda: give_back(self.study, each.number))
             return
-        logs = each.job.logs()
-        reason = status.reason or f"exit code {status.exit_code}, see {' '.join(map(str, logs.files or logs.command))}"
+        reason = each.reason(status)
         attributes = {
             OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome, TOKENS: each.reader.progress.tokens,
             RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values),
@@ -254,7 +253,7 @@ class Worker:
     def _tell(self, each: Running, outcome: Outcome, values: list[float]) -> FrozenTrial:
         if outcome == Outcome.COMPLETE:
             return self.study.tell(each.trial, values, skip_if_finished=True)
-        pruned = outcome in (Outcome.PRUNED, Outcome.DIVERGED)
+        pruned = outcome in (Outcome.PRUNED, Outcome.DIVERGED, Outcome.INFEASIBLE)
         state = TrialState.PRUNED if pruned else TrialState.FAIL
         return self.study.tell(each.trial, state=state, skip_if_finished=True)
 

@@ -67,6 +67,8 @@ def norm(*choices: str) -> dict[str, Any]:
         ({"pruner": {"type": "MedianPruner", "patience": 3}}, "search.pruner.patience", "MedianPruner"),
         ({"pruner": {"type": "PercentilePruner"}}, "search.pruner.percentile", "PercentilePruner"),
         ({"pruner": {"type": "PatientPruner"}}, "search.pruner.patience", "PatientPruner"),
+        ({"pruner": {"type": "WilcoxonPruner"}}, "search.pruner.type", "train.eval_interval"),
+        ({"pruner": {"type": "WilcoxonPruner", "p_threshold": 0.0}}, "search.pruner.type", "p_threshold"),
         ({"pruner": {}, "objectives": ["valid_loss", "train_seconds"]}, "search.pruner.type", "NopPruner"),
         ({"objectives": ["valid_loss", "valid_loss"]}, "search.objectives", "valid_loss"),
         ({"space": [{"key": "model.vocab_size", "choices": [512, 1024]}]}, "search.objectives", "valid_bits_per_byte"),
