@@ -225,7 +225,8 @@ def _pruner(recipe: Recipe, search: Search) -> Iterator[Problem]:
     evaluations = -(-recipe.train.train_iters // recipe.train.eval_interval)
     if "WilcoxonPruner" in (pruner.type, pruner.wrapped_pruner):
         threshold = WILCOXON_P if pruner.p_threshold is None else pruner.p_threshold
-        needed = next((count for count in range(2, 64) if 0.5**count < threshold), None)
+        fewest = 2 if pruner.n_startup_steps is None else max(2, pruner.n_startup_steps)
+        needed = next((count for count in range(fewest, fewest + 64) if 0.5**count < threshold), None)
         if needed is None or evaluations <= needed:
             yield Problem(
                 "search.pruner.type", f"WilcoxonPruner at p < {threshold:g}, with {evaluations} evaluations in a trial",
@@ -243,6 +244,9 @@ def pruner_keys(pruner: Pruner) -> tuple[str, ...]:
 
 def _objectives(recipe: Recipe, search: Search) -> Iterator[Problem]:
     names = search.objectives
+    if search.seeds_per_point > 1 and any(each.key == "train.seed" for each in search.space):
+        yield Problem("search.seeds_per_point", f"{search.seeds_per_point}, and train.seed is searched",
+                      "each point is trained with the same seeds", "remove train.seed from search.space")  # fmt: skip
     if len(set(names)) < len(names):
         yield Problem("search.objectives", f"{', '.join(names)}", "objectives differ", "remove one")
     if recipe.data.split[1] == 0:

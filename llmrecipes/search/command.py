@@ -201,7 +201,7 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result
     from llmrecipes.search.space import values_of
     from llmrecipes.search.storage import address
     from llmrecipes.search.study import require_section
-    from llmrecipes.search.trials import own_trials
+    from llmrecipes.search.trials import STANDARD_ERRORS, own_trials
     from llmrecipes.tracking.store import redact
 
     section = require_section(recipe)
@@ -210,6 +210,7 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result
             "number": each.number,
             **dict(zip(section.objectives, each.values, strict=True)),
             "values": values_of(each.params, section),
+            **({"standard_errors": errors} if (errors := each.user_attrs.get(STANDARD_ERRORS)) else {}),
         }
         for each in best_trials(study)
     ]

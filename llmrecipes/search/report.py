@@ -18,12 +18,13 @@ from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.best import best_trials
 from llmrecipes.search.budget import Budget, used
-from llmrecipes.search.length import evaluations, trial_tokens
+from llmrecipes.search.length import evaluations, tokens_of_point
 from llmrecipes.search.plots import labelled, plots
 from llmrecipes.search.samplers import pruner
 from llmrecipes.search.space import own_point, parameters
 from llmrecipes.search.study import changes, require_section
-from llmrecipes.search.trials import own_trials
+from llmrecipes.search.trial import measured
+from llmrecipes.search.trials import STANDARD_ERRORS, own_trials
 
 MOST_BEST = 12
 """Trade-offs next to each other; all of them are in the plot and the list of trials."""
@@ -121,8 +122,8 @@ def _best(study: optuna.Study, recipe: Recipe) -> str:
     rows = [
         [
             labelled(name),
-            *(f"{each.values[index]:.5g}" for each in shown),
-            f"{trial.values[index]:.5g}" if trial else "",
+            *(_measured(each)[index] for each in shown),
+            _measured(trial)[index] if trial else "",
         ]
         for index, name in enumerate(_names(study))
     ]
@@ -141,7 +142,7 @@ def _training(commands: Sequence[str]) -> Iterator[str]:
 def _facts(study: optuna.Study, recipe: Recipe) -> str:
     search = require_section(recipe)
     trials = list(own_trials(study))
-    tokens = trial_tokens(recipe, search)
+    tokens = tokens_of_point(recipe, search)
     now = used(trials, tokens, search.min_improvement)
     starts = [each.datetime_start for each in trials if each.datetime_start]
     ends = [each.datetime_complete for each in trials if each.datetime_complete]
@@ -188,7 +189,7 @@ def _table(study: optuna.Study) -> str:
     head = ["trial", "outcome", *map(labelled, names), *["evaluations"] * curves, *keys, *["reason"] * reasons]
     lines = []
     for each in trials:
-        values = [f"{value:.5g}" for value in each.values or ()]
+        values = _measured(each)
         cells = [str(each.number), _outcome(each), *values, *[""] * (len(names) - len(values))]
         cells += [str(len(each.intermediate_values))] * curves
         cells += [_text(each.params.get(key)) for key in keys]
@@ -198,6 +199,10 @@ def _table(study: optuna.Study) -> str:
     table = f'<table class="trials"><tr>{_cells(head, "th")}</tr>\n{"".join(lines)}</table>'
     note = "In grey: not completed; a value is that of the last evaluation."
     return f'<section><h2>Trials</h2><p class="note">{note}</p><div class="scroll">{table}</div></section>'
+
+
+def _measured(trial: FrozenTrial) -> list[str]:
+    return measured(trial.values or (), trial.user_attrs.get(STANDARD_ERRORS, ()))
 
 
 def _outcome(trial: FrozenTrial) -> str:

@@ -19,16 +19,17 @@ from llmrecipes.launch.job import handle, statuses
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
-from llmrecipes.search.budget import RANK_SECONDS
+from llmrecipes.search.budget import RANK_SECONDS, TOKENS
 from llmrecipes.search.metrics import MetricsReader, Reader
 from llmrecipes.search.remote import MlflowReader
 from llmrecipes.search.space import Values, suggest, trial_recipe
 from llmrecipes.search.study import Place
 from llmrecipes.search.target import Infeasible, Target, headroom
-from llmrecipes.search.trial import FINAL_CODES, Outcome, Running
+from llmrecipes.search.trial import FINAL_CODES, Outcome, Running, with_seed
 from llmrecipes.search.trials import (
     FITS,
     OUTCOME,
+    SEEDS,
     WORKER,
     beat,
     discard,
@@ -104,13 +105,15 @@ class Starter:
         if self._is_surplus(trial):
             return NotStarted(trial.number)
         values = self.patiently(lambda: suggest(trial, self.recipe, self.search))
+        # The last one is judged by its run, which may have ended before its search process could tell.
+        seeds = list(attributes.get(SEEDS, ()))[: self.search.seeds_per_point - 1]
         try:
-            recipe, plan = self._planned(values)
+            recipe, plan = self._planned(values, len(seeds))
         except Infeasible as error:
             return self._tell_infeasible(trial, values, error)
         self._infeasible = 0
         self.patiently(lambda: trial.set_constraint(FITS, min(0.0, headroom(plan))))
-        run_id = attributes.get(RUN_ID) or self.place.run_id(trial.number)
+        run_id = self._run_id(attributes.get(RUN_ID) or self.place.run_id(trial.number), len(seeds))
         self.patiently(lambda: trial.set_user_attr(RUN_ID, run_id))
         self.patiently(lambda: beat(self.study, trial))  # the sampler and the plan may have taken a while
         run_dir = self.place.run_dir(run_id)
@@ -126,8 +129,26 @@ class Starter:
         self._submitted = True
         return Running(
             trial, values, recipe, plan, run_id, slot, job, self._reader(recipe, run_id), reported,
-            rank_seconds=attributes.get(RANK_SECONDS, 0.0),
+            rank_seconds=attributes.get(RANK_SECONDS, 0.0), seeds=seeds, tokens=attributes.get(TOKENS, 0),
         )  # fmt: skip
+
+    def next_seed(self, running: Running) -> None:
+        """Start the training of the next seed of a trial, in a run of its own.
+
+        Raises:
+            UserError: it cannot be submitted.
+        """
+        number = len(running.seeds)
+        recipe, plan = self._planned(running.values, number)
+        run_id = self._run_id(running.run_id, number)
+        self.patiently(lambda: running.trial.set_user_attr(RUN_ID, run_id))
+        job = self.target.submit(recipe, plan, run_id, running.slot)
+        running.recipe, running.plan, running.run_id, running.job = recipe, plan, run_id, job
+        running.reader = self._reader(recipe, run_id)
+        running.tracked, running.resumed = False, 0
+
+    def _run_id(self, run_id: str, seed: int) -> str:
+        return self.place.run_ids(run_id, self.search.seeds_per_point)[seed]
 
     def _reader(self, recipe: Recipe, run_id: str) -> Reader:
         """Of metrics.jsonl, or of MLflow where the run's directory is not on a disk of this machine."""
@@ -169,9 +190,9 @@ class Starter:
         self.patiently(lambda: give_back(self.study, trial.number) if was_queued else discard(self.study, trial))
         return True
 
-    def _planned(self, values: Values) -> tuple[Recipe, Plan]:
+    def _planned(self, values: Values, seed: int) -> tuple[Recipe, Plan]:
         try:
-            recipe = trial_recipe(self.recipe, self.search, values)
+            recipe = with_seed(trial_recipe(self.recipe, self.search, values), seed)
             if self.goal is not self.recipe:
                 trial_recipe(self.goal, self.search, values)
         except UserError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 BASIS, WORKERS, STARTED = "llmrecipes:basis", "llmrecipes:worker:", "llmrecipes:started"
 FILLED_WITHIN = 10.0
 """Seconds that another process may take for each known point that it adds to a study it has created."""
+SEED = "-seed"
+"""In the id of a run, before the number of its seed; not of the first one."""
 UNUSED = ("description", "tracking", "checkpoint", "search")
 """Sections that do not change what a study measures."""
 
@@ -65,6 +68,16 @@ class Place:
     def run_id(self, number: int) -> str:
         """Id of a trial's run."""
         return f"{self.name}-{number:04d}"
+
+    def run_ids(self, run_id: str, seeds: int) -> list[str]:
+        """Ids of the runs of a trial, one for each seed.
+
+        Args:
+            run_id: of any of them.
+            seeds: of a trial.
+        """
+        first = re.sub(rf"{SEED}\d+$", "", run_id)
+        return [first, *(f"{first}{SEED}{number}" for number in range(1, seeds))]
 
     def run_dir(self, run_id: str) -> Path:
         """Directory of a trial's run."""
@@ -160,6 +173,8 @@ def basis(recipe: Recipe) -> dict[str, Any]:
     data = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in UNUSED}
     space = {each.pop("key"): each for each in search.model_dump(mode="json")["space"]}
     measured = {"objectives": list(search.objectives), "trial_tokens": trial_tokens(recipe, search)}
+    if search.seeds_per_point > 1:
+        measured["seeds_per_point"] = search.seeds_per_point
     return {**data, "search": {**measured, "space": space}}
 
 
@@ -268,7 +283,8 @@ def _add_earlier(study: optuna.Study, recipe: Recipe, name: str, where: str) -> 
         kept = {key: value for key, value in trial.user_attrs.items() if key == OUTCOME}
         study.add_trial(
             create_trial(
-                state=trial.state, values=trial.values, params=params, distributions={key: space[key] for key in params},
+                state=trial.state, values=trial.values, params=params,
+                distributions={key: space[key] for key in params},
                 intermediate_values=trial.intermediate_values, user_attrs={**kept, SOURCE: source},
             )
         )  # fmt: skip

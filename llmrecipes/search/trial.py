@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -46,6 +49,30 @@ class Outcome(StrEnum):
     """Its job was interrupted, and can be resumed here."""
 
 
+def with_seed(recipe: Recipe, number: int) -> Recipe:
+    """The recipe of one of the seeds of a trial, from 0."""
+    train = recipe.train.model_copy(update={"seed": recipe.train.seed + number})
+    return recipe.model_copy(update={"train": train})
+
+
+def mean_and_error(seeds: list[list[float]]) -> tuple[list[float], list[float]]:
+    """Means of the objectives over the seeds of a trial, and the standard errors of these means; of two or more seeds.
+
+    Args:
+        seeds: values of the objectives of each.
+    """
+    columns = list(zip(*seeds, strict=True))
+    errors = [statistics.stdev(column) / math.sqrt(len(column)) for column in columns]
+    return [statistics.fmean(column) for column in columns], errors
+
+
+def measured(values: Sequence[float], errors: Sequence[float]) -> list[str]:
+    """Values of objectives in words, with their standard errors if there are any."""
+    if not errors:
+        return [f"{value:.5g}" for value in values]
+    return [f"{value:.5g} ± {error:.2g}" for value, error in zip(values, errors, strict=True)]
+
+
 @dataclass
 class Running:
     """A trial whose job has been submitted.
@@ -62,6 +89,9 @@ class Running:
         reported: evaluations that Optuna knows.
         ending: why this process has cancelled the job; None: it has not.
         rank_seconds: seconds in which the job ran, times ranks.
+        seeds: values of the objectives of the seeds that are complete.
+        tokens: of these seeds.
+        errors: standard errors of the objectives; empty with one seed.
     """
 
     trial: optuna.Trial
@@ -75,6 +105,9 @@ class Running:
     reported: set[int] = field(default_factory=set)
     ending: Outcome | None = None
     rank_seconds: float = 0.0
+    seeds: list[list[float]] = field(default_factory=list)
+    tokens: int = 0
+    errors: list[float] = field(default_factory=list)
     resumed: int = 0
     looked: float = field(default_factory=time.monotonic)
     beaten: float = 0.0

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 WORKER, GIVEN_BACK, SOURCE, OUTCOME = WORKER_ATTRIBUTE, "given_back", "source_study", "outcome"
 """Attributes of trials: who runs it, which trials it continues, the earlier study it is from, and how it ended."""
+SEEDS, STANDARD_ERRORS = "seeds", "standard_errors"
+"""Attributes of trials with several seeds: values of the objectives of each, and the standard errors of their means."""
 FITS = "fits"
 """Constraint of a trial: the share of memory that its plan lacks, negative where it fits."""
 

@@ -21,7 +21,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.best import Keeper
 from llmrecipes.search.budget import RANK_SECONDS, TOKENS, Budget, Used, used
-from llmrecipes.search.length import trial_tokens
+from llmrecipes.search.length import tokens_of_point
 from llmrecipes.search.space import Values
 from llmrecipes.search.starting import REASON, VALUES, Starter
 from llmrecipes.search.stop import Stop, stop_signals
@@ -29,8 +29,8 @@ from llmrecipes.search.storage import address, patiently
 from llmrecipes.search.study import Place, require_section
 from llmrecipes.search.target import Target
 from llmrecipes.search.tracking import StudyTracker
-from llmrecipes.search.trial import Outcome, Running
-from llmrecipes.search.trials import OUTCOME, beat, give_back, own_trials, take_back, unbegun
+from llmrecipes.search.trial import Outcome, Running, mean_and_error, measured
+from llmrecipes.search.trials import OUTCOME, SEEDS, STANDARD_ERRORS, beat, give_back, own_trials, take_back, unbegun
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.search: Search = require_section(self.recipe)
-        self.budget = Budget(self.search, trial_tokens(self.recipe, self.search))
+        self.budget = Budget(self.search, tokens_of_point(self.recipe, self.search))
         self._address = address(self.search, self.place.folder)
         self._starter = Starter(
             self.study, self.recipe, self.keeper.recipe, self.search, self.place, self.target, self._patiently
@@ -232,14 +232,23 @@ class Worker:
                 status = replace(status, reason=str(error))
             else:
                 return
+        if outcome == Outcome.COMPLETE and len(each.seeds) + 1 < self.search.seeds_per_point:
+            if self._next_seed(each, values):
+                return
+            outcome = Outcome.GIVEN_BACK
         self.running.remove(each)
         if outcome == Outcome.GIVEN_BACK:
             self._note(each, {RANK_SECONDS: each.rank_seconds})
             self._patiently(lambda: give_back(self.study, each.number))
             return
         reason = each.reason(status)
+        if outcome == Outcome.COMPLETE and each.seeds:
+            each.seeds.append(values)
+            values, each.errors = mean_and_error(each.seeds)
         attributes = {
-            OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome, TOKENS: each.reader.progress.tokens,
+            OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome,
+            TOKENS: each.tokens + each.reader.progress.tokens,
+            **({SEEDS: each.seeds, STANDARD_ERRORS: each.errors} if each.errors else {}),
             RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values),
             **({} if outcome in (Outcome.COMPLETE, Outcome.PRUNED) else {REASON: reason}),
         }  # fmt: skip
@@ -249,6 +258,27 @@ class Worker:
         self._track(each, outcome, values, improved=improved)
         self._say(each, outcome, values, reason)
         self._count_failures(outcome, reason)
+
+    def _next_seed(self, each: Running, values: list[float]) -> bool:
+        """Train the next seed of a trial; False if this process cannot, and the trial has to be given back."""
+        each.seeds.append(values)
+        each.tokens += each.reader.progress.tokens
+        self._note(each, {SEEDS: each.seeds, TOKENS: each.tokens})
+        if not each.tracked:
+            self.tracker.trial_began(self.place.run_dir(each.run_id), each.number, each.values)
+        self.tracker.trial_ended(self.place.run_dir(each.run_id), each.number, each.values, Outcome.COMPLETE, {})
+        if each.ending is not None:
+            return False
+        try:
+            self._starter.next_seed(each)
+        except UserError as error:
+            logger.warning("trial %d: its next seed could not be submitted: %s", each.number, error)
+            self._not_before = time.monotonic() + POSTPONED_SECONDS
+            return False
+        named = zip(self.search.objectives, values, strict=True)
+        done = f"seed {len(each.seeds)} of {self.search.seeds_per_point}"
+        self.log(f"trial {each.number} {done}  {', '.join(f'{name} {value:.5g}' for name, value in named)}")
+        return True
 
     def _tell(self, each: Running, outcome: Outcome, values: list[float]) -> FrozenTrial:
         if outcome == Outcome.COMPLETE:
@@ -274,8 +304,8 @@ class Worker:
         now = self._patiently(self._used)
         parts = [f"trial {each.number} {outcome}", shown(each.values)]
         if values:
-            named = zip(self.search.objectives, values, strict=True)
-            parts.append(", ".join(f"{name} {value:.5g}" for name, value in named))
+            named = zip(self.search.objectives, measured(values, each.errors), strict=True)
+            parts.append(", ".join(f"{name} {value}" for name, value in named))
         elif outcome == Outcome.PRUNED:
             parts.append(f"at step {each.reader.progress.step}/{each.recipe.train.train_iters}")
         else:

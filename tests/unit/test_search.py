@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,60 @@ def test_a_trial_that_runs_out_of_memory_is_infeasible(tmp_path: Path, monkeypat
     assert "OUT_OF_MEMORY" in study.trials[1].user_attrs["reason"]
     assert "allocate 2 GiB" in study.trials[2].user_attrs["reason"]
     assert study.trials[2].state == TrialState.PRUNED
+
+
+def by_seed(recipe: Recipe, evaluation: int) -> float:
+    return bowl(recipe, evaluation) + {1234: 0.0, 1235: 0.3, 1236: 0.6}[recipe.train.seed]
+
+
+def test_a_point_with_several_seeds_has_their_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each seed is a run; the pruner sees the first one only."""
+    monkeypatch.setattr(Curves, "loss", staticmethod(by_seed))
+    recipe = searched(n_trials=2, seeds_per_point=3, enqueue_trials=[{"optimizer.lr": 0.01}])
+    assert recipe.train.seed == 1234
+    made = made_worker(recipe, tmp_path)
+    lines: list[str] = []
+    made.log = lines.append
+    assert made.run() == ExitCode.DONE
+    assert Curves.submitted == [f"lab-{trial:04d}{seed}" for trial in (0, 1) for seed in ("", "-seed1", "-seed2")]
+    best = made.study.best_trial
+    assert best.number == 1
+    assert best.value == pytest.approx(3.25 + 0.3)
+    assert best.user_attrs["seeds"] == [pytest.approx([3.25 + extra]) for extra in (0, 0.3, 0.6)]
+    assert best.user_attrs["standard_errors"] == [pytest.approx(0.3 / 3**0.5)]
+    assert best.user_attrs["tokens"] == 3 * 12 * 8 * 64
+    assert best.intermediate_values == {n: pytest.approx(3 + 1 / n) for n in range(1, 5)}
+    assert any("3.55 ± 0.17" in line for line in lines)
+    kept = {path.parent.name for path in (tmp_path / "runs/lab-search").glob("*/checkpoints")}
+    assert kept == {"lab-0001", "lab-0001-seed1", "lab-0001-seed2"}
+    assert load(str(tmp_path / "runs/lab-search/lab/lab-best.yaml")).recipe.train.seed == 1234
+
+
+def test_a_point_with_several_seeds_is_resumed_at_the_seed_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(recipe: Recipe, evaluation: int) -> float:
+        if recipe.train.seed == 1235 and evaluation == 2 and len(Curves.submitted) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return by_seed(recipe, evaluation)
+
+    monkeypatch.setattr(Curves, "loss", staticmethod(stopped))
+    recipe = searched(n_trials=1, seeds_per_point=3)
+    assert made_worker(recipe, tmp_path).run() == ExitCode.REQUEUE
+    study = ran(recipe, tmp_path, resume=True)
+    assert Curves.submitted == ["lab-0000", "lab-0000-seed1", "lab-0000-seed1", "lab-0000-seed2"]
+    (trial,) = own_trials(study)
+    assert trial.value == pytest.approx(bowl(recipe, 4) + 0.3)
+    assert trial.user_attrs["tokens"] == 3 * 12 * 8 * 64
+
+
+def test_a_seed_that_diverges_is_the_end_of_its_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Curves, "loss", staticmethod(lambda recipe, n: math.nan if recipe.train.seed == 1235 else bowl(recipe, n))
+    )
+    study = ran(searched(n_trials=1, seeds_per_point=3), tmp_path)
+    assert study.trials[0].user_attrs["outcome"] == "diverged"
+    assert Curves.submitted == ["lab-0000", "lab-0000-seed1"]
 
 
 def test_data_without_a_validation_split_is_refused_before_anything_trains(tmp_path: Path, corpus: Path) -> None:
