@@ -139,6 +139,9 @@ class Search(Section):
     trial_tokens: PosInt | None = None
     """Tokens that each trial trains on; unset: those of the recipe. Steps, evaluations and the schedule are scaled to
     it, so that trials with different batches are compared after as many tokens."""
+    seeds_per_point: PosInt = 1
+    """Trainings of each point, with `train.seed` and the seeds after it. The value of a trial is their mean; only the
+    first one can be pruned."""
     sampler: Sampler = Sampler()
     pruner: Pruner | None = None
     study_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,40}$")] | None = None

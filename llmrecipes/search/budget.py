@@ -17,6 +17,8 @@ from llmrecipes.tracking import status
 
 TOKENS, RANK_SECONDS, RANKS, RUN_ID, ENDED = "tokens", "rank_seconds", "ranks", "run_id", "ended"
 """Attributes of trials: tokens trained on, seconds times ranks, ranks, id of the run, and how many had ended before."""
+EARLIER_SEEDS = "rank_seconds_of_earlier_seeds"
+"""Attribute of a trial whose point is trained with several seeds, each in a run of its own."""
 HOUR = 3600.0
 
 
@@ -85,7 +87,7 @@ def _rank_seconds(trial: FrozenTrial, run_dir: Callable[[str], Path] | None) -> 
     run_id, ranks = trial.user_attrs.get(RUN_ID), trial.user_attrs.get(RANKS, 1)
     if run_dir is None or run_id is None or ENDED in trial.user_attrs:
         return known
-    return max(known, recorded_seconds(run_dir(run_id)) * ranks)
+    return max(known, trial.user_attrs.get(EARLIER_SEEDS, 0.0) + recorded_seconds(run_dir(run_id)) * ranks)
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,7 @@ def search(
     study = open_study(recipe, place, resume=resume, overrides=overrides, log=log)
     if target.is_local:
         prepare_data(recipe, target.paths.data_dir, log)  # once, rather than in the first trials
+        _require_validation(recipe, target.paths.data_dir)
     keeper = Keeper(goal or recipe, place)
     tracker = StudyTracker.open(study, recipe, place, target.given.get("tracking-uri"))
     code = ExitCode.REQUEUE
@@ -156,6 +157,24 @@ def search(
     finally:
         tracker.close(finished=code == ExitCode.DONE, files=keeper.files())
     return result_of(recipe, study, keeper, code)
+
+
+def _require_validation(recipe: Recipe, data_dir: Path) -> None:
+    """Refuse data without a validation split, before anything trains on it.
+
+    Raises:
+        UserError: no source has a sequence of it, because there is too little text.
+    """
+    from llmrecipes.data.prepared import open_prepared
+
+    prepared = open_prepared(recipe, data_dir)
+    if prepared.usable("valid", recipe.model.seq_length):
+        return
+    raise UserError(
+        f"the validation split has less than one sequence of {recipe.model.seq_length} tokens",
+        where="data.split", rule="trials are compared by their validation loss",
+        fix="more text in data.sources, or a larger share, such as data.split: [90, 9, 1]",
+    )  # fmt: skip
 
 
 def earlier_overrides(recipe: Recipe, runs_dir: Path) -> list[str]:
@@ -170,9 +189,19 @@ def earlier_overrides(recipe: Recipe, runs_dir: Path) -> list[str]:
     """
     require_library(recipe)
     quiet()
-    from llmrecipes.search import study
+    from llmrecipes.search import storage
+    from llmrecipes.search.study import OVERRIDES, load, place_of, require_section
 
-    return study.earlier_overrides(recipe, study.place_of(recipe, study.require_section(recipe), runs_dir))
+    section = require_section(recipe)
+    place = place_of(recipe, section, runs_dir)
+    where = storage.address(section, place.folder)
+    if (file := storage.file_of(where)) is not None and not file.is_file():
+        return []
+    kept = storage.open_storage(where, section)
+    if place.name not in storage.patiently(lambda: [each.study_name for each in kept.get_all_studies()], where):
+        return []
+    study = load(recipe, place)
+    return [str(each) for each in storage.patiently(lambda: study.user_attrs, where).get(OVERRIDES, ())]
 
 
 def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:
@@ -230,7 +259,7 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result
     from llmrecipes.search.space import values_of
     from llmrecipes.search.storage import address
     from llmrecipes.search.study import require_section
-    from llmrecipes.search.trials import own_trials
+    from llmrecipes.search.trials import STANDARD_ERRORS, own_trials
     from llmrecipes.tracking.store import redact
 
     section = require_section(recipe)
@@ -239,6 +268,7 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result
             "number": each.number,
             **dict(zip(section.objectives, each.values, strict=True)),
             "values": values_of(each.params, section),
+            **({"standard_errors": errors} if (errors := each.user_attrs.get(STANDARD_ERRORS)) else {}),
         }
         for each in best_trials(study)
     ]

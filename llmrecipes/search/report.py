@@ -18,12 +18,13 @@ from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.best import best_trials
 from llmrecipes.search.budget import Budget, used
-from llmrecipes.search.length import evaluations, trial_tokens
+from llmrecipes.search.length import evaluations, tokens_of_point
 from llmrecipes.search.plots import labelled, plots
 from llmrecipes.search.samplers import pruner
 from llmrecipes.search.space import own_point, parameters
 from llmrecipes.search.study import Place, changes, recipe_of_study, require_section
-from llmrecipes.search.trials import continues, own_trials
+from llmrecipes.search.trial import measured
+from llmrecipes.search.trials import STANDARD_ERRORS, continues, own_trials
 
 MOST_BEST = 12
 """Trade-offs next to each other; all of them are in the plot and the list of trials."""
@@ -127,8 +128,8 @@ def _best(study: optuna.Study, recipe: Recipe) -> str:
     rows = [
         [
             labelled(name),
-            *(f"{each.values[index]:.5g}" for each in shown),
-            f"{trial.values[index]:.5g}" if trial else "",
+            *(_measured(each)[index] for each in shown),
+            _measured(trial)[index] if trial else "",
         ]
         for index, name in enumerate(_names(study))
     ]
@@ -147,7 +148,7 @@ def _training(commands: Sequence[str]) -> Iterator[str]:
 def _facts(study: optuna.Study, recipe: Recipe, recipe_now: Recipe, place: Place | None) -> str:
     search = require_section(recipe)
     trials = list(own_trials(study))
-    tokens = trial_tokens(recipe, search)
+    tokens = tokens_of_point(recipe, search)
     now = used(trials, tokens, search.min_improvement, place.run_dir if place else None)
     starts = [each.datetime_start for each in trials if each.datetime_start]
     ends = [each.datetime_complete for each in trials if each.datetime_complete]
@@ -194,7 +195,7 @@ def _table(study: optuna.Study) -> str:
     head = ["trial", "outcome", *map(labelled, names), *["evaluations"] * curves, *keys, *["reason"] * reasons]
     lines = []
     for each in trials:
-        values = [f"{value:.5g}" for value in each.values or ()]
+        values = _measured(each)
         cells = [_number(each), _outcome(each), *values, *[""] * (len(names) - len(values))]
         cells += [str(len(each.intermediate_values))] * curves
         cells += [_text(each.params.get(key)) for key in keys]
@@ -210,6 +211,10 @@ def _number(trial: FrozenTrial) -> str:
     """The number of a trial, with the first one that it continues."""
     earlier = continues(trial)
     return f"{trial.number} (continues {min(earlier)})" if earlier else str(trial.number)
+
+
+def _measured(trial: FrozenTrial) -> list[str]:
+    return measured(trial.values or (), trial.user_attrs.get(STANDARD_ERRORS, ()))
 
 
 def _outcome(trial: FrozenTrial) -> str:

@@ -21,16 +21,18 @@ from llmrecipes.launch.registry import launcher
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
-from llmrecipes.search.budget import RANK_SECONDS, RANKS, RUN_ID, recorded_seconds
+from llmrecipes.search.budget import EARLIER_SEEDS, RANK_SECONDS, RANKS, RUN_ID, TOKENS, recorded_seconds
 from llmrecipes.search.heartbeat import Heartbeat
 from llmrecipes.search.metrics import MetricsReader, Reader
 from llmrecipes.search.remote import MlflowReader
 from llmrecipes.search.space import Values, suggest, trial_recipe
 from llmrecipes.search.study import Place
 from llmrecipes.search.target import Infeasible, Target, headroom
-from llmrecipes.search.trial import FINAL_CODES, Outcome, Running
+from llmrecipes.search.trial import FINAL_CODES, Outcome, Running, with_seed
 from llmrecipes.search.trials import (
+    FITS,
     OUTCOME,
+    SEEDS,
     WORKER,
     beat,
     continues,
@@ -45,8 +47,8 @@ from llmrecipes.search.trials import (
 logger = logging.getLogger(__name__)
 
 INFEASIBLE_IN_A_ROW = 200
-REASON, VALUES, FITS = "reason", "values", "fits"
-"""Attributes of trials, and the name of the constraint."""
+REASON, VALUES = "reason", "values"
+"""Attributes of trials."""
 MACHINE = "machine"
 """Attribute of a trial: where its local job was started; None if it has ended, or is one of a scheduler."""
 
@@ -167,13 +169,15 @@ class Starter:
             self.patiently(lambda: give_back(self.study, trial.number))
             return NotStarted(trial.number, outcome=Outcome.GIVEN_BACK, is_elsewhere=True)
         values = self.patiently(lambda: suggest(trial, self.recipe, self.search))
+        # The last one is judged by its run, which may have ended before its search process could tell.
+        seeds = list(attributes.get(SEEDS, ()))[: self.search.seeds_per_point - 1]
         try:
-            recipe, plan = self._planned(values)
+            recipe, plan = self._planned(values, len(seeds))
         except Infeasible as error:
             return self._tell_infeasible(trial, values, error)
         self._infeasible = 0
         self.patiently(lambda: trial.set_constraint(FITS, min(0.0, headroom(plan))))
-        run_id = attributes.get(RUN_ID) or self.place.run_id(trial.number)
+        run_id = self._run_id(attributes.get(RUN_ID) or self.place.run_id(trial.number), len(seeds))
         self.patiently(lambda: trial.set_user_attr(RUN_ID, run_id))
         self.patiently(lambda: trial.set_user_attr(RANKS, plan.layout.world_size))
         run_dir = self.place.run_dir(run_id)
@@ -185,15 +189,35 @@ class Starter:
                 job = handle(known.ref)
         except UserError as error:
             return self._not_submitted(trial, values, error)
-        frozen = self._frozen(trial)
+        frozen, ranks = self._frozen(trial), plan.layout.world_size
+        earlier = attributes.get(EARLIER_SEEDS, 0.0)
         self._submitted = True
         return Running(
             trial, values, recipe, plan, run_id, slot, job, self._reader(recipe, run_id),
             set(frozen.intermediate_values), continued=tuple(continues(frozen)),
-            rank_seconds=max(
-                attributes.get(RANK_SECONDS, 0.0), recorded_seconds(run_dir) * plan.layout.world_size
-            ),
+            rank_seconds=max(attributes.get(RANK_SECONDS, 0.0), earlier + recorded_seconds(run_dir) * ranks),
+            earlier_seeds=earlier, seeds=seeds, tokens=attributes.get(TOKENS, 0),
         )  # fmt: skip
+
+    def next_seed(self, running: Running) -> None:
+        """Start the training of the next seed of a trial, in a run of its own.
+
+        Raises:
+            UserError: it cannot be submitted.
+        """
+        number = len(running.seeds)
+        recipe, plan = self._planned(running.values, number)
+        run_id = self._run_id(running.run_id, number)
+        running.earlier_seeds = running.rank_seconds
+        self.patiently(lambda: running.trial.set_user_attr(EARLIER_SEEDS, running.earlier_seeds))
+        self.patiently(lambda: running.trial.set_user_attr(RUN_ID, run_id))
+        job = self.submit(running.trial, recipe, plan, run_id, running.slot)
+        running.recipe, running.plan, running.run_id, running.job = recipe, plan, run_id, job
+        running.reader = self._reader(recipe, run_id)
+        running.tracked, running.resumed = False, 0
+
+    def _run_id(self, run_id: str, seed: int) -> str:
+        return self.place.run_ids(run_id, self.search.seeds_per_point)[seed]
 
     def _frozen(self, trial: optuna.Trial) -> FrozenTrial:
         """A trial as it is in the storage."""
@@ -241,9 +265,9 @@ class Starter:
         self.patiently(lambda: give_back(self.study, trial.number) if was_queued else discard(self.study, trial))
         return True
 
-    def _planned(self, values: Values) -> tuple[Recipe, Plan]:
+    def _planned(self, values: Values, seed: int) -> tuple[Recipe, Plan]:
         try:
-            recipe = trial_recipe(self.recipe, self.search, values)
+            recipe = with_seed(trial_recipe(self.recipe, self.search, values), seed)
             if self.goal is not self.recipe:
                 trial_recipe(self.goal, self.search, values)
         except UserError as error:

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 WORKER, GIVEN_BACK, SOURCE, OUTCOME = WORKER_ATTRIBUTE, "given_back", "source_study", "outcome"
 """Attributes of trials: who runs it, which trials it continues, the earlier study it is from, and how it ended."""
+SEEDS, STANDARD_ERRORS = "seeds", "standard_errors"
+"""Attributes of trials with several seeds: values of the objectives of each, and the standard errors of their means."""
+FITS = "fits"
+"""Constraint of a trial: the share of memory that its plan lacks, negative where it fits."""
 
 
 class Jobs(Protocol):
@@ -100,11 +104,12 @@ def _may_be_retried(study: optuna.Study, trial: FrozenTrial) -> bool:
     return limit is None or len(trial.system_attrs.get("retry_history", ())) < limit
 
 
-def was_given_up(study: optuna.Study, number: int) -> bool:
-    """Whether a trial was ended by another process that does not continue it."""
+def given_up(study: optuna.Study, number: int) -> FrozenTrial | None:
+    """A trial if another process has ended it and does not continue it, else None."""
     trials = study.get_trials(deepcopy=False)
+    trial = trials[number]
     is_continued = any(number in continues(each) for each in trials)
-    return trials[number].state == TrialState.FAIL and not is_continued and not _may_be_retried(study, trials[number])
+    return None if trial.state != TrialState.FAIL or is_continued or _may_be_retried(study, trial) else trial
 
 
 def is_queued(trial: FrozenTrial) -> bool:
@@ -186,3 +191,14 @@ def unbegun(study: optuna.Study) -> set[int]:
 def is_infeasible(trial: FrozenTrial) -> bool:
     """Whether the plan has said that a trial cannot run."""
     return any(violation > 0 for violation in trial.constraints.values())
+
+
+def unheard(study: optuna.Study, watch: Watch, seconds: float) -> set[int]:
+    """Running trials of processes that cannot be asked whether they live.
+
+    None after so many seconds with the same trials: `take_back` has found them stale by then, if their processes died.
+    """
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    workers = {each.number: each.user_attrs[WORKER] for each in running if WORKER in each.user_attrs}
+    unknown = {number for number, worker in workers.items() if is_alive(worker) is None}
+    return set() if watch.unchanged("unheard", frozenset(unknown)) > seconds else unknown

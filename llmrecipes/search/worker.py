@@ -23,24 +23,24 @@ from llmrecipes.recipe.search import Search
 from llmrecipes.search.best import Keeper
 from llmrecipes.search.budget import ENDED, RANK_SECONDS, TOKENS, Budget, Used, recorded_seconds, used
 from llmrecipes.search.heartbeat import Heartbeat
-from llmrecipes.search.length import trial_tokens
-from llmrecipes.search.space import Values
+from llmrecipes.search.length import tokens_of_point
 from llmrecipes.search.starting import MACHINE, REASON, VALUES, Starter
 from llmrecipes.search.stop import Stop, stop_signals
 from llmrecipes.search.storage import address, patiently
 from llmrecipes.search.study import Place, require_section
 from llmrecipes.search.target import Target
 from llmrecipes.search.tracking import StudyTracker
-from llmrecipes.search.trial import Outcome, Running
+from llmrecipes.search.trial import Outcome, Running, mean_and_error, measured, shown
 from llmrecipes.search.trials import (
     OUTCOME,
-    WORKER,
+    SEEDS,
+    STANDARD_ERRORS,
     give_back,
-    is_alive,
+    given_up,
     own_trials,
     take_back,
     unbegun,
-    was_given_up,
+    unheard,
 )
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.search: Search = require_section(self.recipe)
-        self.budget = Budget(self.search, trial_tokens(self.recipe, self.search))
+        self.budget = Budget(self.search, tokens_of_point(self.recipe, self.search))
         self._address = address(self.search, self.place.folder)
         self._heartbeat = Heartbeat(self.study, self.search.heartbeat_interval)
         self._watch = Watch()
@@ -152,20 +152,13 @@ class Worker:
             self._start_one()
 
     def _may_be_lost(self) -> bool:
-        """Whether a limit is reached only by trials of others that have perhaps never begun, or lost their process.
-
-        A process that cannot be asked is believed to be alive when the trial has not gone stale for the grace period.
-        """
-        trials = self._patiently(lambda: list(own_trials(self.study)))
-        asked = self._patiently(lambda: unbegun(self.study))
-        running = [each for each in trials if each.state == TrialState.RUNNING and each.number not in asked]
-        unknown = frozenset(each.number for each in running if is_alive(each.user_attrs.get(WORKER, {})) is None)
-        if self._watch.unchanged("others", unknown) > self._grace + self.search.heartbeat_interval:
-            unknown = frozenset()
-        unsure = asked | unknown
-        return bool(unsure) and not self.budget.spent(
-            self._used_by(each for each in trials if each.number not in unsure)
+        """Whether a limit is reached only by trials of others that have perhaps never begun, or lost their process."""
+        unsure = self._patiently(
+            lambda: unbegun(self.study) | unheard(self.study, self._watch, self._grace + self.search.heartbeat_interval)
         )
+        trials = self._patiently(lambda: list(own_trials(self.study)))
+        sure = (each for each in trials if each.number not in unsure)
+        return bool(unsure) and not self.budget.spent(self._used_by(sure))
 
     def _start_one(self) -> None:
         slot = min(set(range(self.target.workers)) - {each.slot for each in self.running})
@@ -215,8 +208,9 @@ class Worker:
                 # the trial had been retried often enough.
                 logger.warning("trial %d was taken over by another process", each.number)
                 self._drop(each)
-                if self._patiently(lambda each=each: was_given_up(self.study, each.number)):  # type: ignore[misc]
-                    self._starter.cancel(self._patiently(lambda each=each: self.study.trials[each.number]))  # type: ignore[misc]
+                trial = self._patiently(lambda each=each: given_up(self.study, each.number))  # type: ignore[misc]
+                if trial is not None:
+                    self._starter.cancel(trial)
 
     def _drop(self, each: Running) -> None:
         """Follow a trial no more."""
@@ -275,15 +269,23 @@ class Worker:
         if status.state == JobState.UNKNOWN and self.target.is_local:  # it has lost its lease, and may still run
             self._starter.cancel(self._patiently(lambda: self.study.trials[each.number]))
         self._count(each)
+        if outcome == Outcome.COMPLETE and len(each.seeds) + 1 < self.search.seeds_per_point:
+            if self._next_seed(each, values):
+                return
+            outcome = Outcome.GIVEN_BACK
         self._drop(each)
         if outcome == Outcome.GIVEN_BACK:
             self._note(each, {RANK_SECONDS: each.rank_seconds, MACHINE: None})
             self._patiently(lambda: give_back(self.study, each.number))
             return
-        logs = each.job.logs()
-        reason = status.reason or f"exit code {status.exit_code}, see {' '.join(map(str, logs.files or logs.command))}"
+        reason = each.reason(status)
+        if outcome == Outcome.COMPLETE and each.seeds:
+            each.seeds.append(values)
+            values, each.errors = mean_and_error(each.seeds)
         attributes = {
-            OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome, TOKENS: each.reader.progress.tokens,
+            OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome,
+            TOKENS: each.tokens + each.reader.progress.tokens,
+            **({SEEDS: each.seeds, STANDARD_ERRORS: each.errors} if each.errors else {}),
             RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values), MACHINE: None,
             ENDED: sum(other.state.is_finished() for other in self._patiently(lambda: list(own_trials(self.study)))),
             **({} if outcome in (Outcome.COMPLETE, Outcome.PRUNED) else {REASON: reason}),
@@ -295,10 +297,31 @@ class Worker:
         self._say(each, outcome, values, reason)
         self._count_failures(outcome, reason)
 
+    def _next_seed(self, each: Running, values: list[float]) -> bool:
+        """Train the next seed of a trial; False if this process cannot, and the trial has to be given back."""
+        each.seeds.append(values)
+        each.tokens += each.reader.progress.tokens
+        self._note(each, {SEEDS: each.seeds, TOKENS: each.tokens})
+        if not each.tracked:
+            self.tracker.trial_began(self.place.run_dir(each.run_id), each.number, each.values)
+        self.tracker.trial_ended(self.place.run_dir(each.run_id), each.number, each.values, Outcome.COMPLETE, {})
+        if each.ending is not None:
+            return False
+        try:
+            self._starter.next_seed(each)
+        except UserError as error:
+            logger.warning("trial %d: its next seed could not be submitted: %s", each.number, error)
+            self._not_before = time.monotonic() + POSTPONED_SECONDS
+            return False
+        named = zip(self.search.objectives, values, strict=True)
+        done = f"seed {len(each.seeds)} of {self.search.seeds_per_point}"
+        self.log(f"trial {each.number} {done}  {', '.join(f'{name} {value:.5g}' for name, value in named)}")
+        return True
+
     def _tell(self, each: Running, outcome: Outcome, values: list[float]) -> FrozenTrial:
         if outcome == Outcome.COMPLETE:
             return self.study.tell(each.trial, values, skip_if_finished=True)
-        pruned = outcome in (Outcome.PRUNED, Outcome.DIVERGED)
+        pruned = outcome in (Outcome.PRUNED, Outcome.DIVERGED, Outcome.INFEASIBLE)
         state = TrialState.PRUNED if pruned else TrialState.FAIL
         return self.study.tell(each.trial, state=state, skip_if_finished=True)
 
@@ -319,8 +342,8 @@ class Worker:
         now = self._patiently(self._used)
         parts = [f"trial {each.number} {outcome}", shown(each.values)]
         if values:
-            named = zip(self.search.objectives, values, strict=True)
-            parts.append(", ".join(f"{name} {value:.5g}" for name, value in named))
+            named = zip(self.search.objectives, measured(values, each.errors), strict=True)
+            parts.append(", ".join(f"{name} {value}" for name, value in named))
         elif outcome == Outcome.PRUNED:
             parts.append(f"at step {each.reader.progress.step}/{each.recipe.train.train_iters}")
         else:
@@ -346,7 +369,7 @@ class Worker:
         seconds = each.reader.progress.seconds
         if self.target.launcher.shares_disk:
             seconds = max(seconds, recorded_seconds(self.place.run_dir(each.run_id)))
-        each.rank_seconds = max(each.rank_seconds, seconds * each.plan.layout.world_size)
+        each.rank_seconds = max(each.rank_seconds, each.earlier_seeds + seconds * each.plan.layout.world_size)
 
     # -- stopping ------------------------------------------------------------------------------------------------
 
@@ -374,8 +397,3 @@ class Worker:
             if self.target.is_local:
                 with suppress(UserError, OSError):
                     each.job.cancel()
-
-
-def shown(values: Values) -> str:
-    """Values in short."""
-    return " ".join(f"{key}={f'{value:.4g}' if isinstance(value, float) else value}" for key, value in values.items())

@@ -390,8 +390,28 @@ def test_earlier_studies_and_known_points(tmp_path: Path) -> None:
     assert len(own) == 4
     with refused("search.source_studies"):
         worker(searched(study_name="x", source_studies=[{**source, "study_name": "nothing"}]), tmp_path)
-    with refused("search.source_studies"):
-        worker(searched(study_name="y", source_studies=[source], objectives=["valid_bits_per_byte"]), tmp_path)
+    for changed, key in (
+        (searched(study_name="y", source_studies=[source], objectives=["valid_bits_per_byte"]), "search.objectives"),
+        (searched(study_name="y", source_studies=[source], trial_tokens=1024), "search.trial_tokens"),
+        (with_layers(searched(study_name="y", source_studies=[source]), 3), "model.num_layers"),
+    ):
+        with refused("search.source_studies", rule=key):
+            worker(changed, tmp_path)
+
+
+def with_layers(recipe: Recipe, number: int) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"num_layers": number})})
+
+
+def test_an_earlier_study_of_fewer_keys_has_the_values_that_were_fixed(tmp_path: Path) -> None:
+    """Without them, samplers would no longer model the new key together with the others."""
+    ran(with_layers(searched(n_trials=3), 3), tmp_path)
+    source = {"study_name": "lab", "storage": str(tmp_path / "runs/lab-search/lab/journal.log")}
+    layers = {"key": "model.num_layers", "low": 1, "high": 4}
+    wider = worker(searched(LR, layers, study_name="wider", source_studies=[source]), tmp_path).study
+    assert [trial.params["model.num_layers"] for trial in wider.trials if trial.values] == [3, 3, 3]
+    fewer = worker(searched(LR, {**layers, "high": 2}, study_name="fewer", source_studies=[source]), tmp_path).study
+    assert not [trial for trial in fewer.trials if trial.values]
 
 
 def test_a_recipe_outside_of_its_space_is_not_tried(tmp_path: Path) -> None:

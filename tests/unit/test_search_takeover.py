@@ -171,9 +171,12 @@ def test_a_process_id_is_asked_for_only_where_it_means_something(where: dict[str
     """Containers have process ids of their own, and so has each boot; the host may have the same name."""
     here = trials.this_worker()
     assert trials.is_alive(here)
-    with subprocess.Popen(["/bin/true"]) as ended:
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as ended:
+        other = {**here, "pid": ended.pid, "started": processes.start_ticks(ended.pid)}
+        assert trials.is_alive(other)
+        ended.kill()
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        assert trials.is_alive({**here, "pid": ended.pid}) is False  # also while nobody has waited for it
+        assert trials.is_alive(other) is False  # also while nobody has waited for it
     assert trials.is_alive({**here, "started": 1}) is False
     assert trials.is_alive({**here, "pid": ended.pid, **where}) is None
     (tmp_path / "logs").mkdir()
