@@ -72,10 +72,17 @@ def search(
     from llmrecipes.workflow.run import Paths
 
     setup_logging()
-    goal = load(recipe, overrides or []).recipe
-    loaded = base_width(goal) if proxy else goal
     if report and ui:
         raise UserError("given with --ui", where="--report", fix="one of them")
+    changed = overrides or []
+    goal = load(recipe, changed).recipe
+    loaded = base_width(goal) if proxy else goal
+    if resume or report:
+        earlier = command.earlier_overrides(loaded, runs_dir)
+        keys = {text.partition("=")[0] for text in changed}
+        changed = [*(text for text in earlier if text.partition("=")[0] not in keys), *changed]
+        goal = load(recipe, changed).recipe
+        loaded = base_width(goal) if proxy else goal
     if ui:
         command.show(loaded, runs_dir, port)
         return 0
@@ -90,6 +97,7 @@ def search(
         resume=resume,
         log=_silent if as_json else _say,
         goal=goal,
+        overrides=changed,
     )
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))

@@ -7,9 +7,7 @@ only `--trust-code` turns into a function; everything else has to be a key of `t
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import ValidationError
 
+from llmrecipes import untrusted
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.task_schema import LOADERS, Override, Section, Task
 
@@ -242,7 +241,8 @@ class _Reader:
     def merged(self, path: Path, above: Path | None = None) -> dict[str, Any]:
         """Values of a file; its own take precedence over what it includes, and later included ones over earlier."""
         try:
-            data, real = read_regular(path, LARGEST)
+            real = untrusted.real(path.expanduser())
+            data = untrusted.read(real, most=LARGEST)
         except OSError as error:
             raise UserError(
                 f"cannot read: {error.strerror}", where=str(path), fix=f"an existing file for {self.where}"
@@ -263,31 +263,6 @@ class _Reader:
                 raise UserError(f"include: {name!r}", where=str(path), rule="the path of a task file", fix="a path")
             merged |= self.merged(real.parent / name, path)
         return merged | values
-
-
-def read_regular(path: Path, most: int) -> tuple[bytes, Path]:
-    """Content and real path of a regular file that others may have written.
-
-    Args:
-        path: of it, or of a link to it.
-        most: bytes of the largest.
-
-    Raises:
-        UserError: it is another kind of file, or larger.
-        OSError: it cannot be read.
-    """
-    try:
-        real = path.expanduser().resolve(strict=True)
-    except (ValueError, RuntimeError) as error:  # a null byte; a loop of links
-        raise UserError(f"cannot read: {error}", where=str(path)) from error
-    kind = real.stat().st_mode
-    with os.fdopen(os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
-        if not (stat.S_ISREG(kind) and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)):
-            raise UserError("is not a regular file", where=str(path), rule="a FIFO or device may never end")
-        data = stream.read(most + 1)
-    if len(data) > most:
-        raise UserError(f"is larger than {most:,} bytes", where=str(path), rule=f"at most {most:,} bytes are read")
-    return data, real
 
 
 def _parsed(data: bytes, path: Path, real: Path) -> dict[str, Any]:

@@ -139,6 +139,9 @@ class Search(Section):
     trial_tokens: PosInt | None = None
     """Tokens that each trial trains on; unset: those of the recipe. Steps, evaluations and the schedule are scaled to
     it, so that trials with different batches are compared after as many tokens."""
+    seeds_per_point: PosInt = 1
+    """Trainings of each point, with `train.seed` and the seeds after it. The value of a trial is their mean; only the
+    first one can be pruned."""
     sampler: Sampler = Sampler()
     pruner: Pruner | None = None
     study_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,40}$")] | None = None
@@ -170,8 +173,8 @@ class Search(Section):
     max_retry: NonNegInt = 3
     """How often a trial is resumed whose job or search process was lost."""
     heartbeat_interval: PosInt = 60
-    """Seconds between signs of life of a running trial."""
+    """Seconds between heartbeats of a running trial."""
     grace_period: PosInt | None = None
-    """Seconds without a sign of life until a trial is given to another process; unset: twice `heartbeat_interval`."""
+    """Seconds without a heartbeat until a trial is given to another process; unset: twice `heartbeat_interval`."""
     keep_checkpoints: Literal["none", "best", "all"] = "best"
     """Checkpoints of ended trials that are kept."""

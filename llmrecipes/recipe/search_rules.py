@@ -24,6 +24,8 @@ FIXED_SECTIONS = ("search", "tracking", "checkpoint")
 STORAGES = ("sqlite", "postgresql")
 MOST_POINTS = 1000
 """Of a grid, all of which wait in the study."""
+WILCOXON_P = 0.1
+"""Optuna's default of `p_threshold`."""
 _LIMITS = ("n_trials", "timeout", "max_gpu_hours", "max_tokens")
 
 
@@ -35,7 +37,7 @@ def check(recipe: Recipe) -> Iterator[Problem]:
     for number, dimension in enumerate(search.space):
         yield from _dimension(recipe, search, number, dimension)
     yield from _sampler(search)
-    yield from _pruner(search)
+    yield from _pruner(recipe, search)
     yield from _objectives(recipe, search)
     yield from _points(search)
     yield from _storage(search)
@@ -207,7 +209,7 @@ def _sampler(search: Search) -> Iterator[Problem]:
                       f"{kind} has one objective", "TPESampler")  # fmt: skip
 
 
-def _pruner(search: Search) -> Iterator[Problem]:
+def _pruner(recipe: Recipe, search: Search) -> Iterator[Problem]:
     pruner = search.pruner
     if pruner is None:
         return
@@ -221,6 +223,19 @@ def _pruner(search: Search) -> Iterator[Problem]:
     if len(search.objectives) > 1 and pruner.type != "NopPruner":
         yield Problem("search.pruner.type", f"{pruner.type} with {len(search.objectives)} objectives",
                       "Optuna prunes trials with one objective only", "NopPruner")  # fmt: skip
+    evaluations = -(-recipe.train.train_iters // recipe.train.eval_interval)
+    if "WilcoxonPruner" in (pruner.type, pruner.wrapped_pruner):
+        threshold = WILCOXON_P if pruner.p_threshold is None else pruner.p_threshold
+        fewest = 2 if pruner.n_startup_steps is None else max(2, pruner.n_startup_steps)
+        needed = next((count for count in range(fewest, fewest + 64) if 0.5**count < threshold), None)
+        if needed is None or evaluations <= needed:
+            yield Problem(
+                "search.pruner.type", f"WilcoxonPruner at p < {threshold:g}, with {evaluations} evaluations in a trial",
+                f"the p-value of n losses is at least 2^-n, so that no trial is pruned before evaluation {needed}"
+                if needed else "a p-value is greater than 0",
+                f"train.eval_interval: {max(1, recipe.train.train_iters // (needed + 1))}, or MedianPruner"
+                if needed else "search.pruner.p_threshold: 0.1",
+            )  # fmt: skip
 
 
 def pruner_keys(pruner: Pruner) -> tuple[str, ...]:
@@ -230,6 +245,9 @@ def pruner_keys(pruner: Pruner) -> tuple[str, ...]:
 
 def _objectives(recipe: Recipe, search: Search) -> Iterator[Problem]:
     names = search.objectives
+    if search.seeds_per_point > 1 and any(each.key == "train.seed" for each in search.space):
+        yield Problem("search.seeds_per_point", f"{search.seeds_per_point}, and train.seed is searched",
+                      "each point is trained with the same seeds", "remove train.seed from search.space")  # fmt: skip
     if len(set(names)) < len(names):
         yield Problem("search.objectives", f"{', '.join(names)}", "objectives differ", "remove one")
     if recipe.data.split[1] == 0:

@@ -91,4 +91,5 @@ class Keeper:
             ended = trial.state.is_finished() and "outcome" in trial.user_attrs
             if ended and trial.number not in kept | self._removed and run_id is not None:
                 self._removed.add(trial.number)
-                shutil.rmtree(self.place.run_dir(run_id) / "checkpoints", ignore_errors=True)
+                for each in self.place.run_ids(run_id, require_section(self.recipe).seeds_per_point):
+                    shutil.rmtree(self.place.run_dir(each) / "checkpoints", ignore_errors=True)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.console import duration, number
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.trials import is_infeasible
+from llmrecipes.tracking import status
 
-TOKENS, RANK_SECONDS = "tokens", "rank_seconds"
-"""Attributes of trials: tokens trained on, and seconds times ranks."""
+TOKENS, RANK_SECONDS, RANKS, RUN_ID, ENDED = "tokens", "rank_seconds", "ranks", "run_id", "ended"
+"""Attributes of trials: tokens trained on, seconds times ranks, ranks, id of the run, and how many had ended before."""
+EARLIER_SEEDS = "rank_seconds_of_earlier_seeds"
+"""Attribute of a trial whose point is trained with several seeds, each in a run of its own."""
 HOUR = 3600.0
 
 
@@ -31,18 +36,32 @@ class Used:
     """Trials that ended since the best value improved."""
 
 
-def used(trials: Iterable[FrozenTrial], trial_tokens: int, min_improvement: float = 0.0) -> Used:
+def recorded_seconds(run_dir: Path) -> float:
+    """Seconds in which the processes of a run have run, as the run itself has recorded; 0 if it has not begun."""
+    seconds = status.read(run_dir).get("seconds")
+    return seconds if isinstance(seconds, float) and 0 <= seconds < math.inf else 0.0
+
+
+def used(
+    trials: Iterable[FrozenTrial],
+    trial_tokens: int,
+    min_improvement: float = 0.0,
+    run_dir: Callable[[str], Path] | None = None,
+) -> Used:
     """Add up the trials of a study.
 
     Args:
         trials: see `trials.own_trials`.
         trial_tokens: of one trial.
         min_improvement: see `search.min_improvement`.
+        run_dir: directory of a run, by its id: the jobs of trials that no process follows may run and use GPUs, which
+            only their runs record. None: not looked at.
     """
+    trials = list(trials)
     counted = [each for each in trials if each.state != TrialState.WAITING and not is_infeasible(each)]
     ended = sorted(
         (each for each in counted if each.state.is_finished()),
-        key=lambda each: each.datetime_complete.timestamp() if each.datetime_complete else 0.0,
+        key=lambda each: (each.user_attrs.get(ENDED, 0), each.number),  # no clock: they may differ, and be set
     )
     best: float | None = None
     without = 0
@@ -57,10 +76,18 @@ def used(trials: Iterable[FrozenTrial], trial_tokens: int, min_improvement: floa
         trials=len(counted),
         running=len(running),
         tokens=sum(each.user_attrs.get(TOKENS, 0) for each in ended) + trial_tokens * len(running),
-        gpu_hours=sum(each.user_attrs.get(RANK_SECONDS, 0.0) for each in counted) / HOUR,
+        gpu_hours=sum(_rank_seconds(each, run_dir) for each in trials) / HOUR,
         best=best,
         without_improvement=without,
     )
+
+
+def _rank_seconds(trial: FrozenTrial, run_dir: Callable[[str], Path] | None) -> float:
+    known: float = trial.user_attrs.get(RANK_SECONDS, 0.0)
+    run_id, ranks = trial.user_attrs.get(RUN_ID), trial.user_attrs.get(RANKS, 1)
+    if run_dir is None or run_id is None or ENDED in trial.user_attrs:
+        return known
+    return max(known, trial.user_attrs.get(EARLIER_SEEDS, 0.0) + recorded_seconds(run_dir(run_id)) * ranks)
 
 
 @dataclass(frozen=True)

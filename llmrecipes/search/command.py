@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from llmrecipes.commandline import command_line
 from llmrecipes.engine.requirements import require_packages
@@ -16,6 +17,8 @@ from llmrecipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from llmrecipes.search.target import Target
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,39 @@ def require_library(recipe: Recipe, *more: str) -> None:
 
 
 def quiet() -> None:
-    """Optuna logs as this program does, and does not warn that its features are new."""
+    """Optuna logs as this program does, also what it warns of, and does not warn that its features are new."""
     import optuna
 
     optuna.logging.disable_default_handler()
     optuna.logging.enable_propagation()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    if not isinstance(warnings.showwarning, _LoggedWarnings):
+        warnings.showwarning = _LoggedWarnings(Path(optuna.__file__).parent, warnings.showwarning)
+
+
+class _LoggedWarnings:
+    """Shows warnings of Optuna as lines of the log, each text once, instead of as lines of source code.
+
+    Args:
+        library: folder of Optuna.
+        others: shows all other warnings.
+    """
+
+    def __init__(self, library: Path, others: Callable[..., None]) -> None:
+        # Optuna attributes its warnings to its caller where Python can do so (3.12).
+        self._folders, self._others = (str(library), str(Path(__file__).parent)), others
+        self._seen: set[str] = set()
+
+    def __call__(
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        if not filename.startswith(self._folders):
+            self._others(message, category, filename, lineno, file, line)
+        elif str(message) not in self._seen:
+            self._seen.add(str(message))
+            logger.warning("optuna: %s", message)
 
 
 def search(
@@ -88,6 +117,7 @@ def search(
     resume: bool,
     log: Callable[[str], None],
     goal: Recipe | None = None,
+    overrides: Sequence[str] = (),
 ) -> Result:
     """Search, or continue a search, until a limit is reached or a signal arrives.
 
@@ -97,6 +127,7 @@ def search(
         resume: continue a study that exists.
         log: receives a line for each event.
         goal: recipe that the best values are for, if `recipe` is its proxy.
+        overrides: with which the recipe was loaded; the study keeps them.
 
     Raises:
         UserError: the study cannot be opened, trials fail one after another, or the storage does not respond.
@@ -114,9 +145,10 @@ def search(
     if target.is_local:
         require_packages(recipe)
     place = place_of(recipe, section, target.paths.runs_dir)
-    study = open_study(recipe, place, resume=resume)
+    study = open_study(recipe, place, resume=resume, overrides=overrides, log=log)
     if target.is_local:
         prepare_data(recipe, target.paths.data_dir, log)  # once, rather than in the first trials
+        _require_validation(recipe, target.paths.data_dir)
     keeper = Keeper(goal or recipe, place)
     tracker = StudyTracker.open(study, recipe, place, target.given.get("tracking-uri"))
     code = ExitCode.REQUEUE
@@ -125,6 +157,51 @@ def search(
     finally:
         tracker.close(finished=code == ExitCode.DONE, files=keeper.files())
     return result_of(recipe, study, keeper, code)
+
+
+def _require_validation(recipe: Recipe, data_dir: Path) -> None:
+    """Refuse data without a validation split, before anything trains on it.
+
+    Raises:
+        UserError: no source has a sequence of it, because there is too little text.
+    """
+    from llmrecipes.data.prepared import open_prepared
+
+    prepared = open_prepared(recipe, data_dir)
+    if prepared.usable("valid", recipe.model.seq_length):
+        return
+    raise UserError(
+        f"the validation split has less than one sequence of {recipe.model.seq_length} tokens",
+        where="data.split", rule="trials are compared by their validation loss",
+        fix="more text in data.sources, or a larger share, such as data.split: [90, 9, 1]",
+    )  # fmt: skip
+
+
+def earlier_overrides(recipe: Recipe, runs_dir: Path) -> list[str]:
+    """The overrides that a study was last searched with; none if there is no such study.
+
+    Args:
+        recipe: with the section `search`.
+        runs_dir: of the study.
+
+    Raises:
+        UserError: its storage does not respond.
+    """
+    require_library(recipe)
+    quiet()
+    from llmrecipes.search import storage
+    from llmrecipes.search.study import OVERRIDES, load, place_of, require_section
+
+    section = require_section(recipe)
+    place = place_of(recipe, section, runs_dir)
+    where = storage.address(section, place.folder)
+    if (file := storage.file_of(where)) is not None and not file.is_file():
+        return []
+    kept = storage.open_storage(where, section)
+    if place.name not in storage.patiently(lambda: [each.study_name for each in kept.get_all_studies()], where):
+        return []
+    study = load(recipe, place)
+    return [str(each) for each in storage.patiently(lambda: study.user_attrs, where).get(OVERRIDES, ())]
 
 
 def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:
@@ -150,7 +227,7 @@ def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:
         command_line("train", each, runs_dir=runs_dir, data_dir=data_dir) for each in Keeper(recipe, place).files()
     ]
     try:
-        write_report(study, recipe, path, commands)
+        write_report(study, recipe, path, commands, place)
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}", where=str(path), fix="--runs-dir DIR") from error
     return path
@@ -182,7 +259,7 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result
     from llmrecipes.search.space import values_of
     from llmrecipes.search.storage import address
     from llmrecipes.search.study import require_section
-    from llmrecipes.search.trials import own_trials
+    from llmrecipes.search.trials import STANDARD_ERRORS, own_trials
     from llmrecipes.tracking.store import redact
 
     section = require_section(recipe)
@@ -191,6 +268,7 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result
             "number": each.number,
             **dict(zip(section.objectives, each.values, strict=True)),
             "values": values_of(each.params, section),
+            **({"standard_errors": errors} if (errors := each.user_attrs.get(STANDARD_ERRORS)) else {}),
         }
         for each in best_trials(study)
     ]

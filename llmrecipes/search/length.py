@@ -24,6 +24,11 @@ def trial_tokens(recipe: Recipe, search: Search) -> int:
     return search.trial_tokens or recipe.train.train_iters * tokens_per_step(recipe)
 
 
+def tokens_of_point(recipe: Recipe, search: Search) -> int:
+    """Tokens of a trial that is not pruned: of all its seeds."""
+    return trial_tokens(recipe, search) * search.seeds_per_point
+
+
 def evaluations(recipe: Recipe) -> int:
     """Evaluations of a run: at each multiple of `eval_interval`, and after the last step."""
     return -(-recipe.train.train_iters // recipe.train.eval_interval)

@@ -18,12 +18,13 @@ from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.best import best_trials
 from llmrecipes.search.budget import Budget, used
-from llmrecipes.search.length import evaluations, trial_tokens
+from llmrecipes.search.length import evaluations, tokens_of_point
 from llmrecipes.search.plots import labelled, plots
 from llmrecipes.search.samplers import pruner
 from llmrecipes.search.space import own_point, parameters
-from llmrecipes.search.study import changes, require_section
-from llmrecipes.search.trials import own_trials
+from llmrecipes.search.study import Place, changes, recipe_of_study, require_section
+from llmrecipes.search.trial import measured
+from llmrecipes.search.trials import STANDARD_ERRORS, continues, own_trials
 
 MOST_BEST = 12
 """Trade-offs next to each other; all of them are in the plot and the list of trials."""
@@ -63,14 +64,19 @@ tr.other td {{ color: #767676; }}
 CONFIG = {"responsive": True, "displaylogo": False}
 
 
-def write_report(study: optuna.Study, recipe: Recipe, path: Path, commands: Sequence[str] = ()) -> None:
+def write_report(
+    study: optuna.Study, recipe: Recipe, path: Path, commands: Sequence[str] = (), place: Place | None = None
+) -> None:
     """Write the report.
+
+    Numbers are those of the recipe that the study was searched with, its overrides and limits included.
 
     Args:
         study: the study.
-        recipe: with the section `search`; its values are compared with the best ones.
+        recipe: as it is now, with the section `search`; the page says what has changed.
         path: of the page.
         commands: that train the best recipes.
+        place: of the study, for what the runs of trials have recorded.
 
     Raises:
         OSError: it cannot be written.
@@ -79,7 +85,8 @@ def write_report(study: optuna.Study, recipe: Recipe, path: Path, commands: Sequ
 
     path.parent.mkdir(parents=True, exist_ok=True)
     title = f"Hyperparameter search {study.study_name}"
-    body = [_headline(study, recipe), _best(study, recipe), *_training(commands), _facts(study, recipe)]
+    then = recipe_of_study(study) or recipe
+    body = [_headline(study, then), _best(study, then), *_training(commands), _facts(study, then, recipe, place)]
     body += [*_sections(study), _table(study)]
     write_atomic(path, PAGE.format(title=html.escape(title), plotly=get_plotlyjs(), body="\n".join(body)))
 
@@ -121,8 +128,8 @@ def _best(study: optuna.Study, recipe: Recipe) -> str:
     rows = [
         [
             labelled(name),
-            *(f"{each.values[index]:.5g}" for each in shown),
-            f"{trial.values[index]:.5g}" if trial else "",
+            *(_measured(each)[index] for each in shown),
+            _measured(trial)[index] if trial else "",
         ]
         for index, name in enumerate(_names(study))
     ]
@@ -138,11 +145,11 @@ def _training(commands: Sequence[str]) -> Iterator[str]:
         yield f"<p>To train it:</p><pre>{html.escape(chr(10).join(commands))}</pre>"
 
 
-def _facts(study: optuna.Study, recipe: Recipe) -> str:
+def _facts(study: optuna.Study, recipe: Recipe, recipe_now: Recipe, place: Place | None) -> str:
     search = require_section(recipe)
     trials = list(own_trials(study))
-    tokens = trial_tokens(recipe, search)
-    now = used(trials, tokens, search.min_improvement)
+    tokens = tokens_of_point(recipe, search)
+    now = used(trials, tokens, search.min_improvement, place.run_dir if place else None)
     starts = [each.datetime_start for each in trials if each.datetime_start]
     ends = [each.datetime_complete for each in trials if each.datetime_complete]
     spent = [f"{number(now.tokens)} tokens", f"{now.gpu_hours:.3g} GPU-hours"]
@@ -159,7 +166,7 @@ def _facts(study: optuna.Study, recipe: Recipe) -> str:
         ("sampler, pruner", f"{search.sampler.type}, {type(pruner(search, length)).__name__}"),
         ("written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
     ]
-    if changed := changes(study, recipe):
+    if changed := changes(study, recipe_now):
         rows.append(("recipe has changed", "; ".join(map(str, changed))))
     lines = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>\n" for name, text in rows)
     return f'<section><h2>Study</h2><table class="facts">{lines}</table></section>'
@@ -188,8 +195,8 @@ def _table(study: optuna.Study) -> str:
     head = ["trial", "outcome", *map(labelled, names), *["evaluations"] * curves, *keys, *["reason"] * reasons]
     lines = []
     for each in trials:
-        values = [f"{value:.5g}" for value in each.values or ()]
-        cells = [str(each.number), _outcome(each), *values, *[""] * (len(names) - len(values))]
+        values = _measured(each)
+        cells = [_number(each), _outcome(each), *values, *[""] * (len(names) - len(values))]
         cells += [str(len(each.intermediate_values))] * curves
         cells += [_text(each.params.get(key)) for key in keys]
         cells += [str(each.user_attrs.get("reason", "")).partition("\n")[0]] * reasons
@@ -198,6 +205,16 @@ def _table(study: optuna.Study) -> str:
     table = f'<table class="trials"><tr>{_cells(head, "th")}</tr>\n{"".join(lines)}</table>'
     note = "In grey: not completed; a value is that of the last evaluation."
     return f'<section><h2>Trials</h2><p class="note">{note}</p><div class="scroll">{table}</div></section>'
+
+
+def _number(trial: FrozenTrial) -> str:
+    """The number of a trial, with the first one that it continues."""
+    earlier = continues(trial)
+    return f"{trial.number} (continues {min(earlier)})" if earlier else str(trial.number)
+
+
+def _measured(trial: FrozenTrial) -> list[str]:
+    return measured(trial.values or (), trial.user_attrs.get(STANDARD_ERRORS, ()))
 
 
 def _outcome(trial: FrozenTrial) -> str:

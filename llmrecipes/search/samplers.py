@@ -28,24 +28,30 @@ def sampler(search: Search, worker: int) -> BaseSampler:
     """
     from optuna import samplers
 
+    from llmrecipes.search import views
+
     wanted = search.sampler
     given: dict[str, Any] = {
         key: value for key in SAMPLER_KEYS[wanted.type] if (value := getattr(wanted, key)) is not None
     }
-    if wanted.seed is not None and wanted.type != "QMCSampler":  # whose sequence all processes share
+    # Processes share the sequence of QMC; CMA-ES draws from seed and number of a trial.
+    if wanted.seed is not None and wanted.type not in ("QMCSampler", "CmaEsSampler"):
         given["seed"] = _seed(wanted.seed, worker)
     match wanted.type:
         case "TPESampler":
             given.setdefault("multivariate", True)
             # Keys that depend on others are modelled in groups of keys that occur together.
             given["group"] = given["multivariate"] and any(each.when for each in search.space)
+            given["constant_liar"] = True  # values of running trials are avoided: several at a time differ
         case "GridSampler":
             # Optuna's own chooses points when a trial begins, so that two processes may choose the same; and it ends
             # Optuna's loop, which is not used here. All points wait in the study instead.
             return samplers.RandomSampler(**given)
-        case "CmaEsSampler" | "QMCSampler":
+        case "CmaEsSampler":
+            given |= {"warn_independent_sampling": False, "consider_pruned_trials": False}  # `views` shows them
+        case "QMCSampler":
             given["warn_independent_sampling"] = False
-    found: BaseSampler = getattr(samplers, wanted.type)(**given)
+    found: BaseSampler = getattr(views if hasattr(views, wanted.type) else samplers, wanted.type)(**given)
     return found
 
 
@@ -98,11 +104,13 @@ def pruner(search: Search, evaluations: int) -> BasePruner:
 def _plain_pruner(wanted: Pruner, kind: PrunerType, evaluations: int) -> BasePruner:
     from optuna import pruners
 
+    from llmrecipes.search import views
+
     given: dict[str, Any] = {key: value for key in PRUNER_KEYS[kind] if (value := getattr(wanted, key)) is not None}
     for key in ("n_warmup_steps", "min_resource"):
         if key in PRUNER_KEYS[kind]:
             given.setdefault(key, -(-evaluations // FIRST_DECISION))
     if kind == "HyperbandPruner":
         given["max_resource"] = evaluations
-    found: BasePruner = getattr(pruners, kind)(**given)
+    found: BasePruner = getattr(views if hasattr(views, kind) else pruners, kind)(**given)
     return found

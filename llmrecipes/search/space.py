@@ -100,7 +100,7 @@ def values_of(params: Mapping[str, Any], search: Search) -> Values:
 def applies(dimension: Dimension, chosen: Mapping[str, JsonValue], data: Mapping[str, Any]) -> bool:
     """Whether a key is searched, given the values of earlier keys and the recipe as plain data."""
     return all(
-        (chosen[key] if key in chosen else _get(data, key)) in allowed for key, allowed in dimension.when.items()
+        (chosen[key] if key in chosen else value_at(data, key)) in allowed for key, allowed in dimension.when.items()
     )
 
 
@@ -110,14 +110,15 @@ def own_point(recipe: Recipe, search: Search) -> Values | None:
     for dimension in search.space:
         if not applies(dimension, found, data):
             continue
-        value = _get(data, dimension.key)
+        value = value_at(data, dimension.key)
         if not contains(dimension, value):
             return None
         found[dimension.key] = value
     return found
 
 
-def _get(data: Any, key: str) -> Any:
+def value_at(data: Any, key: str) -> Any:
+    """The value of a dotted key in plain data; None where a section on the way is None."""
     for part in key.split("."):
         if data is None:
             return None

@@ -10,26 +10,32 @@ from typing import Any
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.process import Machine, this_machine
 from llmrecipes.launch import record
-from llmrecipes.launch.base import JobState, JobStatus
+from llmrecipes.launch.base import JobHandle, JobState, JobStatus
 from llmrecipes.launch.job import handle, statuses
+from llmrecipes.launch.registry import launcher
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
-from llmrecipes.search.budget import RANK_SECONDS
+from llmrecipes.search.budget import EARLIER_SEEDS, RANK_SECONDS, RANKS, RUN_ID, TOKENS, recorded_seconds
+from llmrecipes.search.heartbeat import Heartbeat
 from llmrecipes.search.metrics import MetricsReader, Reader
 from llmrecipes.search.remote import MlflowReader
 from llmrecipes.search.space import Values, suggest, trial_recipe
 from llmrecipes.search.study import Place
 from llmrecipes.search.target import Infeasible, Target, headroom
-from llmrecipes.search.trial import FINAL_CODES, Outcome, Running
+from llmrecipes.search.trial import FINAL_CODES, Outcome, Running, with_seed
 from llmrecipes.search.trials import (
+    FITS,
     OUTCOME,
+    SEEDS,
     WORKER,
     beat,
+    continues,
     discard,
     give_back,
     is_infeasible,
@@ -41,18 +47,24 @@ from llmrecipes.search.trials import (
 logger = logging.getLogger(__name__)
 
 INFEASIBLE_IN_A_ROW = 200
-REASON, RUN_ID, VALUES, FITS = "reason", "run_id", "values", "fits"
-"""Attributes of trials, and the name of the constraint."""
+REASON, VALUES = "reason", "values"
+"""Attributes of trials."""
+MACHINE = "machine"
+"""Attribute of a trial: where its local job was started; None if it has ended, or is one of a scheduler."""
 
 
 @dataclass(frozen=True)
 class NotStarted:
-    """A trial without a job; `outcome` is None if it is none at all, because others have begun the last ones."""
+    """A trial without a job; `outcome` is None if it is none at all, because others have begun the last ones.
+
+    `is_elsewhere`: its job may run on another machine, so that this one does not start it.
+    """
 
     number: int
     values: Values = field(default_factory=Values)
     outcome: Outcome | None = None
     reason: str = ""
+    is_elsewhere: bool = False
 
 
 @dataclass
@@ -67,6 +79,7 @@ class Starter:
         place: of the study.
         target: where trials run.
         patiently: makes a call that uses the storage.
+        heartbeat: of running trials.
     """
 
     study: optuna.Study
@@ -76,8 +89,10 @@ class Starter:
     place: Place
     target: Target
     patiently: Callable[[Callable[[], Any]], Any]
+    heartbeat: Heartbeat
     _infeasible: int = 0
     _submitted: bool = False
+    _left: set[str] = field(default_factory=set)
 
     def start(self, slot: int) -> Running | NotStarted:
         """Ask for a trial, and start or find its job.
@@ -89,44 +104,125 @@ class Starter:
             UserError: the first trial cannot be submitted, or too many in a row cannot run.
         """
         trial = self.patiently(self._ask)
+        started: Running | NotStarted | None = None
         try:
-            return self._begin(trial, slot)
+            started = self._begin(trial, slot)
+            return started
         except UpdateFinishedTrialError:  # this process was away for longer than the grace period
             logger.warning("trial %d was taken over by another process", trial.number)
             return NotStarted(trial.number)
+        finally:
+            if not isinstance(started, Running):
+                self.heartbeat.remove(trial.number)
+
+    def submit(self, trial: optuna.Trial, recipe: Recipe, plan: Plan, run_id: str, slot: int) -> JobHandle:
+        """Submit the job of a trial, and record the machine that a local one belongs to.
+
+        Raises:
+            UserError: it cannot be submitted.
+        """
+        # Before the job exists: another machine that knows nothing of it would start a second training.
+        machine = this_machine().as_dict() if self.target.is_local else None
+        self.patiently(lambda: trial.set_user_attr(MACHINE, machine))
+        return self.target.submit(recipe, plan, run_id, slot)
+
+    def can_be_followed(self, trial: FrozenTrial) -> bool:
+        """Whether a trial can be continued here without a second training beside its job.
+
+        Not if its job is a process of another machine whose run cannot be seen from here: nothing tells whether it
+        still trains, and it cannot be told to end.
+        """
+        machine = trial.user_attrs.get(MACHINE)
+        if machine is None or Machine.of(machine).is_this:
+            return True
+        run_id = trial.user_attrs[RUN_ID]
+        if record.read(self.place.run_dir(run_id)) is not None:
+            return True
+        if run_id not in self._left:
+            self._left.add(run_id)
+            logger.warning(
+                "trial %d is left to a search on %s: its job runs there, and %s is not visible here",
+                trial.number, machine.get("host", "another machine"), self.place.run_dir(run_id),
+            )  # fmt: skip
+        return False
+
+    def cancel(self, trial: FrozenTrial) -> None:
+        """End the job of a trial that is given up, should it still run."""
+        run_id = trial.user_attrs.get(RUN_ID)
+        try:
+            known = None if run_id is None else record.read(self.place.run_dir(run_id))
+            if known is not None:
+                logger.warning("trial %d: its job is cancelled", trial.number)
+                launcher(known.ref.launcher).cancel(known.ref)
+        except UserError as error:
+            logger.warning("trial %d: its job could not be cancelled: %s", trial.number, error)
 
     def _begin(self, trial: optuna.Trial, slot: int) -> Running | NotStarted:
         attributes = trial.user_attrs
-        # In this order: a trial that has a process but no sign of life would never be taken for lost.
+        # In this order: a trial that has a process but no heartbeat would never be taken for lost.
         self.patiently(lambda: beat(self.study, trial))
         self.patiently(lambda: trial.set_user_attr(WORKER, this_worker()))
+        self.heartbeat.add(trial)
         if self._is_surplus(trial):
             return NotStarted(trial.number)
+        if not self.can_be_followed(self._frozen(trial)):
+            self.patiently(lambda: give_back(self.study, trial.number))
+            return NotStarted(trial.number, outcome=Outcome.GIVEN_BACK, is_elsewhere=True)
         values = self.patiently(lambda: suggest(trial, self.recipe, self.search))
+        # The last one is judged by its run, which may have ended before its search process could tell.
+        seeds = list(attributes.get(SEEDS, ()))[: self.search.seeds_per_point - 1]
         try:
-            recipe, plan = self._planned(values)
+            recipe, plan = self._planned(values, len(seeds))
         except Infeasible as error:
             return self._tell_infeasible(trial, values, error)
         self._infeasible = 0
         self.patiently(lambda: trial.set_constraint(FITS, min(0.0, headroom(plan))))
-        run_id = attributes.get(RUN_ID) or self.place.run_id(trial.number)
+        run_id = self._run_id(attributes.get(RUN_ID) or self.place.run_id(trial.number), len(seeds))
         self.patiently(lambda: trial.set_user_attr(RUN_ID, run_id))
-        self.patiently(lambda: beat(self.study, trial))  # the sampler and the plan may have taken a while
+        self.patiently(lambda: trial.set_user_attr(RANKS, plan.layout.world_size))
         run_dir = self.place.run_dir(run_id)
         known = record.read(run_dir)
         try:
             if known is None or _is_to_be_resumed(statuses([known.ref])[known.ref]):
-                job = self.target.submit(recipe, plan, run_id, slot)
+                job = self.submit(trial, recipe, plan, run_id, slot)
             else:
                 job = handle(known.ref)
         except UserError as error:
             return self._not_submitted(trial, values, error)
-        reported = self.patiently(lambda: set(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values))
+        frozen, ranks = self._frozen(trial), plan.layout.world_size
+        earlier = attributes.get(EARLIER_SEEDS, 0.0)
         self._submitted = True
         return Running(
-            trial, values, recipe, plan, run_id, slot, job, self._reader(recipe, run_id), reported,
-            rank_seconds=attributes.get(RANK_SECONDS, 0.0),
+            trial, values, recipe, plan, run_id, slot, job, self._reader(recipe, run_id),
+            set(frozen.intermediate_values), continued=tuple(continues(frozen)),
+            rank_seconds=max(attributes.get(RANK_SECONDS, 0.0), earlier + recorded_seconds(run_dir) * ranks),
+            earlier_seeds=earlier, seeds=seeds, tokens=attributes.get(TOKENS, 0),
         )  # fmt: skip
+
+    def next_seed(self, running: Running) -> None:
+        """Start the training of the next seed of a trial, in a run of its own.
+
+        Raises:
+            UserError: it cannot be submitted.
+        """
+        number = len(running.seeds)
+        recipe, plan = self._planned(running.values, number)
+        run_id = self._run_id(running.run_id, number)
+        running.earlier_seeds = running.rank_seconds
+        self.patiently(lambda: running.trial.set_user_attr(EARLIER_SEEDS, running.earlier_seeds))
+        self.patiently(lambda: running.trial.set_user_attr(RUN_ID, run_id))
+        job = self.submit(running.trial, recipe, plan, run_id, running.slot)
+        running.recipe, running.plan, running.run_id, running.job = recipe, plan, run_id, job
+        running.reader = self._reader(recipe, run_id)
+        running.tracked, running.resumed = False, 0
+
+    def _run_id(self, run_id: str, seed: int) -> str:
+        return self.place.run_ids(run_id, self.search.seeds_per_point)[seed]
+
+    def _frozen(self, trial: optuna.Trial) -> FrozenTrial:
+        """A trial as it is in the storage."""
+        found: FrozenTrial = self.patiently(lambda: self.study.get_trials(deepcopy=False)[trial.number])
+        return found
 
     def _reader(self, recipe: Recipe, run_id: str) -> Reader:
         """Of metrics.jsonl, or of MLflow where the run's directory is not on a disk of this machine."""
@@ -141,6 +237,7 @@ class Starter:
         Raises:
             UserError: the same error if it is the first trial of this process: something is wrong with its options.
         """
+        self.patiently(lambda: trial.set_user_attr(MACHINE, None))
         self.patiently(lambda: give_back(self.study, trial.number))
         if not self._submitted:
             raise error
@@ -148,7 +245,7 @@ class Starter:
 
     def _ask(self) -> optuna.Trial:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # signs of life are expected from Optuna's own loop; here `beat` sends them
+            warnings.simplefilter("ignore")  # Optuna expects heartbeats from its own loop; here `Heartbeat` sends them
             return self.study.ask()
 
     def _is_surplus(self, trial: optuna.Trial) -> bool:
@@ -168,9 +265,9 @@ class Starter:
         self.patiently(lambda: give_back(self.study, trial.number) if was_queued else discard(self.study, trial))
         return True
 
-    def _planned(self, values: Values) -> tuple[Recipe, Plan]:
+    def _planned(self, values: Values, seed: int) -> tuple[Recipe, Plan]:
         try:
-            recipe = trial_recipe(self.recipe, self.search, values)
+            recipe = with_seed(trial_recipe(self.recipe, self.search, values), seed)
             if self.goal is not self.recipe:
                 trial_recipe(self.goal, self.search, values)
         except UserError as error:

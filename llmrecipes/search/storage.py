@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import secrets
 import time
 import warnings
 from collections.abc import Callable, Generator
@@ -24,11 +25,13 @@ from optuna.storages import (
 )
 from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.study._constrained_optimization import _CONSTRAINTS_KEY
 from optuna.trial import TrialState
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.process import Watch
 from llmrecipes.io import sync
 from llmrecipes.recipe.search import Search
 from llmrecipes.tracking.store import redact
@@ -45,7 +48,7 @@ OPEN_SECONDS, PATIENCE_SECONDS = 30.0, 120.0
 LONGEST_PAUSE = 5.0
 LOCK_SECONDS = 30.0
 """How long to wait for the lock of SQLite."""
-HEARTBEAT, WORKER_ATTRIBUTE = "llmrecipes:heartbeat", "worker"
+HEARTBEAT, WORKER_ATTRIBUTE, CONSTRAINT = "llmrecipes:heartbeat", "worker", f"{_CONSTRAINTS_KEY}:"
 """Attributes of a trial that end with its process."""
 
 
@@ -134,8 +137,13 @@ class _Again(RetryHeartbeatStaleTrialCallback):
 
 
 def without_heartbeat(trial: FrozenTrial) -> dict[str, Any]:
-    """Optuna's attributes of a trial, for one that continues it: it is not stale from its beginning."""
-    return {key: value for key, value in trial.system_attrs.items() if key != HEARTBEAT}
+    """Optuna's attributes of a trial, for one that continues it: it is not stale from its beginning.
+
+    Nor has it constraints: they are those of its own plan, and Optuna takes them once only.
+    """
+    return {
+        key: value for key, value in trial.system_attrs.items() if key != HEARTBEAT and not key.startswith(CONSTRAINT)
+    }
 
 
 def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -> T:
@@ -249,9 +257,10 @@ def _remove_incomplete_line(path: Path) -> None:
 
 
 class LivingJournal(JournalStorage, BaseHeartbeat):
-    """A journal with signs of life, which Optuna has for databases only.
+    """A journal with heartbeats, which Optuna has for databases only.
 
-    Times are those of the machines, so their clocks must agree within the grace period.
+    A heartbeat is stale if it has not changed for the grace period, by the monotonic clock of the process that looks:
+    neither a clock that is set nor clocks that disagree end a trial.
     """
 
     def __init__(
@@ -259,20 +268,22 @@ class LivingJournal(JournalStorage, BaseHeartbeat):
     ) -> None:
         super().__init__(backend)
         self._interval, self._grace, self._stale = interval, grace, stale
+        self._watch = Watch()
 
     def record_heartbeat(self, trial_id: int) -> None:
-        """A sign of life of a running trial."""
-        self.set_trial_system_attr(trial_id, HEARTBEAT, time.time())
+        """Record a heartbeat of a running trial."""
+        self.set_trial_system_attr(trial_id, HEARTBEAT, secrets.token_hex(8))
 
     def _get_stale_trial_ids(self, study_id: int) -> list[int]:
         running = self.get_all_trials(study_id, deepcopy=False, states=(TrialState.RUNNING,))
-        oldest = time.time() - self._grace
-        return [each._trial_id for each in running if each.system_attrs.get(HEARTBEAT, oldest) < oldest]
+        beats = {each._trial_id: each.system_attrs[HEARTBEAT] for each in running if HEARTBEAT in each.system_attrs}
+        self._watch.keep(beats.keys())
+        return [number for number, value in beats.items() if self._watch.unchanged(number, value) > self._grace]
 
     def get_heartbeat_interval(self) -> int:
-        """Seconds between signs of life."""
+        """Seconds between heartbeats."""
         return self._interval
 
     def get_heartbeat_stale_trial_callback(self) -> Callable[[Study, FrozenTrial], None]:
-        """What happens to a trial that has stopped giving signs of life."""
+        """What happens to a trial whose heartbeats have stopped."""
         return self._stale

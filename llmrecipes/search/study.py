@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.exceptions import DuplicatedStudyError
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState, create_trial
@@ -23,20 +26,24 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.length import evaluations, trial_tokens
 from llmrecipes.search.samplers import grid, pruner, sampler
-from llmrecipes.search.space import SUFFIX, distribution, own_point, parameters
+from llmrecipes.search.space import SUFFIX, applies, distribution, own_point, parameters, value_at, values_of
 from llmrecipes.search.storage import (
     address,
     file_of,
     open_storage,
     patiently,
 )
-from llmrecipes.search.trials import SOURCE
+from llmrecipes.search.trials import OUTCOME, SOURCE, is_infeasible
 
 logger = logging.getLogger(__name__)
 
 BASIS, WORKERS, STARTED = "llmrecipes:basis", "llmrecipes:worker:", "llmrecipes:started"
+RECIPE, OVERRIDES = "llmrecipes:recipe", "llmrecipes:overrides"
+"""The resolved recipe of the newest search of a study, and the overrides of its command line."""
 FILLED_WITHIN = 10.0
 """Seconds that another process may take for each known point that it adds to a study it has created."""
+SEED = "-seed"
+"""In the id of a run, before the number of its seed; not of the first one."""
 UNUSED = ("description", "tracking", "checkpoint", "search")
 """Sections that do not change what a study measures."""
 
@@ -64,6 +71,16 @@ class Place:
         """Id of a trial's run."""
         return f"{self.name}-{number:04d}"
 
+    def run_ids(self, run_id: str, seeds: int) -> list[str]:
+        """Ids of the runs of a trial, one for each seed.
+
+        Args:
+            run_id: of any of them.
+            seeds: of a trial.
+        """
+        first = re.sub(rf"{SEED}\d+$", "", run_id)
+        return [first, *(f"{first}{SEED}{number}" for number in range(1, seeds))]
+
     def run_dir(self, run_id: str) -> Path:
         """Directory of a trial's run."""
         return self.runs_dir / self.group / run_id
@@ -89,13 +106,22 @@ def require_section(recipe: Recipe) -> Search:
     return recipe.search
 
 
-def open_study(recipe: Recipe, place: Place, *, resume: bool) -> optuna.Study:
+def open_study(
+    recipe: Recipe,
+    place: Place,
+    *,
+    resume: bool,
+    overrides: Sequence[str] = (),
+    log: Callable[[str], None] = logger.info,
+) -> optuna.Study:
     """Create the study, or continue it.
 
     Args:
         recipe: with the section `search`.
         place: of the study.
         resume: continue a study that exists, or join those who work on it.
+        overrides: with which the recipe was loaded, for commands that read the study later.
+        log: receives what has changed since the study was started, and may.
 
     Raises:
         UserError: it exists and is not to be resumed, is of another recipe, or its storage does not respond.
@@ -103,6 +129,9 @@ def open_study(recipe: Recipe, place: Place, *, resume: bool) -> optuna.Study:
     search = require_section(recipe)
     where = address(search, place.folder)
     storage = open_storage(where, search)
+    if place.name not in patiently(lambda: optuna.get_all_study_names(storage), where):
+        for source in search.source_studies:  # refused before there is a study
+            patiently(lambda source=source: _earlier(recipe, source.study_name, source.storage or where), where)  # type: ignore[misc]
     try:
         study = patiently(lambda: _create(storage, place, search), where)
     except DuplicatedStudyError:
@@ -116,12 +145,41 @@ def open_study(recipe: Recipe, place: Place, *, resume: bool) -> optuna.Study:
         if not patiently(lambda: _is_filled(study), where):  # by a process that was killed
             patiently(lambda: _fill(study, recipe, search, where), where)
         patiently(lambda: _require_same(study, recipe, where), where)
+        for difference in patiently(lambda: _changed_section(study, search), where):
+            log(f"{difference.key} is now {difference.now!r}, was {difference.then!r}")
+        patiently(lambda: _remember(study, recipe, overrides), where)
     else:
+        patiently(lambda: _remember(study, recipe, overrides), where)
         patiently(lambda: _fill(study, recipe, search, where), where)
     number = patiently(lambda: _register(study), where)
     study.sampler = sampler(search, number)
     study.pruner = pruner(search, evaluations(recipe))
     return study
+
+
+def _remember(study: optuna.Study, recipe: Recipe, overrides: Sequence[str]) -> None:
+    study.set_user_attr(RECIPE, recipe.model_dump(mode="json"))
+    study.set_user_attr(OVERRIDES, list(overrides))
+
+
+def recipe_of_study(study: optuna.Study) -> Recipe | None:
+    """The recipe that a study was last searched with, its overrides and limits included.
+
+    None if the study was never started, or its recipe is not one of this version.
+    """
+    try:
+        return Recipe.model_validate(study.user_attrs.get(RECIPE))
+    except ValidationError:
+        return None
+
+
+def _changed_section(study: optuna.Study, search: Search) -> list[Difference]:
+    """Limits, sampler and whatever else of the section has changed since the newest search of a study."""
+    earlier = recipe_of_study(study)
+    if earlier is None or earlier.search is None:
+        return []
+    sections = [{"search": each.model_dump(mode="json", exclude={"space"})} for each in (search, earlier.search)]
+    return differences(*sections)
 
 
 def load(recipe: Recipe, place: Place) -> optuna.Study:
@@ -155,6 +213,8 @@ def basis(recipe: Recipe) -> dict[str, Any]:
     data = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in UNUSED}
     space = {each.pop("key"): each for each in search.model_dump(mode="json")["space"]}
     measured = {"objectives": list(search.objectives), "trial_tokens": trial_tokens(recipe, search)}
+    if search.seeds_per_point > 1:
+        measured["seeds_per_point"] = search.seeds_per_point
     return {**data, "search": {**measured, "space": space}}
 
 
@@ -210,7 +270,7 @@ def _fill(study: optuna.Study, recipe: Recipe, search: Search, where: str) -> No
     """Known points and the trials of earlier studies; may be called again after an interruption."""
     study.set_metric_names(list(search.objectives))
     for source in search.source_studies:
-        _add_earlier(study, search, source.study_name, source.storage or where)
+        _add_earlier(study, recipe, source.study_name, source.storage or where)
     points = [dict(point) for point in search.enqueue_trials]
     own = own_point(recipe, search) if search.enqueue_recipe else None
     if search.enqueue_recipe and own is None:
@@ -226,8 +286,8 @@ def _fill(study: optuna.Study, recipe: Recipe, search: Search, where: str) -> No
     study.set_user_attr(BASIS, basis(recipe))
 
 
-def _add_earlier(study: optuna.Study, search: Search, name: str, where: str) -> None:
-    """Add the trials of an earlier study that the space contains.
+def _earlier(recipe: Recipe, name: str, where: str) -> tuple[optuna.Study, dict[str, Any]]:
+    """An earlier study and its basis.
 
     Raises:
         UserError: there is no such study, or it measures something else.
@@ -235,41 +295,90 @@ def _add_earlier(study: optuna.Study, search: Search, name: str, where: str) -> 
     if (file := file_of(where)) is not None and not file.is_file():
         raise UserError("no such file", where=f"search.source_studies: {where}")
     try:
-        earlier = optuna.load_study(study_name=name, storage=open_storage(where, search))
+        study = optuna.load_study(study_name=name, storage=open_storage(where, require_section(recipe)))
     except KeyError as error:
         raise UserError(f"no study {name}", where=f"search.source_studies: {where}") from error
-    then = (earlier.user_attrs.get(BASIS) or {}).get("search", {})
-    now = (list(search.objectives),)
-    if (then.get("objectives"),) != now:
-        raise UserError(
-            f"the study {name} minimises {then.get('objectives')}, this one {now[0]}",
-            where="search.source_studies", rule="trials are compared by the same objectives",
-        )  # fmt: skip
+    return study, _require_comparable(study, recipe)
+
+
+def _add_earlier(study: optuna.Study, recipe: Recipe, name: str, where: str) -> None:
+    """Add the trials of an earlier study that the space contains.
+
+    Raises:
+        UserError: there is no such study, or it measures something else.
+    """
+    search = require_section(recipe)
+    earlier, then = _earlier(recipe, name, where)
     known = {each.user_attrs.get(SOURCE) for each in study.get_trials(deepcopy=False)}
     space = {each.key: distribution(each) for each in search.space}
     added = 0
     for trial in earlier.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED)):
         source = f"{name}:{trial.number}"
         # Stored values, because ranges may differ from those of then.
-        inside = trial.params.keys() <= space.keys() and all(
-            _holds(space[key], value) for key, value in trial.params.items()
-        )
-        if source in known or not inside or any(violation > 0 for violation in trial.constraints.values()):
+        if source in known or not _inside(space, trial.params) or is_infeasible(trial):
             continue
+        params = _fixed_values(search, then, trial.params) | trial.params
+        if not _inside(space, params):
+            continue
+        kept = {key: value for key, value in trial.user_attrs.items() if key == OUTCOME}
         study.add_trial(
             create_trial(
-                state=trial.state, values=trial.values, params=trial.params,
-                distributions={key: space[key] for key in trial.params},
-                intermediate_values=trial.intermediate_values, user_attrs={SOURCE: source},
+                state=trial.state, values=trial.values, params=params,
+                distributions={key: space[key] for key in params},
+                intermediate_values=trial.intermediate_values, user_attrs={**kept, SOURCE: source},
             )
         )  # fmt: skip
         added += 1
     logger.info("%d trials of the study %s are taken over", added, name)
 
 
-def _holds(space: optuna.distributions.BaseDistribution, value: Any) -> bool:
+def _require_comparable(earlier: optuna.Study, recipe: Recipe) -> dict[str, Any]:
+    """The basis of an earlier study, which may differ from this one's in the space and in searched keys.
+
+    Raises:
+        UserError: it measures something else.
+    """
+    where, now = "search.source_studies", basis(recipe)
+    if (then := earlier.user_attrs.get(BASIS)) is None:
+        raise UserError(
+            f"the study {earlier.study_name} does not record its recipe", where=where,
+            rule="an earlier study was made by llmrecipes search", fix="leave it out",
+        )  # fmt: skip
+    then = _with_defaults(then)
+    # Each trial has its own value of these.
+    searched = {
+        key for each in (now, then) for key, dimension in each["search"]["space"].items() if not dimension.get("when")
+    }
+    changed = [
+        each
+        for each in differences(now, then)
+        if each.key not in {*searched, "name"} and not each.key.startswith("search.space.")
+    ]
+    if changed:
+        raise UserError(
+            f"the study {earlier.study_name} measured something else: "
+            + "; ".join(f"{each.key} {each.then!r}, here {each.now!r}" for each in changed),
+            where=where, rule="losses are compared between trials of one recipe, length and data",
+            fix="leave it out, or set these keys as they were",
+        )  # fmt: skip
+    return then
+
+
+def _fixed_values(search: Search, then: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier trial had of keys that its study did not search: the value of its recipe.
+
+    A trial without a value of a key would take the key out of what samplers model together.
+    """
+    found: dict[str, Any] = {}
+    for dimension in search.space:
+        if dimension.key not in params and applies(dimension, {**values_of(params, search), **found}, then):
+            found[dimension.key] = value_at(then, dimension.key)
+    return parameters(found)
+
+
+def _inside(space: Mapping[str, BaseDistribution], params: Mapping[str, Any]) -> bool:
     try:
-        return space._contains(space.to_internal_repr(value))
+        return all(key in space and space[key]._contains(space[key].to_internal_repr(params[key])) for key in params)
     except (ValueError, TypeError):
         return False
 

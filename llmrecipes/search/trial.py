@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
+import statistics
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -19,6 +24,11 @@ from llmrecipes.search.space import Values
 if TYPE_CHECKING:
     import optuna
 
+OUT_OF_MEMORY = re.compile(rb"error: (out of (?:GPU|host) memory[^\r\n]*)")
+"""The message of a rank (`faults.memory`)."""
+SLURM_OUT_OF_MEMORY = "OUT_OF_MEMORY"
+LOG_TAIL = 1 << 16
+"""Bytes at the end of a log that are searched."""
 FINAL_CODES = (int(ExitCode.BAD_INPUT), int(ExitCode.STOP))
 """Exit codes after which the same job would fail again."""
 
@@ -29,14 +39,38 @@ class Outcome(StrEnum):
     COMPLETE = "complete"
     PRUNED = "pruned"
     DIVERGED = "diverged"
-    """A loss was not finite: for the sampler the same as pruned, because the values are to be avoided."""
+    """A loss was not finite; samplers see a violated constraint."""
     INFEASIBLE = "infeasible"
-    """The plan has said that it cannot run."""
+    """The plan has said that it cannot run, or it ran out of memory all the same."""
     FAILED = "failed"
     GIVEN_BACK = "given back"
     """Not ended: another process resumes it."""
     LOST = "lost"
     """Its job was interrupted, and can be resumed here."""
+
+
+def with_seed(recipe: Recipe, number: int) -> Recipe:
+    """The recipe of one of the seeds of a trial, from 0."""
+    train = recipe.train.model_copy(update={"seed": recipe.train.seed + number})
+    return recipe.model_copy(update={"train": train})
+
+
+def mean_and_error(seeds: list[list[float]]) -> tuple[list[float], list[float]]:
+    """Means of the objectives over the seeds of a trial, and the standard errors of these means; of two or more seeds.
+
+    Args:
+        seeds: values of the objectives of each.
+    """
+    columns = list(zip(*seeds, strict=True))
+    errors = [statistics.stdev(column) / math.sqrt(len(column)) for column in columns]
+    return [statistics.fmean(column) for column in columns], errors
+
+
+def measured(values: Sequence[float], errors: Sequence[float]) -> list[str]:
+    """Values of objectives in words, with their standard errors if there are any."""
+    if not errors:
+        return [f"{value:.5g}" for value in values]
+    return [f"{value:.5g} ± {error:.2g}" for value, error in zip(values, errors, strict=True)]
 
 
 @dataclass
@@ -54,7 +88,12 @@ class Running:
         reader: of its metrics.
         reported: evaluations that Optuna knows.
         ending: why this process has cancelled the job; None: it has not.
-        rank_seconds: seconds in which the job ran, times ranks.
+        rank_seconds: seconds in which its jobs ran, times ranks.
+        earlier_seeds: the same, of the seeds that are complete.
+        continued: numbers of the trials that it continues, parts of the same run.
+        seeds: values of the objectives of the seeds that are complete.
+        tokens: of these seeds.
+        errors: standard errors of the objectives; empty with one seed.
     """
 
     trial: optuna.Trial
@@ -68,9 +107,15 @@ class Running:
     reported: set[int] = field(default_factory=set)
     ending: Outcome | None = None
     rank_seconds: float = 0.0
+    earlier_seeds: float = 0.0
+    continued: tuple[int, ...] = ()
+    seeds: list[list[float]] = field(default_factory=list)
+    tokens: int = 0
+    errors: list[float] = field(default_factory=list)
     resumed: int = 0
     looked: float = field(default_factory=time.monotonic)
-    beaten: float = 0.0
+    counted: float = 0.0
+    """When its GPU-hours were last written to the study, by the monotonic clock."""
     is_bad: bool = False
     """Whether the pruner wants it to end."""
     tracked: bool = False
@@ -111,11 +156,42 @@ class Running:
             return Outcome.COMPLETE, values
         if progress.diverged and status.state == JobState.FAILED and status.exit_code in (None, ExitCode.STOP):
             return Outcome.DIVERGED, []
+        if status.state == JobState.COMPLETED and self._has_no_finite_loss(progress):
+            return Outcome.DIVERGED, []
+        if self._out_of_memory(status):
+            return Outcome.INFEASIBLE, []
         if self.ending is not None and status.state != JobState.COMPLETED:
             return self.ending, []
         if status.state in (JobState.SAVED, JobState.UNKNOWN):
             return Outcome.LOST, []
         return Outcome.FAILED, []
+
+    def reason(self, status: JobStatus) -> str:
+        """Why it ended without a result, given the final status of its job."""
+        if status.state == JobState.COMPLETED and self._has_no_finite_loss(self.reader.progress):
+            return "the validation loss is not finite"
+        logs = self.job.logs()
+        where = f"exit code {status.exit_code}, see {' '.join(map(str, logs.files or logs.command))}"
+        return self._out_of_memory(status) or status.reason or where
+
+    def _has_no_finite_loss(self, progress: Progress) -> bool:
+        last = progress.evaluations.get(self.recipe.train.train_iters)
+        return last is not None and last.valid_loss is None
+
+    def _out_of_memory(self, status: JobStatus) -> str:
+        """What a job says that ran out of memory; empty if it did not, as far as its logs can be read here."""
+        if status.state != JobState.FAILED:
+            return ""
+        if SLURM_OUT_OF_MEMORY in status.reason:
+            return status.reason
+        if status.exit_code not in (None, ExitCode.STOP):
+            return ""
+        for path in self.job.logs().files:
+            with suppress(OSError), path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - LOG_TAIL))
+                if found := OUT_OF_MEMORY.search(file.read()):
+                    return found[1].decode(errors="replace")
+        return ""
 
     def _objectives(self, progress: Progress, names: tuple[Objective, ...]) -> list[float] | None:
         last = progress.evaluations.get(self.recipe.train.train_iters)
@@ -129,3 +205,8 @@ class Running:
         }
         values = [value for name in names if (value := found[name]) is not None]
         return values if len(values) == len(names) else None
+
+
+def shown(values: Values) -> str:
+    """Values in short."""
+    return " ".join(f"{key}={f'{value:.4g}' if isinstance(value, float) else value}" for key, value in values.items())

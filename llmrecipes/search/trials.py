@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import optuna
-import psutil
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
-from optuna.storages import RetryHeartbeatStaleTrialCallback, fail_stale_trials
+from optuna.storages import RetryHeartbeatStaleTrialCallback
 from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from llmrecipes.hardware.process import Machine, Watch, start_ticks, this_machine
 from llmrecipes.search.storage import WORKER_ATTRIBUTE, without_heartbeat
 from llmrecipes.search.trial import Outcome
 
@@ -25,46 +23,63 @@ logger = logging.getLogger(__name__)
 
 WORKER, GIVEN_BACK, SOURCE, OUTCOME = WORKER_ATTRIBUTE, "given_back", "source_study", "outcome"
 """Attributes of trials: who runs it, which trials it continues, the earlier study it is from, and how it ended."""
+SEEDS, STANDARD_ERRORS = "seeds", "standard_errors"
+"""Attributes of trials with several seeds: values of the objectives of each, and the standard errors of their means."""
+FITS = "fits"
+"""Constraint of a trial: the share of memory that its plan lacks, negative where it fits."""
+
+
+class Jobs(Protocol):
+    """The jobs of trials, as far as they can be reached from here."""
+
+    def can_be_followed(self, trial: FrozenTrial) -> bool:
+        """Whether a trial of another process can be continued here without a second training beside its job."""
+        ...
+
+    def cancel(self, trial: FrozenTrial) -> None:
+        """End the job of a trial that is given up, should it still run."""
+        ...
 
 
 def this_worker() -> dict[str, Any]:
     """What identifies this process, for others on this machine."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    return {**this_machine().as_dict(), "pid": os.getpid(), "started": start_ticks(os.getpid())}
 
 
-def _is_gone(worker: Mapping[str, Any]) -> bool:
-    """Whether a process was on this machine and has ended; its trials need not wait for the grace period."""
-    if worker.get("host") != socket.gethostname():
-        return False
-    try:
-        return abs(psutil.Process(worker["pid"]).create_time() - worker["started"]) > 1.0
-    except psutil.Error:
-        return True
+def is_alive(worker: Mapping[str, Any]) -> bool | None:
+    """Whether a search process runs; None if it cannot be asked, because it is on another machine or in a container."""
+    if not Machine.of(worker).is_this:
+        return None
+    return start_ticks(worker["pid"]) == worker["started"]
 
 
-def take_back(study: optuna.Study, grace: float) -> None:
+def take_back(study: optuna.Study, grace: float, watch: Watch, jobs: Jobs) -> None:
     """Put the trials of lost processes back into the queue; their jobs are found again by their runs.
+
+    A trial whose job cannot be followed from here is left to a search process where it can. The job of a trial that
+    has been retried often enough is cancelled before the trial is given up.
 
     Args:
         study: the study.
         grace: seconds after which a trial that was asked for but never began is given up.
+        watch: the same at each call.
+        jobs: of the trials.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        fail_stale_trials(study)
+    storage = heartbeats(study)
+    without_beat = set() if storage is None else set(storage._get_stale_trial_ids(study._study_id))
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         worker = trial.user_attrs.get(WORKER)
-        began = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
-        if worker is None and time.time() - began > grace:  # its process died, or the answer to `ask` was lost
-            if is_queued(trial):
-                give_back(study, trial.number)
-                continue
-            with suppress(UpdateFinishedTrialError):  # as if it had never been
-                study._storage.set_trial_user_attr(trial._trial_id, GIVEN_BACK, [trial.number])
-            _end(study, trial)
-        elif worker is not None and _is_gone(worker) and _end(study, trial):
-            logger.warning("trial %d: its search process has ended; it is resumed", trial.number)
-    stale = None if (storage := heartbeats(study)) is None else storage.get_heartbeat_stale_trial_callback()
+        if worker is None:  # its process died, or the answer to `ask` was lost
+            if watch.unchanged(("asked", trial.number)) > grace:
+                _forget(study, trial)
+            continue
+        is_lost = is_alive(worker) is False or trial._trial_id in without_beat
+        if is_lost and jobs.can_be_followed(trial):
+            if not _may_be_retried(study, trial):
+                jobs.cancel(trial)
+            if _end(study, trial):
+                logger.warning("trial %d: its search process has ended", trial.number)
+    stale = None if storage is None else storage.get_heartbeat_stale_trial_callback()
     # Also those whose process was killed after ending them and before putting them back, or before telling a result.
     for trial in own_trials(study):
         has_failed = trial.user_attrs.get(OUTCOME) == Outcome.FAILED
@@ -72,13 +87,38 @@ def take_back(study: optuna.Study, grace: float) -> None:
             stale(study, trial)
 
 
+def _forget(study: optuna.Study, trial: FrozenTrial) -> None:
+    """End a trial that was asked for and never began: as if it had never been, unless it was queued."""
+    if is_queued(trial):
+        give_back(study, trial.number)
+        return
+    with suppress(UpdateFinishedTrialError):
+        study._storage.set_trial_user_attr(trial._trial_id, GIVEN_BACK, [trial.number])
+    _end(study, trial)
+
+
+def _may_be_retried(study: optuna.Study, trial: FrozenTrial) -> bool:
+    """Whether a trial that is ended now is put back into the queue."""
+    stale = None if (storage := heartbeats(study)) is None else storage.get_heartbeat_stale_trial_callback()
+    limit = getattr(stale, "_max_retry", None)
+    return limit is None or len(trial.system_attrs.get("retry_history", ())) < limit
+
+
+def given_up(study: optuna.Study, number: int) -> FrozenTrial | None:
+    """A trial if another process has ended it and does not continue it, else None."""
+    trials = study.get_trials(deepcopy=False)
+    trial = trials[number]
+    is_continued = any(number in continues(each) for each in trials)
+    return None if trial.state != TrialState.FAIL or is_continued or _may_be_retried(study, trial) else trial
+
+
 def is_queued(trial: FrozenTrial) -> bool:
     """Whether a trial was in the queue before it ran: a known point, or one that continues another."""
-    return bool(trial.params or "fixed_params" in trial.system_attrs or _continues(trial))
+    return bool(trial.params or "fixed_params" in trial.system_attrs or continues(trial))
 
 
-def _continues(trial: FrozenTrial) -> list[int]:
-    """The trials that a trial continues."""
+def continues(trial: FrozenTrial) -> list[int]:
+    """The trials that a trial continues, parts of one run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         return [*RetryHeartbeatStaleTrialCallback.retry_history(trial), *trial.user_attrs.get(GIVEN_BACK, ())]
@@ -114,12 +154,12 @@ def discard(study: optuna.Study, trial: optuna.Trial) -> None:
 
 
 def heartbeats(study: optuna.Study) -> BaseHeartbeat | None:
-    """The storage of a study, which takes signs of life."""
+    """The storage of a study, which takes heartbeats."""
     return study._storage if isinstance(study._storage, BaseHeartbeat) else None
 
 
 def beat(study: optuna.Study, trial: optuna.Trial) -> None:
-    """A sign of life of a running trial."""
+    """Record a heartbeat of a running trial."""
     if (storage := heartbeats(study)) is not None:
         storage.record_heartbeat(trial._trial_id)
 
@@ -133,7 +173,7 @@ def own_trials(study: optuna.Study) -> Iterator[FrozenTrial]:
     continued: set[int] = set()
     repeated: set[int] = set()
     for each in trials:
-        if history := _continues(each):
+        if history := continues(each):
             if (max(history) in continued or repeated.intersection(history)) and each.number not in history:
                 repeated.add(each.number)
             continued.update(history)
@@ -151,3 +191,14 @@ def unbegun(study: optuna.Study) -> set[int]:
 def is_infeasible(trial: FrozenTrial) -> bool:
     """Whether the plan has said that a trial cannot run."""
     return any(violation > 0 for violation in trial.constraints.values())
+
+
+def unheard(study: optuna.Study, watch: Watch, seconds: float) -> set[int]:
+    """Running trials of processes that cannot be asked whether they live.
+
+    None after so many seconds with the same trials: `take_back` has found them stale by then, if their processes died.
+    """
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    workers = {each.number: each.user_attrs[WORKER] for each in running if WORKER in each.user_attrs}
+    unknown = {number for number, worker in workers.items() if is_alive(worker) is None}
+    return set() if watch.unchanged("unheard", frozenset(unknown)) > seconds else unknown

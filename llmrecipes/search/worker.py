@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -14,23 +14,34 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.launch.base import JobStatus
+from llmrecipes.hardware.process import Watch
+from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.launch.job import PATIENCE_SECONDS, statuses
 from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.best import Keeper
-from llmrecipes.search.budget import RANK_SECONDS, TOKENS, Budget, Used, used
-from llmrecipes.search.length import trial_tokens
-from llmrecipes.search.space import Values
-from llmrecipes.search.starting import REASON, VALUES, Starter
+from llmrecipes.search.budget import ENDED, RANK_SECONDS, TOKENS, Budget, Used, recorded_seconds, used
+from llmrecipes.search.heartbeat import Heartbeat
+from llmrecipes.search.length import tokens_of_point
+from llmrecipes.search.starting import MACHINE, REASON, VALUES, Starter
 from llmrecipes.search.stop import Stop, stop_signals
 from llmrecipes.search.storage import address, patiently
 from llmrecipes.search.study import Place, require_section
 from llmrecipes.search.target import Target
 from llmrecipes.search.tracking import StudyTracker
-from llmrecipes.search.trial import Outcome, Running
-from llmrecipes.search.trials import OUTCOME, beat, give_back, own_trials, take_back, unbegun
+from llmrecipes.search.trial import Outcome, Running, mean_and_error, measured, shown
+from llmrecipes.search.trials import (
+    OUTCOME,
+    SEEDS,
+    STANDARD_ERRORS,
+    give_back,
+    given_up,
+    own_trials,
+    take_back,
+    unbegun,
+    unheard,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +82,14 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.search: Search = require_section(self.recipe)
-        self.budget = Budget(self.search, trial_tokens(self.recipe, self.search))
+        self.budget = Budget(self.search, tokens_of_point(self.recipe, self.search))
         self._address = address(self.search, self.place.folder)
+        self._heartbeat = Heartbeat(self.study, self.search.heartbeat_interval)
+        self._watch = Watch()
         self._starter = Starter(
-            self.study, self.recipe, self.keeper.recipe, self.search, self.place, self.target, self._patiently
-        )
+            self.study, self.recipe, self.keeper.recipe, self.search, self.place, self.target, self._patiently,
+            self._heartbeat,
+        )  # fmt: skip
         self._spent = ""
         self._not_before = 0.0
         self._pause = LOOK_SECONDS
@@ -87,7 +101,7 @@ class Worker:
         Raises:
             UserError: trials fail one after another, none can run, or the storage does not respond.
         """
-        with stop_signals() as stop:
+        with stop_signals() as stop, self._heartbeat:
             try:
                 while not stop.requested:
                     self._start_trials(stop)
@@ -117,14 +131,18 @@ class Worker:
         return patiently(call, self._address)
 
     def _used(self) -> Used:
-        return used(own_trials(self.study), self.budget.trial_tokens, self.search.min_improvement)
+        return self._used_by(own_trials(self.study))
+
+    def _used_by(self, trials: Iterable[FrozenTrial]) -> Used:
+        shared = self.place.run_dir if self.target.launcher.shares_disk else None
+        return used(trials, self.budget.trial_tokens, self.search.min_improvement, shared)
 
     # -- starting ------------------------------------------------------------------------------------------------
 
     def _start_trials(self, stop: Stop) -> None:
         if len(self.running) == self.target.workers or time.monotonic() < self._not_before:
             return
-        self._patiently(lambda: take_back(self.study, self._grace))
+        self._patiently(lambda: take_back(self.study, self._grace, self._watch, self._starter))
         while len(self.running) < self.target.workers and not stop.requested and time.monotonic() >= self._not_before:
             now = self._patiently(self._used)
             self._spent = self.budget.spent(now) or self._exhausted()
@@ -134,11 +152,13 @@ class Worker:
             self._start_one()
 
     def _may_be_lost(self) -> bool:
-        """Whether a limit is reached only by trials that others have asked for and perhaps never begun."""
+        """Whether a limit is reached only by trials of others that have perhaps never begun, or lost their process."""
+        unsure = self._patiently(
+            lambda: unbegun(self.study) | unheard(self.study, self._watch, self._grace + self.search.heartbeat_interval)
+        )
         trials = self._patiently(lambda: list(own_trials(self.study)))
-        asked = self._patiently(lambda: unbegun(self.study))
-        begun = (each for each in trials if each.number not in asked)
-        return bool(asked) and not self.budget.spent(used(begun, self.budget.trial_tokens, self.search.min_improvement))
+        sure = (each for each in trials if each.number not in unsure)
+        return bool(unsure) and not self.budget.spent(self._used_by(sure))
 
     def _start_one(self) -> None:
         slot = min(set(range(self.target.workers)) - {each.slot for each in self.running})
@@ -146,7 +166,10 @@ class Worker:
         if isinstance(started, Running):
             self.running.append(started)
             self._pause = LOOK_SECONDS
-            self.log(f"trial {started.number} started  {shown(started.values)}")
+            how = f"continues trial {max(started.continued)}" if started.continued else "started"
+            self.log(f"trial {started.number} {how}  {shown(started.values)}")
+        elif started.is_elsewhere:
+            self._not_before = time.monotonic() + POSTPONED_SECONDS
         elif started.outcome == Outcome.GIVEN_BACK:
             logger.warning("trial %d could not be submitted: %s", started.number, started.reason)
             self._not_before = time.monotonic() + POSTPONED_SECONDS
@@ -181,9 +204,18 @@ class Worker:
             try:
                 self._look_at(each, found.get(each.job.ref))
             except UpdateFinishedTrialError:
-                # This process was away for longer than the grace period. The other one follows the same job.
+                # This process was away for longer than the grace period. The other one follows the same job, unless
+                # the trial had been retried often enough.
                 logger.warning("trial %d was taken over by another process", each.number)
-                self.running = [other for other in self.running if other is not each]
+                self._drop(each)
+                trial = self._patiently(lambda each=each: given_up(self.study, each.number))  # type: ignore[misc]
+                if trial is not None:
+                    self._starter.cancel(trial)
+
+    def _drop(self, each: Running) -> None:
+        """Follow a trial no more."""
+        self._heartbeat.remove(each.number)
+        self.running = [other for other in self.running if other is not each]
 
     def _look_at(self, each: Running, status: JobStatus | None) -> None:
         if not each.tracked and each.reported:
@@ -194,8 +226,10 @@ class Worker:
         each.clock(status)
         if status.state.ended:
             self._ended(each, status)
-        elif time.monotonic() - each.beaten >= self.search.heartbeat_interval:
-            self._beat(each)
+        elif time.monotonic() - each.counted >= self.search.heartbeat_interval:
+            self._count(each)
+            self._note(each, {RANK_SECONDS: each.rank_seconds})
+            each.counted = time.monotonic()
 
     def _report(self, each: Running) -> None:
         """Report new evaluations, and cancel the job if the pruner says so."""
@@ -227,21 +261,33 @@ class Worker:
             each.resumed += 1
             logger.warning("trial %d: its job has ended (%s); it is resumed", each.number, status.state)
             try:
-                each.job = self.target.submit(each.recipe, each.plan, each.run_id, each.slot)
+                each.job = self._starter.submit(each.trial, each.recipe, each.plan, each.run_id, each.slot)
             except UserError as error:
                 status = replace(status, reason=str(error))
             else:
                 return
-        self.running.remove(each)
+        if status.state == JobState.UNKNOWN and self.target.is_local:  # it has lost its lease, and may still run
+            self._starter.cancel(self._patiently(lambda: self.study.trials[each.number]))
+        self._count(each)
+        if outcome == Outcome.COMPLETE and len(each.seeds) + 1 < self.search.seeds_per_point:
+            if self._next_seed(each, values):
+                return
+            outcome = Outcome.GIVEN_BACK
+        self._drop(each)
         if outcome == Outcome.GIVEN_BACK:
-            self._note(each, {RANK_SECONDS: each.rank_seconds})
+            self._note(each, {RANK_SECONDS: each.rank_seconds, MACHINE: None})
             self._patiently(lambda: give_back(self.study, each.number))
             return
-        logs = each.job.logs()
-        reason = status.reason or f"exit code {status.exit_code}, see {' '.join(map(str, logs.files or logs.command))}"
+        reason = each.reason(status)
+        if outcome == Outcome.COMPLETE and each.seeds:
+            each.seeds.append(values)
+            values, each.errors = mean_and_error(each.seeds)
         attributes = {
-            OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome, TOKENS: each.reader.progress.tokens,
-            RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values),
+            OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome,
+            TOKENS: each.tokens + each.reader.progress.tokens,
+            **({SEEDS: each.seeds, STANDARD_ERRORS: each.errors} if each.errors else {}),
+            RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values), MACHINE: None,
+            ENDED: sum(other.state.is_finished() for other in self._patiently(lambda: list(own_trials(self.study)))),
             **({} if outcome in (Outcome.COMPLETE, Outcome.PRUNED) else {REASON: reason}),
         }  # fmt: skip
         self._note(each, attributes)
@@ -251,10 +297,31 @@ class Worker:
         self._say(each, outcome, values, reason)
         self._count_failures(outcome, reason)
 
+    def _next_seed(self, each: Running, values: list[float]) -> bool:
+        """Train the next seed of a trial; False if this process cannot, and the trial has to be given back."""
+        each.seeds.append(values)
+        each.tokens += each.reader.progress.tokens
+        self._note(each, {SEEDS: each.seeds, TOKENS: each.tokens})
+        if not each.tracked:
+            self.tracker.trial_began(self.place.run_dir(each.run_id), each.number, each.values)
+        self.tracker.trial_ended(self.place.run_dir(each.run_id), each.number, each.values, Outcome.COMPLETE, {})
+        if each.ending is not None:
+            return False
+        try:
+            self._starter.next_seed(each)
+        except UserError as error:
+            logger.warning("trial %d: its next seed could not be submitted: %s", each.number, error)
+            self._not_before = time.monotonic() + POSTPONED_SECONDS
+            return False
+        named = zip(self.search.objectives, values, strict=True)
+        done = f"seed {len(each.seeds)} of {self.search.seeds_per_point}"
+        self.log(f"trial {each.number} {done}  {', '.join(f'{name} {value:.5g}' for name, value in named)}")
+        return True
+
     def _tell(self, each: Running, outcome: Outcome, values: list[float]) -> FrozenTrial:
         if outcome == Outcome.COMPLETE:
             return self.study.tell(each.trial, values, skip_if_finished=True)
-        pruned = outcome in (Outcome.PRUNED, Outcome.DIVERGED)
+        pruned = outcome in (Outcome.PRUNED, Outcome.DIVERGED, Outcome.INFEASIBLE)
         state = TrialState.PRUNED if pruned else TrialState.FAIL
         return self.study.tell(each.trial, state=state, skip_if_finished=True)
 
@@ -275,8 +342,8 @@ class Worker:
         now = self._patiently(self._used)
         parts = [f"trial {each.number} {outcome}", shown(each.values)]
         if values:
-            named = zip(self.search.objectives, values, strict=True)
-            parts.append(", ".join(f"{name} {value:.5g}" for name, value in named))
+            named = zip(self.search.objectives, measured(values, each.errors), strict=True)
+            parts.append(", ".join(f"{name} {value}" for name, value in named))
         elif outcome == Outcome.PRUNED:
             parts.append(f"at step {each.reader.progress.step}/{each.recipe.train.train_iters}")
         else:
@@ -297,23 +364,26 @@ class Worker:
                 fix="read its log; then the same command with --resume",
             )
 
-    def _beat(self, each: Running) -> None:
-        self._note(each, {RANK_SECONDS: each.rank_seconds})
-        self._patiently(lambda: beat(self.study, each.trial))
-        each.beaten = time.monotonic()
+    def _count(self, each: Running) -> None:
+        """Bring its GPU-hours up to date: what its run has recorded also counts the time when nobody looked."""
+        seconds = each.reader.progress.seconds
+        if self.target.launcher.shares_disk:
+            seconds = max(seconds, recorded_seconds(self.place.run_dir(each.run_id)))
+        each.rank_seconds = max(each.rank_seconds, each.earlier_seeds + seconds * each.plan.layout.world_size)
 
     # -- stopping ------------------------------------------------------------------------------------------------
 
     def _stop(self, stop: Stop) -> None:
-        """Save local trials and wait for them; leave those of a scheduler running. All are given back."""
-        self.log(f"stopping: {len(self.running)} running trials are given back")
+        """Save local trials and wait for them; leave those of a scheduler running. All are returned to the queue."""
+        self.log(f"stopping: {len(self.running)} running trials are returned to the queue")
         for each in list(self.running):
             each.ending = each.ending or Outcome.GIVEN_BACK
             if self.target.is_local:
                 each.job.cancel()
             else:
-                self.running.remove(each)
+                self._drop(each)
                 with suppress(UpdateFinishedTrialError):  # taken over by another process
+                    self._count(each)
                     self._note(each, {RANK_SECONDS: each.rank_seconds})
                     self._patiently(lambda each=each: give_back(self.study, each.number))  # type: ignore[misc]
         stop.again()
@@ -327,8 +397,3 @@ class Worker:
             if self.target.is_local:
                 with suppress(UserError, OSError):
                     each.job.cancel()
-
-
-def shown(values: Values) -> str:
-    """Values in short."""
-    return " ".join(f"{key}={f'{value:.4g}' if isinstance(value, float) else value}" for key, value in values.items())

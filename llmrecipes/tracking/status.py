@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from llmrecipes.hardware.process import process_seconds
 from llmrecipes.io import write_atomic
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.untrusted import RECORD, read_json
@@ -64,6 +65,9 @@ class StatusSink:
             # Evidence that there was a checkpoint, even if none is found.
             "checkpoint": resumed_step if resumed_step or type(earlier.get("checkpoint")) is int else None,
         }
+        # Of all processes of the run, so that what it has used is known whether or not anybody watched it.
+        seconds = earlier.get("seconds")
+        self._earlier_seconds = seconds if isinstance(seconds, float) and math.isfinite(seconds) else 0.0
         self._written = 0.0
         self._failed = False
         self._write()
@@ -89,6 +93,7 @@ class StatusSink:
     def _write(self) -> None:
         self._written = time.monotonic()
         self._values["updated"] = time.time()
+        self._values["seconds"] = round(self._earlier_seconds + process_seconds(), 3)
         try:
             write_atomic(self._path, json.dumps(self._values) + "\n", durable=False)
         except OSError as error:

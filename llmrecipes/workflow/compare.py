@@ -157,7 +157,8 @@ def _read(run_dir: Path) -> Run:
         "memory_bytes": memory,
         "mfu": statistics.median(used) if used else None,
     }
-    recipe = load(str(run_dir / "recipe.yaml")).recipe.model_dump(mode="json")
+    # How its values were found is no property of a run; the runs of a search's trials have no such section.
+    recipe = load(str(run_dir / "recipe.yaml")).recipe.model_dump(mode="json", exclude={"search"})
     return Run(run_dir, recipe, str(told.get("state", "unknown")), train, valid, figures)
 
 

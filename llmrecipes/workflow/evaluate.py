@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from llmrecipes import untrusted
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history, isolation
 from llmrecipes.evaluation.request import DATA, Request
 from llmrecipes.evaluation.result import Result
-from llmrecipes.evaluation.task_files import read_regular
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
@@ -204,7 +204,7 @@ class _Written(BaseModel):
 def _written(output: Path) -> _Written | None:
     """None if it left nothing that can be used."""
     try:
-        values = json.loads(read_regular(output, LARGEST_RESULTS)[0])
+        values = untrusted.read_json(output, most=LARGEST_RESULTS)
         written = _Written.model_validate({"results": values} if isinstance(values, list) else values)
         names = (name for result in written.results for name in (result.task, *result.metrics))
         return written if all(map(str.isprintable, names)) else None

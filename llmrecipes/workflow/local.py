@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +13,8 @@ from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly, early_signals
 from llmrecipes.io import write_atomic
+from llmrecipes.launch.lease import held
+from llmrecipes.launch.local.launcher import KILLED
 from llmrecipes.recipe.load import load
 from llmrecipes.redact import guard_streams
 from llmrecipes.train.spec import RunOptions
@@ -49,9 +53,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
-    code = 1
+    code, run_dir = 1, given.exit_file.parent.parent
     try:
-        code = run(given)
+        with held(run_dir, given.token, lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: os._exit(KILLED)):
+            code = run(given)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = int(error.code)

@@ -52,7 +52,11 @@ def bowl(recipe: Recipe, evaluation: int) -> float:
 
 @dataclass
 class Curves:
-    """The launcher. `loss` says what a job reports: a number, NaN for a divergence, or the status in which it ends."""
+    """The launcher.
+
+    `loss` says what a job reports: a number, NaN for a divergence, infinity for a validation loss that is not finite,
+    or the status in which it ends.
+    """
 
     takes: ClassVar = frozenset[str]()
     needs_cluster: ClassVar = False
@@ -120,7 +124,8 @@ class _Curve:
         with path.open("a") as file:
             file.write(json.dumps({"loss": 1.0, **told}) + "\n")
             if not math.isnan(found):
-                file.write(json.dumps({"step": step, "valid_loss": found, "valid_bits_per_byte": found / 2}) + "\n")
+                loss, bits = (found, found / 2) if math.isfinite(found) else (None, None)
+                file.write(json.dumps({"step": step, "valid_loss": loss, "valid_bits_per_byte": bits}) + "\n")
         (self.run_dir / "checkpoints").mkdir(exist_ok=True)
         if step >= train.train_iters:
             self.status = JobStatus(JobState.COMPLETED, 0)

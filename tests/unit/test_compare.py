@@ -99,6 +99,17 @@ def test_people_see_differences_curves_and_figures(runs_dir: Path, capsys: pytes
     assert "the recipes are the same" in run(capsys, runs_dir, "one", "one")[1]
 
 
+def test_how_values_were_found_is_no_difference_between_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of the recipe has the section `search`, a trial of its search has none."""
+    space = {"space": [{"key": "optimizer.lr", "low": 1e-4, "high": 1e-2}], "n_trials": 2}
+    make(tmp_path, "full", [8.0], search=space)
+    make(tmp_path, "trial", [8.0], optimizer={"lr": 5e-4})
+    told = json.loads(run(capsys, tmp_path, "full", "trial", "--json")[1])
+    assert told["differences"] == [{"key": "optimizer.lr", "values": [1e-3, 5e-4]}]
+
+
 @pytest.mark.parametrize(
     ("names", "where", "rule"),
     [

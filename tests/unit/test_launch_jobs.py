@@ -17,7 +17,7 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.launch import job as jobs
-from llmrecipes.launch import record, registry
+from llmrecipes.launch import lease, record, registry
 from llmrecipes.launch.base import (
     Given,
     JobHandle,
@@ -403,8 +403,14 @@ def test_a_local_job_leaves_its_exit_code_and_a_killed_one_is_noticed(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_local_job_is_cancelled_and_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+    elsewhere: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    corpus: Path,
+    data_dir: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
@@ -414,6 +420,9 @@ def test_a_local_job_is_cancelled_and_resumed(
     job = handle(record.read(tmp_path / "runs/tiny/r").ref)  # type: ignore[union-attr]
     while not train_lines(tmp_path / "runs/tiny/r"):
         assert job.wait(timeout=0.1) == JobState.RUNNING
+    if elsewhere:  # what a cancellation on another machine sees: it can send no signal
+        path = tmp_path / "runs/tiny/r" / lease.FILE
+        path.write_text(json.dumps({**json.loads(path.read_text()), "boot_id": "another boot"}))
     assert run(["cancel", "r"]) == 0
     assert job.wait(timeout=60) == JobState.CANCELLED
     result = job.result()

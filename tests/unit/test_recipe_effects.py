@@ -344,7 +344,7 @@ NVME = {**ZERO3, "zero.offload_optimizer": "nvme", "zero.nvme_path": "/nvme"}
 
 PERCENTILE = {**SEARCH, "search.pruner": {"type": "PercentilePruner", "percentile": 25.0}}
 HALVING = {**SEARCH, "search.pruner": {"type": "SuccessiveHalvingPruner"}}
-WILCOXON = {**SEARCH, "search.pruner": {"type": "WilcoxonPruner"}}
+WILCOXON = {**SEARCH, "train.eval_interval": 1, "search.pruner": {"type": "WilcoxonPruner"}}
 PATIENT = {**SEARCH, "search.pruner": {"type": "PatientPruner", "patience": 2}}
 CMA = {
     **SEARCH, "search.sampler": {"type": "CmaEsSampler", "seed": 1},
@@ -543,6 +543,7 @@ CASES: dict[str, Case] = {
     "search.space.N.when": Case({"train.seed": [0]}, search, SEARCH),
     "search.objectives": Case(["valid_bits_per_byte"], search, SEARCH),
     "search.trial_tokens": Case(4096, search, SEARCH),
+    "search.seeds_per_point": Case(2, search, SEARCH),
     "search.sampler.type": Case("RandomSampler", search, SEARCH),
     "search.sampler.seed": Case(2, search, SEARCH),
     "search.sampler.n_startup_trials": Case(1, search, SEARCH),

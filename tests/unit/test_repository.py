@@ -234,7 +234,7 @@ def test_modules_are_small() -> None:
     found = [*sources(), *(ROOT / "tools").glob("*.py")]
     lengths = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in found}
     limits = {"llmrecipes/train/loop.py": 300}
-    assert not {name: length for name, length in lengths.items() if length > limits.get(name, 400)}
+    assert not {name: length for name, length in lengths.items() if length > limits.get(name, 500)}
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)

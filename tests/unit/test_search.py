@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,14 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.width import base_width
 from llmrecipes.search import starting, worker
+from llmrecipes.search.command import search
+from llmrecipes.search.target import here
 from llmrecipes.search.trials import own_trials
+from llmrecipes.workflow.run import Paths
 from tests.helpers import curve, finish, start_command, tiny_on, train_lines, wait_for_step, write_recipe
 from tests.refusals import refused
 from tests.unit.search_lab import LR, Curves, bowl, curves, ran, searched, states
+from tests.unit.search_lab import worker as made_worker
 
 __all__ = ["curves"]
 
@@ -99,15 +106,107 @@ def test_a_search_in_which_every_trial_fails_ends(tmp_path: Path, monkeypatch: p
     assert len(Curves.submitted) == worker.FAILURES_IN_A_ROW
 
 
-def test_a_divergence_is_a_result_that_the_sampler_avoids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def diverges(recipe: Recipe, evaluation: int) -> float:
-        return float("nan") if recipe.optimizer.lr > 0.05 else bowl(recipe, evaluation)
-
-    monkeypatch.setattr(Curves, "loss", staticmethod(diverges))
-    study = ran(searched(n_trials=12, enqueue_trials=[{"optimizer.lr": 0.5}]), tmp_path)
+@pytest.mark.parametrize("loss", [math.nan, math.inf], ids=["training", "validation"])
+def test_a_loss_that_is_not_finite_is_a_result(loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the training, which ends with it, or of the validation after its last step."""
+    rates = [{"optimizer.lr": rate} for rate in (0.5, 0.6, 0.7, 0.8, 0.9)]
+    monkeypatch.setattr(
+        Curves, "loss", staticmethod(lambda recipe, n: loss if recipe.optimizer.lr > 0.4 and n > 2 else bowl(recipe, n))
+    )
+    study = ran(searched(n_trials=6, enqueue_trials=rates, pruner={"type": "NopPruner"}), tmp_path)
+    assert [trial.user_attrs["outcome"] for trial in study.trials] == ["complete"] + ["diverged"] * 5
     assert study.trials[1].state == TrialState.PRUNED
-    assert study.trials[1].user_attrs["outcome"] == "diverged"
-    assert study.best_params["optimizer.lr"] <= 0.05
+    assert sorted(study.trials[1].intermediate_values) == [1, 2]
+    assert study.best_trial.number == 0
+
+
+def test_a_trial_that_runs_out_of_memory_is_infeasible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although its plan fitted. It has used the machine, so that it counts."""
+
+    def runs_out(recipe: Recipe, evaluation: int) -> float | JobStatus:
+        if recipe.model.hidden_size == 64:
+            return bowl(recipe, evaluation)
+        run_id = Curves.submitted[-1]
+        if run_id == "lab-0001":
+            return JobStatus(JobState.FAILED, reason="OUT_OF_MEMORY")
+        log = tmp_path / "runs/lab-search" / run_id / "log"
+        log.write_text("step 3\n[rank 1] error: out of GPU memory: tried to allocate 2 GiB\n  fix: a smaller batch\n")
+        return JobStatus(JobState.FAILED, int(ExitCode.STOP))
+
+    monkeypatch.setattr(Curves, "loss", staticmethod(runs_out))
+    width = {"key": "model.hidden_size", "choices": [64, 128]}
+    points = [{"model.hidden_size": 128, "optimizer.lr": rate} for rate in (0.1, 0.2)]
+    study = ran(searched(LR, width, n_trials=3, enqueue_trials=points), tmp_path)
+    assert [trial.user_attrs["outcome"] for trial in study.trials] == ["complete", "infeasible", "infeasible"]
+    assert "OUT_OF_MEMORY" in study.trials[1].user_attrs["reason"]
+    assert "allocate 2 GiB" in study.trials[2].user_attrs["reason"]
+    assert study.trials[2].state == TrialState.PRUNED
+
+
+def by_seed(recipe: Recipe, evaluation: int) -> float:
+    return bowl(recipe, evaluation) + {1234: 0.0, 1235: 0.3, 1236: 0.6}[recipe.train.seed]
+
+
+def test_a_point_with_several_seeds_has_their_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each seed is a run; the pruner sees the first one only."""
+    monkeypatch.setattr(Curves, "loss", staticmethod(by_seed))
+    recipe = searched(n_trials=2, seeds_per_point=3, enqueue_trials=[{"optimizer.lr": 0.01}])
+    assert recipe.train.seed == 1234
+    made = made_worker(recipe, tmp_path)
+    lines: list[str] = []
+    made.log = lines.append
+    assert made.run() == ExitCode.DONE
+    assert Curves.submitted == [f"lab-{trial:04d}{seed}" for trial in (0, 1) for seed in ("", "-seed1", "-seed2")]
+    best = made.study.best_trial
+    assert best.number == 1
+    assert best.value == pytest.approx(3.25 + 0.3)
+    assert best.user_attrs["seeds"] == [pytest.approx([3.25 + extra]) for extra in (0, 0.3, 0.6)]
+    assert best.user_attrs["standard_errors"] == [pytest.approx(0.3 / 3**0.5)]
+    assert best.user_attrs["tokens"] == 3 * 12 * 8 * 64
+    assert best.intermediate_values == {n: pytest.approx(3 + 1 / n) for n in range(1, 5)}
+    assert any("3.55 ± 0.17" in line for line in lines)
+    kept = {path.parent.name for path in (tmp_path / "runs/lab-search").glob("*/checkpoints")}
+    assert kept == {"lab-0001", "lab-0001-seed1", "lab-0001-seed2"}
+    assert load(str(tmp_path / "runs/lab-search/lab/lab-best.yaml")).recipe.train.seed == 1234
+
+
+def test_a_point_with_several_seeds_is_resumed_at_the_seed_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(recipe: Recipe, evaluation: int) -> float:
+        if recipe.train.seed == 1235 and evaluation == 2 and len(Curves.submitted) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return by_seed(recipe, evaluation)
+
+    monkeypatch.setattr(Curves, "loss", staticmethod(stopped))
+    recipe = searched(n_trials=1, seeds_per_point=3)
+    assert made_worker(recipe, tmp_path).run() == ExitCode.REQUEUE
+    study = ran(recipe, tmp_path, resume=True)
+    assert Curves.submitted == ["lab-0000", "lab-0000-seed1", "lab-0000-seed1", "lab-0000-seed2"]
+    (trial,) = own_trials(study)
+    assert trial.value == pytest.approx(bowl(recipe, 4) + 0.3)
+    assert trial.user_attrs["tokens"] == 3 * 12 * 8 * 64
+
+
+def test_a_seed_that_diverges_is_the_end_of_its_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Curves, "loss", staticmethod(lambda recipe, n: math.nan if recipe.train.seed == 1235 else bowl(recipe, n))
+    )
+    study = ran(searched(n_trials=1, seeds_per_point=3), tmp_path)
+    assert study.trials[0].user_attrs["outcome"] == "diverged"
+    assert Curves.submitted == ["lab-0000", "lab-0000-seed1"]
+
+
+def test_data_without_a_validation_split_is_refused_before_anything_trains(tmp_path: Path, corpus: Path) -> None:
+    """By the recipe, or because all of its documents are in the other splits."""
+    space = {"space": [LR], "n_trials": 2}
+    with refused("data.split"):
+        load(write_recipe(tiny_on(corpus, search=space), tmp_path), ["data.split=[99,0,1]"])
+    path = write_recipe(tiny_on(corpus, data={"split": [1e6, 1e-6, 1e-6]}, search=space), tmp_path)
+    paths = Paths(tmp_path / "runs", tmp_path / "data")
+    with refused("data.split"):
+        search(load(path).recipe, lambda: here(Curves(), {}, paths, 1, 1), resume=False, log=print)
+    assert not Curves.submitted
 
 
 def test_a_job_that_was_interrupted_is_resumed_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +250,45 @@ def test_a_scheduler_that_takes_no_job_for_a_while_is_waited_for(
 def test_workers_run_as_many_trials_at_a_time_and_no_more_than_the_limit(tmp_path: Path) -> None:
     study = ran(searched(n_trials=7, pruner={"type": "NopPruner"}), tmp_path, workers=3)
     assert (len(study.trials), Curves.most_at_once) == (7, 3)
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["sampled", "queued"])
+def test_a_trial_that_is_one_too_many_is_not_trained(
+    queued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes the last one between the check of the limit and the storage's answer."""
+    made = made_worker(searched(n_trials=1, enqueue_recipe=False), tmp_path)
+    ask = starting.Starter._ask
+
+    def after_another(self: starting.Starter) -> Any:
+        other = self.study.ask()
+        other.suggest_float("optimizer.lr", 1e-4, 1.0, log=True)
+        self.study.tell(other, 1.0)
+        if queued:
+            self.study.enqueue_trial({"optimizer.lr": 0.5})
+        return ask(self)
+
+    monkeypatch.setattr(starting.Starter, "_ask", after_another)
+    assert made.run() == ExitCode.DONE
+    assert not Curves.submitted
+    assert [trial.state.name for trial in own_trials(made.study)] == ["COMPLETE"] + ["WAITING"] * queued
+
+
+def test_a_point_outside_of_the_grid_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process takes the last point, and Optuna answers with a random one."""
+    layers = {"key": "model.num_layers", "choices": [1, 2]}
+    made = made_worker(searched(layers, sampler={"type": "GridSampler"}, n_trials=None), tmp_path)
+    ask = starting.Starter._ask
+
+    def after_another(self: starting.Starter) -> Any:
+        while self.study.get_trials(states=(TrialState.WAITING,)):
+            self.study.tell(self.study.ask(), 1.0)
+        return ask(self)
+
+    monkeypatch.setattr(starting.Starter, "_ask", after_another)
+    assert made.run() == ExitCode.DONE
+    assert not Curves.submitted
+    assert [trial.state.name for trial in own_trials(made.study)] == ["COMPLETE"] * 2
 
 
 def test_a_search_on_this_machine(

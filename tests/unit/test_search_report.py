@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import re
 import sqlite3
 import urllib.request
 from contextlib import closing
@@ -14,15 +15,17 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.launch.base import JobState, JobStatus
+from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search import command, dashboard, remote
 from llmrecipes.search.command import require_library
 from llmrecipes.search.metrics import MetricsReader
 from llmrecipes.search.plots import plots
 from llmrecipes.search.report import write_report
+from llmrecipes.search.trials import give_back
 from llmrecipes.search.worker import Worker
 from llmrecipes.tracking.store import tracking_uri
-from tests.helpers import write_recipe
+from tests.helpers import tiny_on, write_recipe
 from tests.refusals import refused, require_message
 from tests.unit.search_lab import LR, Curves, bowl, curves, searched, worker
 
@@ -107,6 +110,50 @@ def test_report_of_the_command(made: Worker, tmp_path: Path, capsys: pytest.Capt
         require_message(
             capsys.readouterr().err, tmp_path / "nothing/lab-search/lab/journal.log", rule="llmrecipes search"
         )
+
+
+def facts(text: str) -> dict[str, str]:
+    """The table about the study."""
+    return dict(re.findall(r"<tr><th>([a-z, ]+)</th><td>([^<]*)</td></tr>", text))
+
+
+def test_a_study_knows_its_own_overrides(
+    tmp_path: Path, corpus: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--report` and `--resume` need none of them, and a limit may change, which is said."""
+    section = {"space": [LR], "n_trials": 16, "pruner": {"type": "NopPruner"}}
+    recipe = write_recipe(tiny_on(corpus, train={"eval_interval": 3}, search=section), tmp_path)
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
+    search = ["search", recipe, "--to", "curves", "--nproc", "1", *folders]
+    page = tmp_path / "runs/tiny-search/tiny/report.html"
+    overrides = ["search.n_trials=3", "search.trial_tokens=3072", "optimizer.weight_decay=0.25"]
+    assert run([*search, *overrides]) == 0
+    assert run(["search", recipe, *folders, "--report"]) == 0
+    shown = facts(page.read_text("utf-8"))
+    assert shown["each trial"].startswith("3.1k tokens, ")
+    assert shown["limits"] == "search.n_trials 3 is used up"
+    assert "recipe has changed" not in shown
+    assert len(Curves.submitted) == 3
+    assert run([*search, "--resume"]) == 0
+    assert len(Curves.submitted) == 3
+    capsys.readouterr()
+    assert run([*search, "--resume", "search.n_trials=4"]) == 0
+    assert "search.n_trials is now 4, was 3" in capsys.readouterr().out
+    assert len(Curves.submitted) == 4
+    last = load(str(tmp_path / "runs/tiny-search/tiny-0003/recipe.yaml")).recipe
+    assert (last.optimizer.weight_decay, last.train.train_iters) == (0.25, 6)
+    assert run([*search, "--resume", "optimizer.weight_decay=0.5", "search.n_trials=9"]) == 2
+    require_message(capsys.readouterr().err, page.with_name("journal.log"), rule="optimizer.weight_decay")
+
+
+def test_the_report_says_which_trials_continue_others(tmp_path: Path) -> None:
+    made = worker(searched(n_trials=1), tmp_path)
+    for number in (0, 1):
+        made.study.ask()
+        give_back(made.study, number)
+    made.run()
+    write_report(made.study, made.recipe, tmp_path / "report.html")
+    assert "<td>2 (continues 0)</td>" in (tmp_path / "report.html").read_text("utf-8")
 
 
 def damaged(journal: bytes) -> dict[str, bytes]:

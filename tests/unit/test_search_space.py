@@ -24,6 +24,7 @@ LAYERS = {"key": "model.num_layers", "low": 1, "high": 4}
 ACT = {"key": "model.activation_func", "choices": ["gelu", "silu"]}
 GATE = {"key": "model.gated_linear_unit", "choices": [False, True]}
 CONDITION = {"key": "model.ffn_hidden_size", "choices": [64, 128], "when": {"model.gated_linear_unit": [True]}}
+SEEDS = {"key": "train.seed", "low": 1, "high": 9}
 STEPS = {"key": "optimizer.weight_decay", "low": 0.0, "high": 0.2, "step": 0.1}
 
 
@@ -67,7 +68,10 @@ def norm(*choices: str) -> dict[str, Any]:
         ({"pruner": {"type": "MedianPruner", "patience": 3}}, "search.pruner.patience", "MedianPruner"),
         ({"pruner": {"type": "PercentilePruner"}}, "search.pruner.percentile", "PercentilePruner"),
         ({"pruner": {"type": "PatientPruner"}}, "search.pruner.patience", "PatientPruner"),
+        ({"pruner": {"type": "WilcoxonPruner"}}, "search.pruner.type", "train.eval_interval"),
+        ({"pruner": {"type": "WilcoxonPruner", "p_threshold": 0.0}}, "search.pruner.type", "search.pruner.p_threshold"),
         ({"pruner": {}, "objectives": ["valid_loss", "train_seconds"]}, "search.pruner.type", "NopPruner"),
+        ({"seeds_per_point": 2, "space": [SEEDS]}, "search.seeds_per_point", "train.seed"),
         ({"objectives": ["valid_loss", "valid_loss"]}, "search.objectives", "valid_loss"),
         ({"space": [{"key": "model.vocab_size", "choices": [512, 1024]}]}, "search.objectives", "valid_bits_per_byte"),
         ({"patience": 2, "objectives": ["valid_loss", "train_seconds"]}, "search.patience", "2"),

@@ -17,6 +17,7 @@ import sqlalchemy.orm
 from optuna.trial import TrialState
 
 from llmrecipes.errors import ExitCode
+from llmrecipes.hardware import process as processes
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search import starting, storage, study, trials
@@ -78,12 +79,12 @@ def test_processes_share_a_study_and_never_a_trial(kind: str, tmp_path: Path) ->
     recipe = searched(
         n_trials=12, enqueue_trials=[{"optimizer.lr": 0.5}, {"optimizer.lr": 0.02}], **kept(kind, tmp_path)
     )
-    processes = [FORK.Process(target=search_in_a_process, args=(recipe, tmp_path)) for _ in range(3)]
-    for process in processes:
+    searches = [FORK.Process(target=search_in_a_process, args=(recipe, tmp_path)) for _ in range(3)]
+    for process in searches:
         process.start()
-    for process in processes:
+    for process in searches:
         process.join(300)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [process.exitcode for process in searches] == [0, 0, 0]
     made = worker(recipe, tmp_path, resume=True)
     trials = list(own_trials(made.study))
     assert len(trials) == 12
@@ -212,14 +213,14 @@ def test_a_resumed_trial_is_not_stale_from_its_beginning(tmp_path: Path, monkeyp
     """The last sign of life was that of the process that was lost."""
     made = worker(searched(n_trials=1, grace_period=100), tmp_path)
     now = [1000.0]
-    monkeypatch.setattr(storage.time, "time", lambda: now[0])
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
     trial = made.study.ask()
     trials.beat(made.study, trial)
     trial.set_user_attr(WORKER, {"host": "elsewhere", "pid": 1, "started": 0.0})
     now[0] += 101
-    trials.take_back(made.study, 100)
+    trials.take_back(made.study, 100, made._watch, made._starter)
     resumed = made.study.ask()
-    trials.take_back(made.study, 100)
+    trials.take_back(made.study, 100, made._watch, made._starter)
     assert made.study.trials[resumed.number].state == TrialState.RUNNING
 
 
@@ -259,16 +260,16 @@ def test_a_trial_without_signs_of_life_is_given_to_another_process(
     recipe = searched(n_trials=1, max_retry=1, grace_period=100)
     made = worker(recipe, tmp_path)
     now = [1000.0]
-    monkeypatch.setattr(storage.time, "time", lambda: now[0])
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
     for retried in (True, False):
         trial = made.study.ask()
         trial.set_user_attr(WORKER, {"host": "elsewhere", "pid": 1, "started": 0.0})
         trial.suggest_float("optimizer.lr", 1e-4, 1.0, log=True)
         trials.beat(made.study, trial)
-        trials.take_back(made.study, 100)
+        trials.take_back(made.study, 100, made._watch, made._starter)
         assert made.study.trials[trial.number].state == TrialState.RUNNING
         now[0] += 101
-        trials.take_back(made.study, 100)
+        trials.take_back(made.study, 100, made._watch, made._starter)
         assert made.study.trials[trial.number].state == TrialState.FAIL
         waiting = [each for each in made.study.trials if each.state == TrialState.WAITING]
         assert [each.params for each in waiting] == ([made.study.trials[trial.number].params] if retried else [])
@@ -389,8 +390,28 @@ def test_earlier_studies_and_known_points(tmp_path: Path) -> None:
     assert len(own) == 4
     with refused("search.source_studies"):
         worker(searched(study_name="x", source_studies=[{**source, "study_name": "nothing"}]), tmp_path)
-    with refused("search.source_studies"):
-        worker(searched(study_name="y", source_studies=[source], objectives=["valid_bits_per_byte"]), tmp_path)
+    for changed, key in (
+        (searched(study_name="y", source_studies=[source], objectives=["valid_bits_per_byte"]), "search.objectives"),
+        (searched(study_name="y", source_studies=[source], trial_tokens=1024), "search.trial_tokens"),
+        (with_layers(searched(study_name="y", source_studies=[source]), 3), "model.num_layers"),
+    ):
+        with refused("search.source_studies", rule=key):
+            worker(changed, tmp_path)
+
+
+def with_layers(recipe: Recipe, number: int) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"num_layers": number})})
+
+
+def test_an_earlier_study_of_fewer_keys_has_the_values_that_were_fixed(tmp_path: Path) -> None:
+    """Without them, samplers would no longer model the new key together with the others."""
+    ran(with_layers(searched(n_trials=3), 3), tmp_path)
+    source = {"study_name": "lab", "storage": str(tmp_path / "runs/lab-search/lab/journal.log")}
+    layers = {"key": "model.num_layers", "low": 1, "high": 4}
+    wider = worker(searched(LR, layers, study_name="wider", source_studies=[source]), tmp_path).study
+    assert [trial.params["model.num_layers"] for trial in wider.trials if trial.values] == [3, 3, 3]
+    fewer = worker(searched(LR, {**layers, "high": 2}, study_name="fewer", source_studies=[source]), tmp_path).study
+    assert not [trial for trial in fewer.trials if trial.values]
 
 
 def test_a_recipe_outside_of_its_space_is_not_tried(tmp_path: Path) -> None:
@@ -489,11 +510,11 @@ def test_a_trial_that_was_asked_for_and_never_began_does_not_count(
     """The process died between Optuna's answer and its first sign of life. A known point waits again."""
     made = worker(searched(n_trials=1, grace_period=100, enqueue_recipe=queued), tmp_path)
     made.study.ask()
-    trials.take_back(made.study, 100)
+    trials.take_back(made.study, 100, made._watch, made._starter)
     assert states(made.study) == ["RUNNING"]
-    later = time.time() + 101
-    monkeypatch.setattr(trials.time, "time", lambda: later)
-    trials.take_back(made.study, 100)
+    later = time.monotonic() + 101
+    monkeypatch.setattr(processes.time, "monotonic", lambda: later)
+    trials.take_back(made.study, 100, made._watch, made._starter)
     assert states(made.study) == ["FAIL", "WAITING"][: 1 + queued]
     assert [trial.system_attrs["fixed_params"] for trial in own_trials(made.study)] == [{"optimizer.lr": 1e-3}] * queued
     assert made.study.ask().number == 1

@@ -88,9 +88,13 @@ def test_a_resumed_run_keeps_its_start_and_validation_loss(tmp_path: Path) -> No
     status.eval(evaluation(10, 4.25))
     status.close("KILLED")
     started = only(tmp_path).started
+    before = (run_dir / "status.json").read_text()
     StatusSink(run_dir, resumed_step=10, total_steps=100)
     run = only(tmp_path)
     assert (run.state, run.step, run.started, run.valid_loss) == ("running", 10, started, 4.25)
+    # Its seconds are those of both processes, here the same one.
+    first, second = (json.loads(text)["seconds"] for text in (before, (run_dir / "status.json").read_text()))
+    assert 0 < 2 * first <= second < 2 * first + 60
 
 
 def test_the_validation_loss_is_found_far_from_the_end_of_a_long_file(tmp_path: Path) -> None:

@@ -10,21 +10,28 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 import psutil
 
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.process import Watch
+from llmrecipes.launch import lease as leases
 from llmrecipes.launch import record
 from llmrecipes.launch.base import Given, JobHandle, JobRef, JobState, JobStatus, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
+from llmrecipes.launch.programs import SchedulerUnavailable
 
 MODULE = "llmrecipes.workflow.local"
 KILLED = 128 + signal.SIGKILL
 
 
 class Local:
-    """`--to local`. A job's id is HOST:PID:TOKEN; the token distinguishes a later process with the same PID."""
+    """`--to local`. A job's id is HOST:PID:TOKEN; the token distinguishes a later process with the same PID.
+
+    The job of another machine, or of another container on this one, is known by its lease: see `launch.lease`.
+    """
 
     takes: ClassVar = frozenset({"max-restarts"})
     needs_cluster: ClassVar = False
@@ -32,6 +39,7 @@ class Local:
     poll_seconds: ClassVar = 0.5
     _started: ClassVar[list[subprocess.Popen[bytes]]] = []
     """Child processes, kept to be reaped."""
+    _watch: ClassVar = Watch()
 
     def render(self, submission: Submission, given: Given) -> Rendering:
         """The command of the process."""
@@ -69,6 +77,12 @@ class Local:
         token = secrets.token_hex(4)
         python, *words = rendering.command
         log = submission.run_dir / "logs" / f"local-{token}.out"
+        try:
+            leases.take(submission.run_dir, token)  # before the process exists: from now on no other job has the run
+        except OSError as error:
+            raise UserError(
+                f"cannot write: {error.strerror}", where=str(submission.run_dir / leases.FILE), fix="--runs-dir DIR"
+            ) from error
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [python, *words[:2], "--token", token, *words[2:]],
@@ -81,11 +95,14 @@ class Local:
     def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
         """From the processes of this machine, and the exit codes they have written."""
         self._started[:] = [process for process in self._started if process.poll() is None]
-        return {ref: found for ref in refs if (found := _status(ref)) is not None}
+        return {ref: found for ref in refs if (found := _status(ref, self._watch)) is not None}
 
     def cancel(self, ref: JobRef) -> None:
-        """SIGTERM: the ranks save and exit."""
-        if (process := _process(ref)) is not None:
+        """SIGTERM: the ranks save and exit. A job elsewhere sees a request in its run's directory."""
+        if not _is_here(ref):
+            with suppress(OSError):
+                leases.request_cancel(ref.run_dir, _parts(ref)[2])
+        elif (process := _process(ref)) is not None:
             process.send_signal(signal.SIGTERM)
 
     def logs(self, ref: JobRef) -> Logs:
@@ -99,25 +116,51 @@ class Local:
         return len(parts) == 3 and parts[1].isdecimal()
 
 
-def _status(ref: JobRef) -> JobStatus | None:
+def _status(ref: JobRef, watch: Watch) -> JobStatus | None:
     host, _, token = _parts(ref)
-    running = host == socket.gethostname() and _process(ref) is not None
+    here = _is_here(ref)
+    running = here and _process(ref) is not None
     code = record.exit_code(ref.run_dir, token)  # read after checking the process, which writes it before it exits
-    if code is None:
-        if host != socket.gethostname():
+    if code is not None:
+        states = {int(ExitCode.DONE): JobState.COMPLETED, int(ExitCode.REQUEUE): JobState.SAVED}
+        return JobStatus(states.get(code, JobState.FAILED), code)
+    if not here:
+        lease = _lease(ref)
+        if lease is None:
             return None
-        if running:
+        if watch.unchanged((ref.run_dir, token), lease.stamp) < leases.LEASE_SECONDS:
             return JobStatus(JobState.RUNNING)
-        if not (ref.run_dir / "logs" / f"local-{token}.out").exists():
-            return None
-        return JobStatus(JobState.FAILED, KILLED, "its process was killed")
-    states = {int(ExitCode.DONE): JobState.COMPLETED, int(ExitCode.REQUEUE): JobState.SAVED}
-    return JobStatus(states.get(code, JobState.FAILED), code)
+        reason = f"the job on {host} has not renewed its lease for {leases.LEASE_SECONDS:g} s"
+        return JobStatus(JobState.UNKNOWN, reason=reason)
+    if running:
+        return JobStatus(JobState.RUNNING)
+    if not (ref.run_dir / "logs" / f"local-{token}.out").exists():
+        return None
+    return JobStatus(JobState.FAILED, KILLED, "its process was killed")
+
+
+def _lease(ref: JobRef) -> leases.Lease | None:
+    """The lease of a job; None if it never had one, or a newer job has its run.
+
+    Raises:
+        SchedulerUnavailable: the run's directory cannot be read at the moment.
+    """
+    try:
+        lease = leases.read(ref.run_dir)
+    except OSError as error:
+        raise SchedulerUnavailable(f"cannot read: {error.strerror}", where=str(ref.run_dir / leases.FILE)) from error
+    return lease if lease is not None and lease.token == _parts(ref)[2] else None
+
+
+def _is_here(ref: JobRef) -> bool:
+    """Whether a job can be asked for by its process id."""
+    lease = _lease(ref)
+    return _parts(ref)[0] == socket.gethostname() if lease is None else lease.machine.is_this
 
 
 def _process(ref: JobRef) -> psutil.Process | None:
-    host, pid, token = _parts(ref)
-    if host != socket.gethostname():
+    _, pid, token = _parts(ref)
+    if not _is_here(ref):
         return None
     try:
         process = psutil.Process(int(pid))
