@@ -173,11 +173,11 @@ def test_a_search_may_be_killed_at_any_write(kind: str, tmp_path: Path, monkeypa
     monkeypatch.setattr("llmrecipes.search.worker.IDLE_SECONDS", 0.05)
     monkeypatch.setattr(study, "FILLED_WITHIN", 0.1)
     recipe = searched(
-        n_trials=5, enqueue_trials=[{"optimizer.lr": 0.5}], pruner={"type": "NopPruner"}, max_retry=99,
+        n_trials=5, enqueue_trials=[{"optimizer.lr": 0.5}], pruner={"type": "NopPruner"}, max_retry=150,
         grace_period=1, **kept(kind, tmp_path),
     )  # fmt: skip
     codes = []
-    for number in range(1, 99):
+    for number in range(1, 150):
         process = FORK.Process(target=dies_at_write, args=(recipe, tmp_path, number))
         process.start()
         process.join(300)
