@@ -14,7 +14,7 @@ def fingerprint(folder: Folder, log: Callable[[str], None]) -> str:
     """SHA-256 of config.json, of names, types and shapes of all tensors, and of the hashes of their files.
 
     One changed byte is seen. The hashes are remembered by size, times and inode, so the weights are read once for each
-    user: a 70B model in bf16 has 140 GB, which 8 threads hash in one to two minutes from a disk that delivers 2 GB/s.
+    user: a 70B model in bf16 has 140 GB, at least 70 s from a disk that delivers 2 GB/s (calculated).
 
     Args:
         folder: the model.
