@@ -71,6 +71,7 @@ def merge(
     """
     from llmrecipes.console import number, setup_logging
     from llmrecipes.hf.merge_options import MergeOptions
+    from llmrecipes.tracking.progress import Counted
     from llmrecipes.workflow.merge import Output
     from llmrecipes.workflow.merge import merge as make
 
@@ -88,7 +89,8 @@ def merge(
         raise UserError(f"{to!r}", where="--to", rule="hf or run")
     if out is None:
         raise UserError("not given", where="--out", rule="a folder that does not exist", fix="--out DIR, or --to run")
-    made = make(models, options, Output(out, dtype, tokenizer=tokenizer), runs_dir, data_dir, base)
+    output = Output(out, dtype, tokenizer=tokenizer)
+    made = make(models, options, output, runs_dir, data_dir, base, None if as_json else Counted())
     if as_json:
         print(json.dumps(asdict(made)))
         return

@@ -58,6 +58,7 @@ def export(
     Any layout, without a GPU, one tensor in memory at a time.
     """
     from llmrecipes.console import number, setup_logging
+    from llmrecipes.tracking.progress import Counted
     from llmrecipes.workflow.export import FORMS, Options
     from llmrecipes.workflow.export import export as make
 
@@ -68,7 +69,7 @@ def export(
         _export_adapter(run, out, runs_dir, as_json=as_json)
         return
     options = Options(dtype, _bytes(max_shard_size), family, tokenizer, ema, merge_adapter)
-    made = make(run, out, runs_dir, data_dir, options)
+    made = make(run, out, runs_dir, data_dir, options, None if as_json else Counted())
     if as_json:
         print(json.dumps(asdict(made)))
         return
@@ -146,6 +147,7 @@ def import_model(
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number, setup_logging
+    from llmrecipes.tracking.progress import Counted
     from llmrecipes.units import GIB
     from llmrecipes.workflow.importing import import_model as make
     from llmrecipes.workflow.run import checked_run_id, new_run_id
@@ -157,7 +159,10 @@ def import_model(
         return
     if recipe is not None:
         raise UserError(recipe, where="--recipe", rule="config.json describes the model", fix="--from megatron")
-    made = make(source, overrides or [], runs_dir, run_id, revision=revision, name=name, ignored=ignored or ())
+    made = make(
+        source, overrides or [], runs_dir, run_id, revision=revision, name=name, ignored=ignored or (),
+        progress=None if as_json else Counted(),
+    )  # fmt: skip
     if as_json:
         print(json.dumps(asdict(made)))
         return

@@ -20,6 +20,7 @@ from llmrecipes.hf.reading import INDEX, WEIGHTS
 from llmrecipes.hf.safetensors import DTYPES
 from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.io import sync
+from llmrecipes.tracking.progress import Counted
 
 SHARD_BYTES = 5 * 10**9
 """Largest shard, as `save_pretrained` of transformers has had it for years."""
@@ -56,6 +57,7 @@ def write(
     folder: Path,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    progress: Counted | None = None,
 ) -> Written:
     """Write weights and config.json into a folder that nobody reads yet.
 
@@ -65,6 +67,7 @@ def write(
         folder: an empty folder (see `hf.folder.published`).
         dtype: fp32, bf16 or fp16; None: each tensor as it is.
         shard_bytes: largest file; one tensor that is larger has a file of its own.
+        progress: shows how many tensors are written.
 
     Raises:
         UserError: a value is too large for fp16.
@@ -76,8 +79,12 @@ def write(
     files = [WEIGHTS] if len(shards) == 1 else [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
     ]  # fmt: skip
+    if progress is not None:
+        progress.begin("tensors", len(kinds))
     for file, names in zip(files, shards, strict=True):
-        _write_shard(folder / file, source, {name: kinds[name] for name in names})
+        _write_shard(folder / file, source, {name: kinds[name] for name in names}, progress)
+    if progress is not None:
+        progress.close()
     if len(files) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -118,7 +125,7 @@ def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
-def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dtype]) -> None:
+def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dtype], progress: Counted | None) -> None:
     """One file: 8 bytes with the size of the header, the header, the values in its order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -133,6 +140,8 @@ def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dty
         file.write(text)
         for name, kind in kinds.items():
             _write_tensor(file, name, source.read(name), source.shape(name), kind)
+            if progress is not None:
+                progress.add(1)
     sync(path)
 
 

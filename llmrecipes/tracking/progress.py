@@ -109,11 +109,11 @@ class Counted:
     Work of less than two seconds shows nothing.
 
     Args:
-        console: on stderr.
+        console: None: standard error.
     """
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console or Console(stderr=True), clock
         self._name, self._total, self._done = "", 0, 0
         self._begun = self._printed = 0.0
         self._live: Progress | None = None

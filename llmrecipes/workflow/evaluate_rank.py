@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +60,6 @@ def evaluate(spec: EvaluationSpec) -> list[Result]:
     """
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
-    from rich.console import Console
 
     from llmrecipes.data.prepared import fingerprint, open_prepared
     from llmrecipes.engine.registry import backend
@@ -85,7 +83,7 @@ def evaluate(spec: EvaluationSpec) -> list[Result]:
     platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
     with engines.join(recipe, platform) as world, failure_reported(recipe):
         model = _model(spec, engines, plan, platform)
-        progress = Counted(Console(file=sys.stderr)) if spec.progress and work is not None else None
+        progress = Counted() if spec.progress and work is not None else None
         lead = Lead(model.scorer(), world, tokenizer, spec.request.batch_size, progress=progress)
         try:
             return lead.run(lambda one: work.run(one) if work is not None else []) or []

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmrecipes.data.prepared import Prepared
     from llmrecipes.hf.card import Measured
     from llmrecipes.recipe.schema import Recipe
+    from llmrecipes.tracking.progress import Counted
 
 FORMS = ("hf", "peft")
 ELEMENT_TYPES = ("fp32", "bf16", "fp16")
@@ -74,7 +75,9 @@ class Exported:
     seconds: float
 
 
-def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, options: Options) -> Exported:
+def export(
+    reference: str, out: Path | None, runs_dir: Path, data_dir: Path, options: Options, progress: Counted | None = None
+) -> Exported:
     """Write a checkpoint as safetensors with configuration, tokenizer and model card.
 
     Any layout's checkpoint can be exported by one process without a GPU, tensor by tensor: memory holds the largest
@@ -86,6 +89,7 @@ def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, opt
         runs_dir: where runs are kept.
         data_dir: where prepared data is kept, with the tokenizer.
         options: how.
+        progress: shows how much is written.
 
     Raises:
         UserError: no such run or checkpoint, a model without a form in transformers (with the key in the way), a
@@ -110,7 +114,7 @@ def export(reference: str, out: Path | None, runs_dir: Path, data_dir: Path, opt
     with published(out) as folder:
         special = write_tokenizer(folder, recipe, prepared) if prepared else {}
         write_json(folder / "generation_config.json", {**special, "_from_model_config": True})
-        written = write(opened.source, {**opened.config, **special}, folder, dtype, options.shard_bytes)
+        written = write(opened.source, {**opened.config, **special}, folder, dtype, options.shard_bytes, progress)
         measured = _measured(run, entry)
         data = prepared.manifest if prepared else None
         text = card(recipe, opened.family.name, written.parameters, measured, data, notes)

@@ -25,8 +25,11 @@ from llmrecipes.tracking.status import StatusSink
 from llmrecipes.workflow.run import on_one_rank
 
 if TYPE_CHECKING:
+    import torch
+
     from llmrecipes.engine.base import WeightSource
     from llmrecipes.hf.source import Found
+    from llmrecipes.tracking.progress import Counted
 
 ORIGIN = "imported.json"
 SEQ_LENGTH = 2048
@@ -87,6 +90,7 @@ def import_model(
     revision: str | None = None,
     name: str | None = None,
     ignored: Sequence[str] = (),
+    progress: Counted | None = None,
 ) -> Imported:
     """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
 
@@ -101,6 +105,7 @@ def import_model(
         revision: branch, tag or commit on the Hub.
         name: of the recipe; None: made from `source`.
         ignored: keys of config.json that recipes do not have, and that the user says have no effect.
+        progress: shows how much is written.
 
     Raises:
         UserError: the model cannot be found, read or described by a recipe; a run id in use; or a full disk. Nothing
@@ -126,7 +131,8 @@ def import_model(
     plan = derive(on_one_rank(recipe), 1, detect())
     require_disk(runs_dir, plan.num_parameters.total * (4 if recipe.train.precision == "fp32" else 2))
     with published(run_dir, "--runs-dir DIR") as hidden:
-        write_checkpoint(recipe, weights, hidden)
+        shown = weights if progress is None else _Shown(weights, progress, plan.num_parameters.total)
+        write_checkpoint(recipe, shown, hidden)
         weights.close()
         result = Imported(
             run_dir=str(run_dir),
@@ -144,6 +150,19 @@ def import_model(
         )
         finish_run(hidden, recipe, asdict(result), COMMENTS)
     return result
+
+
+class _Shown:
+    """Weights whose reading is shown."""
+
+    def __init__(self, weights: WeightSource, progress: Counted, parameters: int) -> None:
+        self._weights, self._progress = weights, progress
+        progress.begin("parameters", parameters)
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        value = self._weights.read(name, offset, shape)
+        self._progress.add(value.numel())
+        return value
 
 
 def recipe_values(found: Found, section: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from llmrecipes.workflow.tensors import Opened, OpenedRun, open_tensors
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from llmrecipes.tracking.progress import Counted
+
 COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json",
@@ -75,6 +77,7 @@ def merge(
     runs_dir: Path,
     data_dir: Path,
     base: str | None = None,
+    progress: Counted | None = None,
 ) -> MergeResult:
     """Merge models into a folder that transformers can load.
 
@@ -89,6 +92,7 @@ def merge(
         runs_dir: where runs are kept.
         data_dir: where prepared data is kept, with the tokenizers of runs.
         base: the model that the others were fine-tuned from, likewise.
+        progress: shows how much is written.
 
     Raises:
         UserError: an option that the method does not have, a model that is missing, damaged, given twice or of another
@@ -117,7 +121,7 @@ def merge(
     dtype = output.dtype or (first.recipe.train.precision if isinstance(first, OpenedRun) else None)
     with published(output.folder) as folder:
         special = _write_companions(first, data_dir, folder, tokenizer=output.tokenizer)
-        written = write(merged, {**_config(first.config), **special}, folder, dtype, output.shard_bytes)
+        written = write(merged, {**_config(first.config), **special}, folder, dtype, output.shard_bytes, progress)
         (folder / "README.md").write_text(_card(models, base, numbers), "utf-8")
     return MergeResult(
         path=str(output.folder),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from rich.console import Console
 from safetensors import safe_open
 
 import llmrecipes
@@ -35,6 +38,7 @@ from llmrecipes.hf.safetensors import SafetensorsFolder
 from llmrecipes.hf.tokenizer import write_tokenizer
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model
+from llmrecipes.tracking.progress import Counted
 from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.generate import Request, samples
 from llmrecipes.workflow.run import Paths, TrainOptions
@@ -382,6 +386,15 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
         name: source.shape(name) for name in source.names()
     }
     assert {float(folder.read(name).float().mean()) for name in folder.names()} == {float(torch.tensor(3e5).bfloat16())}
+
+
+def test_every_tensor_that_is_written_is_counted(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=False)
+    source = Made({f"{number}.weight": (8, 16) for number in range(3)})
+    write(source, {}, tmp_path, progress=Counted(console, itertools.count(step=11).__next__))
+    lines = [line.split()[:2] for line in shown.getvalue().splitlines()]
+    assert lines == [["tensors", "1/3"], ["tensors", "2/3"], ["tensors", "3/3"]]
 
 
 def test_a_value_that_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from safetensors.torch import load_file
 
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
@@ -30,6 +33,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.progress import Counted
 from llmrecipes.workflow.importing import import_model
 from llmrecipes.workflow.runs import find_run
 from tests.hf_models import CONFIGS, LENGTH, SIZES, VOCABULARY, saved
@@ -153,7 +157,11 @@ def test_keys_that_transformers_does_not_read_are_named_and_others_refused(
     require_message(capsys.readouterr().err, folder / CONFIG, rule=tuple(other))
 
 
-def test_the_warm_up_of_an_import_fits_its_steps(model: Path, tmp_path: Path) -> None:
+def test_an_import_is_shown_and_its_warm_up_fits_its_steps(model: Path, tmp_path: Path) -> None:
+    shown = io.StringIO()
+    progress = Counted(Console(file=shown, force_terminal=False), itertools.count(step=11).__next__)
+    made = import_model(str(model), [], tmp_path, "shown", progress=progress)
+    assert f"{made.parameters:,}/{made.parameters:,}" in shown.getvalue().splitlines()[-1]
     for run_id, override, warmup in (("a", "train.train_iters=20", 1), ("b", "train.train_iters=2000", 50)):
         recipe, _ = opened(Path(import_model(str(model), [override], tmp_path, run_id).run_dir))
         assert recipe.scheduler.lr_warmup_iters == warmup
