@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 
+from llmrecipes import untrusted
 from llmrecipes.hardware.process import Machine, this_machine
 from llmrecipes.io import write_atomic
 
@@ -53,9 +54,11 @@ def read(run_dir: Path) -> Lease | None:
         OSError: the directory cannot be read at the moment.
     """
     try:
-        with (run_dir / FILE).open("rb") as file:  # opening it renews what a network file system has cached
+        with untrusted.open_file(
+            run_dir / FILE, root=run_dir, most=MOST_BYTES
+        ) as file:  # opening it renews what a network file system has cached
             status = os.fstat(file.fileno())
-            values = json.loads(file.read(MOST_BYTES))
+            values = untrusted.parse_json(file.read(MOST_BYTES))
         return Lease(str(values["token"]), Machine.of(values), (status.st_ino, status.st_mtime_ns))
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return None

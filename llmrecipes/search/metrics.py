@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from llmrecipes import untrusted
 from llmrecipes.tracking.jsonl import METRICS, parse
 
 
@@ -71,14 +73,14 @@ class MetricsReader:
     def read(self) -> Progress:
         """What the run has reported by now."""
         try:
-            with self._path.open("rb") as file:
-                status = self._path.stat()
+            with untrusted.open_file(self._path, root=self._path.parent) as file:
+                status = os.fstat(file.fileno())
                 identity = (status.st_dev, status.st_ino)
                 if identity != self._file or status.st_size < self._offset:
                     self._file, self._offset, self.progress = identity, 0, Progress()
                 file.seek(self._offset)
                 text = file.read()
-        except OSError:  # not begun, or not to be read at the moment
+        except (OSError, untrusted.Refused):  # not begun, or not to be read at the moment
             return self.progress
         whole = text.rfind(b"\n") + 1
         for line in text[:whole].splitlines():

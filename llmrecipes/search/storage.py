@@ -30,6 +30,7 @@ from optuna.trial import TrialState
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from llmrecipes import untrusted
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.process import Watch
 from llmrecipes.io import sync
@@ -52,7 +53,7 @@ HEARTBEAT, WORKER_ATTRIBUTE, CONSTRAINT = "llmrecipes:heartbeat", "worker", f"{_
 """Attributes of a trial that end with its process."""
 
 
-_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError)
 """What Optuna raises for a damaged journal: it does not check what it reads."""
 
 
@@ -85,6 +86,8 @@ def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
             if path.is_dir():
                 raise UserError("is a directory", where=place, rule="a journal is a file", fix=f"{place}/journal.log")
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                untrusted.real(path)  # Optuna opens it by name, and would wait for a FIFO's writer
             journal = Journal(path)
             try:
                 return LivingJournal(journal, interval, grace, again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import os
 import re
 import sqlite3
 import urllib.request
@@ -22,6 +23,7 @@ from llmrecipes.search.command import require_library
 from llmrecipes.search.metrics import MetricsReader
 from llmrecipes.search.plots import plots
 from llmrecipes.search.report import write_report
+from llmrecipes.search.storage import open_storage
 from llmrecipes.search.trials import give_back
 from llmrecipes.search.worker import Worker
 from llmrecipes.tracking.store import tracking_uri
@@ -168,6 +170,7 @@ def damaged(journal: bytes) -> dict[str, bytes]:
         "cut": instead(lines[number][:9] + b"\n"), "no text": instead(b"\xff" + lines[number][1:]),
         "zeros": instead(bytes(512) + b"\n"), "no entry": instead(b"[1]\n"),
         "other key": instead(lines[number].replace(b"trial_id", b"trial_ie")), "not a journal": bytes(range(256)),
+        "nested": instead(b'{"op_code": ' + b"[" * 100_000 + b"\n"),
     }  # fmt: skip
 
 
@@ -182,6 +185,12 @@ def test_a_damaged_journal_is_reported_and_left_as_it_is(tmp_path: Path, capsys:
         assert run(command) == 2, what
         require_message(capsys.readouterr().err, journal, rule="search.study_name")
         assert journal.read_bytes() == data
+    journal.unlink()
+    os.mkfifo(journal)
+    assert made.recipe.search is not None
+    with refused(journal, rule="FIFO"):
+        open_storage(str(journal), made.recipe.search)
+    journal.unlink()
     journal.write_bytes(whole + b'{"op_code":4,"worker')  # of a process that was killed while it wrote
     assert run(command) == 0
     (made.place.folder / "report.html").unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -349,8 +350,10 @@ def test_a_resumed_trial_warns_of_nothing_and_has_the_constraints_of_its_own_pla
 
 
 def test_what_optuna_warns_of_is_a_line_of_the_log(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A command of an earlier test has left a handler with that test's stream.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         quiet()
