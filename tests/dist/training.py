@@ -112,11 +112,13 @@ def train(recipe: Recipe) -> Outcome | None:
     """Train from the beginning. Like `save_midway` and `go_on`, to be called on every rank; the first answers."""
     with training(recipe) as (engine, world):
         kept: list[list[Shard]] = []
+        if recipe.train.precision != "fp32":
+            return _run(engine, world, STEPS)
         engine.watch_gradients(lambda _, gradients: kept.append(gradients))
         outcome = _run(engine, world, STEPS)
         whole = _whole_tensors(kept[0], world)
-    if outcome is None or recipe.train.precision != "fp32":
-        return outcome
+    if outcome is None:
+        return None
     return replace(outcome, gradients={name: float(np.linalg.norm(each)) for name, each in whole.items()})
 
 

@@ -229,7 +229,7 @@ def test_no_number_of_an_option_is_out_of_range() -> None:
                 continue
             seen += 1
             option = parameter.opts[0]
-            for value in (f"{10**20}", "nan", "inf", "1e309", f"-{10**20}"):
+            for value in ("1e36" if option == "--flops" else f"{10**20}", "nan", "inf", "1e309", f"-{10**36}"):
                 with pytest.raises(refusals) as caught:
                     command.make_context(command.name, [*needed, f"{option}={value}"])
                 told = caught.value

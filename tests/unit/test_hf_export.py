@@ -219,9 +219,9 @@ UNKNOWN: list[tuple[str, dict[str, Any]]] = [
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
     ("quantization_config", {"quantization_config": {"quant_method": "fp8"}}),
     ("residual_multiplier", {"residual_multiplier": 0.2}),
-    ("sliding_window", {"model_type": "mistral", "sliding_window": 4096}),
-    ("sliding_window", {"model_type": "mistral"}),
-    ("use_sliding_window", {"model_type": "qwen2", "use_sliding_window": True}),
+    ("sliding_window", {"model_type": "mistral", "sliding_window": 0}),
+    ("layer_types", {"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}),
+    ("layer_types", {"model_type": "llama", "layer_types": ["sliding_attention", "full_attention"]}),
 ]
 
 

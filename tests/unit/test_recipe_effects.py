@@ -28,7 +28,7 @@ from llmrecipes.engine.megatron.model import config as engine_config
 from llmrecipes.engine.megatron.model.config import transformer_config
 from llmrecipes.engine.megatron.model.packing import masks
 from llmrecipes.engine.megatron.schedule import learning_rate
-from llmrecipes.errors import ExitCode
+from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.derive import Plan, derive
@@ -47,7 +47,6 @@ from llmrecipes.train.spec import RunSpec
 from llmrecipes.train.testing import TaskEvaluations
 from llmrecipes.workflow import train as workflow
 from tests.helpers import MODEL, ROOMY, TRAIN, RandomTokens, built, engine_of, random_batches, tiny
-from tests.refusals import refused
 from tests.unit.search_seen import BASE as SEARCH
 from tests.unit.search_seen import seen as search
 
@@ -275,11 +274,12 @@ def full_disk(recipe: Recipe, *_: Any) -> list[int]:
     fed = DataLoaders(train=lambda _: batches(recipe), valid=None, bits_per_byte=lambda loss: loss)
     here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_size=1)
     sink: Any = ran
-    with refused("checkpoint.max_failed_saves", code=ExitCode.STOP):
+    with pytest.raises(UserError) as ended:
         Loop(
             engine.plan, engine, here, fed, sink, failed, StopRequest(), recipe_hash="", peak_flops=None,
             after_step=lambda: None,
         ).run(Progress())  # fmt: skip
+    assert ended.value.code == ExitCode.STOP
     engine.close()
     return ran.saved
 

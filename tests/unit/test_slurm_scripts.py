@@ -130,7 +130,7 @@ def test_scripts_pass_on_what_they_are_given(lab: Lab, value: str) -> None:
     assert search[-3:] == ["--", "gpt-1b", f"search.storage={value}"]
     assert value_after(search, "--nproc") == value
     assert "--resume" in search
-    assert sorted(path.name for path in lab.folder.iterdir()) == ["bin", "data", "runs"]
+    assert sorted(path.name for path in lab.folder.iterdir()) == ["bin", "data", "runs", "tokens"]
 
 
 def test_the_doctor_gets_the_nodes_because_a_container_has_no_scontrol(lab: Lab) -> None:

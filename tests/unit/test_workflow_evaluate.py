@@ -87,7 +87,7 @@ def test_a_run_is_evaluated_as_it_was_in_training_and_everything_is_kept(
     uri = sqlite_uri(runs_dir.resolve() / "mlflow.db")
     require_database(uri, artifact_root(runs_dir))
     client = MlflowClient(uri)
-    known = client.create_run("0")
+    known = client.create_run(client.create_experiment("known"))
     client.set_terminated(known.info.run_id)
     (run_dir / "mlflow.json").write_text(json.dumps({"tracking_uri": uri, "run_id": known.info.run_id}))
     recorded = run_dir / "recipe.yaml"
