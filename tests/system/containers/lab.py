@@ -217,11 +217,13 @@ def start_checks(tool: Podman, objects: list[dict[str, Any]], image: str, folder
     hosts = [f"--add-host={each}.{service}:{network[1]}.{10 + index}" for index, each in enumerate(names)]
     words = [word.replace("$$", "$") for word in (*checked["command"], *checked["args"])]
     for index, each in enumerate(names):
-        variables = [*checked["env"], {"name": "JOB_COMPLETION_INDEX", "value": str(index)}]
+        # A value from the pod's fields is the uid of the Job, by which its nodes recognise each other.
+        variables = {each["name"]: each.get("value", "7f3c" * 9) for each in checked["env"]}
+        variables["JOB_COMPLETION_INDEX"] = str(index)
         tool(
             "run", "--detach", f"--name={each}", f"--hostname={each}", f"--network={network[0]}",
             f"--ip={network[1]}.{10 + index}", *hosts, "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL",
             f"--volume={name}:/workspace", f"--volume={mounted_files(objects, folder)}:/etc/llmrecipes:ro",
-            *(f"--env={variable['name']}={variable['value']}" for variable in variables), image, *words,
+            *(f"--env={variable}={value}" for variable, value in variables.items()), image, *words,
         )  # fmt: skip
     return names

@@ -201,7 +201,7 @@ def test_a_pod_that_is_killed_loses_nothing_that_it_announced(tool: Podman, imag
     query = (
         "import sqlite3; c = sqlite3.connect('file:mlflow.db?mode=ro', uri=True); "
         "print(c.execute('select count(*), max(status) from runs').fetchall(), "
-        "[step for step, in c.execute(\"select step from metrics where key = 'loss' order by step\")])"
+        "[step for step, in c.execute(\"select step from metrics where key = 'train/loss' order by step\")])"
     )
     assert tool(*look, "python", "-c", query).split(" ", 2) == [
         "[(1,", "'FINISHED')]", f"{list(range(10, steps + 1, 10))}\n",
