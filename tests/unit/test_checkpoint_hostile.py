@@ -565,6 +565,8 @@ def test_a_link_out_of_the_checkpoint_is_not_followed(checkpoint: Path, tmp_path
 @pytest.mark.parametrize("name", [MANIFEST_NAME, "common.pt", INDEX_NAME])
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
 def test_what_is_not_a_file_neither_waits_nor_grows(checkpoint: Path, name: str, kind: str) -> None:
+    if name == "common.pt" and not (checkpoint / name).exists():
+        name = "__0_0.distcp"  # 0.19 keeps there what is not sharded
     entry = seal(checkpoint)
     (checkpoint / name).unlink()
     {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": os.mkdir}[kind](
