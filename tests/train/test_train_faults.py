@@ -427,7 +427,7 @@ def test_two_starts_are_one_run_in_the_files_and_in_mlflow(
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
-    history = client.get_metric_history(run.info.run_id, "loss")
+    history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [metric.step for metric in history] == list(range(1, 13))
     assert [metric.value for metric in history] == [line["loss"] for line in train_lines(whole)]
 
