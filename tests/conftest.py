@@ -32,18 +32,34 @@ WORLDS = pytest.StashKey[dict[int, GlooWorld]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
+    parser.addoption(
+        "--commit",
+        default=os.environ.get("TESTS_COMMIT", ""),
+        help="leave out rotating tests that have no turn on this commit, and the image if its record is up to date; "
+        "default: TESTS_COMMIT",
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    commit, of_a_version = config.getoption("--commit"), config.option.markexpr.startswith("version")
+    later = set()
     for item in items:
+        path = item.path.relative_to(HERE).as_posix()
         slow = item.get_closest_marker("slow") is not None
         zero = item.nodeid if item.get_closest_marker("deepspeed") else ""
         row = (
             item.callspec.params.get("row") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
         )
         name = row.name if isinstance(row, Row) else ""
-        if selection.of_the_version(item.path.relative_to(HERE).as_posix(), slow, zero, name):
+        if selection.of_the_version(path, slow, zero, name):
             item.add_marker(pytest.mark.version)
+        # The other megatron-core repeats what the first has passed, so there whatever is slow takes turns.
+        rotates = item.get_closest_marker("rotating") is not None or (slow and of_a_version)
+        if commit and ((rotates and not selection.has_turn(item.nodeid, commit)) or selection.recorded(path)):
+            later.add(item)
+    if later:
+        config.hook.pytest_deselected(items=list(later))
+        items[:] = [item for item in items if item not in later]
     items.sort(key=lambda item: selection.rank(item.nodeid))
 
 

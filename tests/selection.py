@@ -1,7 +1,8 @@
-"""Which tests belong to `make test-version`, and which ones pytest-xdist runs in one process."""
+"""Which tests run where and when, and which ones pytest-xdist runs in one process."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection
 from functools import cache
@@ -15,22 +16,28 @@ from tests.dist import table
 TESTS = Path(__file__).parent
 
 VERSION = (
-    "dist/", "train/", "unit/test_bench.py", "unit/test_benchmark_layouts", "unit/test_checkpoint_",
-    "unit/test_chat_", "unit/test_coordinates", "unit/test_data_batches", "unit/test_data_chat",
-    "unit/test_data_prepare", "unit/test_dryrun", "unit/test_engine_", "unit/test_evaluation",
-    "unit/test_faults_memory", "unit/test_faults_numerics", "unit/test_finetune", "unit/test_generate", "unit/test_hf_",
-    "unit/test_lora_",
-    "unit/test_merge_", "unit/test_model_", "unit/test_network.py", "unit/test_plan_model", "unit/test_plan_placement",
-    "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects", "unit/test_rendezvous", "unit/test_serve",
-    "unit/test_train_", "unit/test_workflow_evaluate", "unit/test_workflow_smoke", "unit/test_workflow_train",
-    "unit/test_workflow_upcycle",
+    "dist/test_checkpoint_scale", "dist/test_ema", "dist/test_evaluating", "dist/test_hf_", "dist/test_layouts",
+    "dist/test_megatron_lm", "dist/test_older_checkpoints", "dist/test_resume_state", "dist/test_waiting",
+    "dist/test_zero", "unit/test_checkpoint_", "unit/test_coordinates", "unit/test_data_batches",
+    "unit/test_data_prepare", "unit/test_dryrun", "unit/test_engine_", "unit/test_generate", "unit/test_hf_export",
+    "unit/test_hf_import", "unit/test_lora_", "unit/test_model_", "unit/test_plan_model", "unit/test_plan_placement",
+    "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects", "unit/test_train_balance",
+    "unit/test_train_initial_values", "unit/test_workflow_smoke", "unit/test_workflow_upcycle",
 )  # fmt: skip
-"""Path prefixes of tests whose results depend on the versions of Python, torch and megatron-core."""
+"""Path prefixes of tests of what stands on megatron-core: models, checkpoints, optimizers, layouts, dry runs."""
 
-VERSION_SLOW = ("dist/test_layouts", "unit/test_checkpoint_")
-"""Those whose slow tests do so too, and do more than start the same processes with other options. Of the layouts,
-every resume, and the rows of `table.of_the_version`: one that only combines what other rows have is left to
-`make test-deep`, because the combinations depend on this project's code."""
+NOT_VERSION = (
+    "dist/test_checkpoint_killed", "dist/test_failing", "dist/test_stops", "dist/test_verify", "train/",
+    "unit/test_bench.py", "unit/test_data_chat", "unit/test_deepspeed_config", "unit/test_evaluation",
+    "unit/test_faults_", "unit/test_finetune", "unit/test_hf_reading", "unit/test_layout_names", "unit/test_merge_",
+    "unit/test_network", "unit/test_rendezvous", "unit/test_workflow_train",
+)  # fmt: skip
+"""Path prefixes of tests that import torch or an engine, but whose subject is this project's code around it."""
+
+VERSION_SLOW = ("dist/test_layouts",)
+"""Those whose slow tests do so too: on each commit those that have their turn, of the resumes and of the rows of
+`table.essential`. A row that only combines what other rows have is left to `make test-deep`, because the combinations
+depend on this project's code."""
 
 VERSION_ZERO = (
     "[gpt: dp2, deepspeed, stage=2, reduce_bucket_size=20000, use_distributed_optimizer]",
@@ -64,7 +71,44 @@ def of_the_version(path: str, slow: bool = False, zero: str = "", row: str = "")
         return False
     if zero:
         return any(start in zero for start in VERSION_ZERO)
-    return not row or row in table.of_the_version()
+    return not row or row in table.essential("megatron")
+
+
+TURNS = 4
+"""One commit in so many runs a test that is marked `rotating`."""
+
+
+def has_turn(nodeid: str, commit: str) -> bool:
+    """Whether a rotating test runs on this commit.
+
+    Args:
+        nodeid: pytest's.
+        commit: its hash, in hexadecimal digits.
+    """
+    return (int(hashlib.sha256(nodeid.encode()).hexdigest(), 16) - int(commit, 16)) % TURNS == 0
+
+
+IMAGE = TESTS / "golden" / "image.sha256"
+"""`image_digest` of the last image that passed its tests; `make test-system ARGS="--update-golden -k built_image"`
+writes it."""
+
+_IMAGE_INPUTS = ("docker", "requirements", ".dockerignore", "tools/build_image.py", "tools/runtime_lock.py")
+
+
+@cache
+def image_digest() -> str:
+    """SHA-256 of what the image is built from without this package: Dockerfiles, locks, the programs that build it."""
+    root = TESTS.parent
+    files = [path for name in _IMAGE_INPUTS for path in (root / name, *(root / name).rglob("*"))]
+    digest = hashlib.sha256()
+    for path in sorted(path for path in files if path.is_file() and path.suffix != ".pyc"):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def recorded(path: str) -> bool:
+    """Whether a module tests the image, and an image of the same Dockerfiles and locks has passed."""
+    return path.startswith("system/containers") and IMAGE.is_file() and IMAGE.read_text().strip() == image_digest()
 
 
 @cache

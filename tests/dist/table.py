@@ -472,9 +472,9 @@ def news(row: Row) -> set[object]:
 
 
 @cache
-def of_the_version() -> frozenset[str]:
-    """Names of megatron-core's rows that `make test-version` runs: the core, and the first with anything new."""
-    rows = [row for row in ROWS if row.engine == "megatron" and not row.nccl]
+def essential(engine: str) -> frozenset[str]:
+    """Names of the rows of an engine that no other rows replace: the core, and the first with anything new."""
+    rows = [row for row in ROWS if row.engine == engine and not row.nccl]
     names, known = {row.name for row in rows if row.core}, set[object]()
     for row in sorted(rows, key=lambda row: not row.core):
         if not news(row) <= known:

@@ -14,7 +14,7 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.suite import Suite
-from tests.dist.table import BOUND, CORE, NVME_ROW, RESUMES, ROWS, SIMILAR, VARIANTS, Resume, Row
+from tests.dist.table import BOUND, CORE, NVME_ROW, RESUMES, ROWS, SIMILAR, VARIANTS, Resume, Row, essential
 from tests.dist.training import loaders, training
 from tests.dist.worlds import ROOT, GlooWorld, WorldFailed, say
 
@@ -31,8 +31,10 @@ def cases(table: Sequence[Row | Resume]) -> list[Any]:
 
 
 def _marks(case: Row | Resume) -> list[pytest.MarkDecorator]:
-    slow = [] if case.core else [pytest.mark.slow]
-    return [*slow, pytest.mark.deepspeed] if "deepspeed" in case.engines else slow
+    marks = [] if case.core else [pytest.mark.slow]
+    if isinstance(case, Row) and case.name not in essential(case.engine):
+        marks.append(pytest.mark.rotating)
+    return [*marks, pytest.mark.deepspeed] if "deepspeed" in case.engines else marks
 
 
 @pytest.mark.parametrize("row", cases(HERE))

@@ -75,6 +75,7 @@ def test_formulas_relate_the_layouts_as_the_papers_do() -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["tp2 sp", "cp2", "pp2 vpp2", "moe ep2"])
 def test_a_layout_sends_what_it_has_to(name: str) -> None:
     """Collectives of a real step on two ranks, against the formulas."""

@@ -244,6 +244,7 @@ def whole_recipes() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", whole_recipes())
 def test_the_stages_of_a_recipe_are_planned(name: str, process: GlooWorld) -> None:
     """The first two and the last: those between them differ in what is in flight only, which drawn layouts cover.

@@ -8,17 +8,19 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from llmrecipes.errors import ExitCode
-from llmrecipes.launch.local import Grace, rank_environment, run_ranks
+from llmrecipes.launch.local import Grace, rank_environment, ranks, run_ranks
 from llmrecipes.launch.local.ranks import reserved_port
 from llmrecipes.launch.ranks import FIRST_PORT
 from tests.refusals import refused
@@ -144,6 +146,21 @@ def test_a_rank_that_a_signal_ends_before_training_began_has_lost_nothing(folder
     with signalled(folder, signal.SIGTERM):
         assert run(folder, orders, grace=Grace(60, lambda: None)) == ExitCode.REQUEUE
     assert not any(alive(int((folder / f"pid-{rank}").read_text())) for rank in range(2))
+
+
+def test_a_signal_just_after_the_ranks_have_ended_changes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = ranks._wait
+
+    def late(processes: dict[str, subprocess.Popen[bytes]], *others: Any) -> int:
+        for process in processes.values():
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return wait(processes, *others)
+
+    monkeypatch.setattr(ranks, "_wait", late)
+    assert run(folder, {}) == 0
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.dist import table
-from tests.selection import RANKS, TESTS, group, missing_package, of_the_version, rank
+from tests.selection import NOT_VERSION, RANKS, TESTS, group, has_turn, missing_package, of_the_version, rank
 
 
-def test_tests_that_use_torch_or_megatron_core_belong_to_the_version() -> None:
+def test_tests_that_use_torch_or_an_engine_are_accounted_for() -> None:
     for path in sorted(TESTS.rglob("test_*.py")):
         name = path.relative_to(TESTS).as_posix()
         if name.startswith("system/"):
@@ -22,11 +22,30 @@ def test_tests_that_use_torch_or_megatron_core_belong_to_the_version() -> None:
         imported: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Import):
-                imported |= {alias.name.partition(".")[0] for alias in node.names}
+                imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                imported.add((node.module or "").partition(".")[0])
-        known = of_the_version(name) or not imported & {"torch", "megatron"}
-        assert known, f"{name}: add it to VERSION in tests/selection.py"
+                imported.add(node.module or "")
+        uses = any(module.startswith(("torch", "megatron", "llmrecipes.engine")) for module in imported)
+        excluded = name.startswith(NOT_VERSION)
+        assert not (excluded and of_the_version(name)), name
+        accounted = excluded or of_the_version(name)
+        assert accounted or not uses, f"{name}: add it to VERSION or NOT_VERSION in tests/selection.py"
+
+
+def test_every_rotating_test_has_its_turn_on_one_commit_of_four() -> None:
+    names = [f"tests/dist/test_layouts.py::test_a_layout_changes_nothing[{row.name}]" for row in table.ROWS]
+    turns = [{name for name in names if has_turn(name, f"{commit:040x}")} for commit in range(4)]
+    assert sum(map(len, turns)) == len(names)
+    assert set().union(*turns) == set(names)
+    assert all(len(turn) > len(names) / 8 for turn in turns)
+
+
+def test_what_only_combines_rotates_and_nothing_else_does() -> None:
+    """Every kind, every pair and every option of a model and of an engine is in rows that every commit runs."""
+    for engine in ("megatron", "deepspeed"):
+        rows = [row for row in table.ROWS if row.engine == engine and not row.nccl]
+        always = [row for row in rows if row.name in table.essential(engine)]
+        assert set().union(*map(table.news, always)) == set().union(*map(table.news, rows))
 
 
 def test_another_version_runs_every_model_option_and_kind_of_parallelism_of_a_model() -> None:
@@ -64,7 +83,8 @@ def test_missing_programs_fail_in_ci_and_are_named_elsewhere(ci: str, code: int,
     file = "tests/system/containers/test_built_image.py"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "without_rights", file], cwd=TESTS.parent,
-        env={**os.environ, "CI": ci, "PATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+        env={**os.environ, "CI": ci, "PATH": str(tmp_path), "TESTS_COMMIT": ""},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stdout
     assert said in done.stdout

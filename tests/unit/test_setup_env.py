@@ -215,6 +215,7 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_setup_refuses_a_wrong_hash_starts_over_and_is_idempotent(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     state = checkout.root / ".venv" / "setup.json"
@@ -252,6 +253,7 @@ REAL_UV = f"#!/bin/sh\nexec '{Path(sys.executable).parent / 'uv'}' \"$@\"\n"
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_uv_installs_with_pips_configuration_and_checks_hashes(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     checkout.uv(REAL_UV)
@@ -274,6 +276,7 @@ def test_uv_installs_with_pips_configuration_and_checks_hashes(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_deepspeed_is_built_on_request_and_stays(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     state = checkout.root / ".venv" / "setup.json"
@@ -312,6 +315,7 @@ def test_deepspeed_is_built_on_request_and_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_pip_is_the_fallback_if_uv_does_not_run(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     checkout.uv("\x7fELF of another machine")
@@ -322,6 +326,7 @@ def test_pip_is_the_fallback_if_uv_does_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_a_missing_torch_is_reported_once(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     nowhere = tmp_path / "nowhere"
@@ -369,6 +374,7 @@ def test_what_setup_did_not_make_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_an_environment_may_lie_elsewhere_behind_a_link(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     scratch = tmp_path / "scratch"

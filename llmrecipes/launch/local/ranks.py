@@ -196,8 +196,10 @@ class _Signals:
         # does not count as the second Ctrl-C.
         passed_on = signal.SIGTERM if number == signal.SIGINT else number
         for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(passed_on)
+            # Not Popen.send_signal, which reaps a process that has ended: `_wait` could no longer open its pidfd.
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, passed_on)
         with suppress(BlockingIOError):
             os.write(self._written, b"s")
 

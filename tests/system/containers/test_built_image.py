@@ -21,6 +21,7 @@ from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import to_yaml
 from llmrecipes.launch.kubernetes.options import Options
 from llmrecipes.workflow.submit import plan_for
+from tests import selection
 from tests.helpers import largest_difference
 from tests.system.containers.lab import Podman, base_image, expand, podman, require_packages, start_checks
 
@@ -206,3 +207,10 @@ def test_a_pod_that_is_killed_loses_nothing_that_it_announced(tool: Podman, imag
     assert tool(*look, "python", "-c", query).split(" ", 2) == [
         "[(1,", "'FINISHED')]", f"{list(range(10, steps + 1, 10))}\n",
     ]  # fmt: skip
+
+
+def test_what_has_passed_is_recorded(request: pytest.FixtureRequest) -> None:
+    """The last of this module: `.ci/run` builds no image whose inputs are those of the record."""
+    if request.config.getoption("--update-golden") and not request.session.testsfailed:
+        selection.IMAGE.write_text(selection.image_digest() + "\n")
+    assert len(selection.image_digest()) == 64
