@@ -25,8 +25,8 @@ from benchmarks.ranks import small
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine as machine_of
 from llmrecipes.launch.local import run_ranks
-from llmrecipes.plan.checkpoint import checkpoint_bytes
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.memory import checkpoint_bytes
 from llmrecipes.plan.parameters import count, count_on_rank
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
-from llmrecipes.hardware.adapters import SYSTEM
+from llmrecipes.hardware.nics import SYSTEM
 
 CHECK = "software"
 MUST_AGREE = ("torch", "megatron-core", "nvidia-nccl", "deepspeed", "transformer-engine")

@@ -27,7 +27,7 @@ from llmrecipes.doctor import (
     zero,
 )
 from llmrecipes.doctor.finding import Finding, fail, skip
-from llmrecipes.hardware import adapters, torch_build
+from llmrecipes.hardware import builds, nics
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.recipe.schema import Recipe
 
@@ -90,10 +90,10 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
         yield from kernel.check(kernel.records(), time.clock_gettime(time.CLOCK_MONOTONIC), fine)
     pins = versions.locked(versions.lock_file(ROOT, len(states)))
     packages = versions.installed()
-    yield from versions.check(packages, sys.version_info[:2], driver, len(states), pins, torch_build.cuda_version())
+    yield from versions.check(packages, sys.version_info[:2], driver, len(states), pins, builds.cuda_version())
     yield from zero.check(packages.get("deepspeed"), subject.recipe)
     yield differing.inventory(packages, driver)
-    ports = adapters.ports()
+    ports = nics.ports()
     yield from fabric.check(ports, subject.profile, os.environ)
     yield from roce.check(ports, subject.profile, os.environ)
     yield from gpudirect.check(gpudirect.support(), subject.profile)

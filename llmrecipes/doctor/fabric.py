@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
-from llmrecipes.hardware.adapters import CHOICE, RDMA, Choice, Port, choose, expected
+from llmrecipes.hardware.nics import CHOICE, RDMA, Choice, Port, choose, expected
 from llmrecipes.hardware.profile import Profile
 
 FLAPS = 10

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
-from llmrecipes.hardware.adapters import RDMA
+from llmrecipes.hardware.nics import RDMA
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.units import GIB
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, warn
-from llmrecipes.hardware.adapters import SYSTEM, Port, choose
+from llmrecipes.hardware.nics import SYSTEM, Port, choose
 from llmrecipes.hardware.profile import Profile
 
 NETWORK = Path("/sys/class/net")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.operators import ASYNC_IO, CPU_ADAM, obstacle
+from llmrecipes.hardware.builds import ASYNC_IO, CPU_ADAM, operator_obstacle
 from llmrecipes.recipe.schema import Recipe
 
 OPERATORS = {
@@ -28,7 +28,7 @@ def check(version: str | None, recipe: Recipe | None) -> Iterator[Finding]:
     else:
         yield ok("zero", f"deepspeed {version}")
         for operator, purpose in OPERATORS.items():
-            found = obstacle(operator)
+            found = operator_obstacle(operator)
             if found is None:
                 yield ok(f"zero {operator}", f"can be compiled or loaded, for {purpose}")
             else:

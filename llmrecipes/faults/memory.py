@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.plan.attention import keeps_scores
+from llmrecipes.plan.activations import keeps_scores
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
 

@@ -255,7 +255,7 @@ _EACH = {"0 to 3": "0123", "1 to 3": "123", "1 and 2": "12", "3": "3"}
 
 
 def zeropp(recipe: Recipe) -> Iterator[Problem]:
-    """What DeepSpeed 0.19.8 would compute wrongly with ZeRO++, in silence; `plan.zeropp` has the rules on ranks."""
+    """What DeepSpeed 0.19.8 would compute wrongly with ZeRO++, silently; `plan.sharding` has the rules on ranks."""
     zero, tensor = recipe.zero, recipe.parallelism.tensor_model_parallel_size
     if zero is None or engine_name(recipe) != DEEPSPEED:
         return

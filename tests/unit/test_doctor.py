@@ -18,8 +18,8 @@ import pytest
 from llmrecipes.cli.app import run
 from llmrecipes.doctor import data, fabric, gpus, limits, network, nodes, storage, versions
 from llmrecipes.doctor.finding import Finding
-from llmrecipes.hardware.adapters import ports
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.nics import ports
 from llmrecipes.hardware.profile import Adapters, Link, Profile
 from llmrecipes.launch.hosts import job_hosts, own_number
 from llmrecipes.launch.rendezvous import TOKEN

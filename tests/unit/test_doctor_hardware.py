@@ -10,8 +10,8 @@ import pytest
 
 from llmrecipes.doctor import differing, gpudirect, gpus, kernel, nvlink, roce, storage
 from llmrecipes.doctor.finding import Finding, ok
-from llmrecipes.hardware.adapters import Port
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.nics import Port
 from llmrecipes.units import GIB
 
 H100 = load_profile("h100-ib")

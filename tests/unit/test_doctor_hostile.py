@@ -22,8 +22,8 @@ from llmrecipes.cli.app import run
 from llmrecipes.doctor import fabric, gpudirect, gpus, kernel, network, nodes, nvlink, roce, storage, versions
 from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware import nvidia
-from llmrecipes.hardware.adapters import ports
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.nics import ports
 from llmrecipes.launch import rendezvous
 from tests.refusals import refused
 from tests.unit.test_doctor import adapter, report, said

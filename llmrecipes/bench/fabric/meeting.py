@@ -21,7 +21,7 @@ from llmrecipes.bench.fabric.result import Report, Transfer, judge
 from llmrecipes.commandline import command_line
 from llmrecipes.doctor.finding import Finding, fail, ignored
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.adapters import expected
+from llmrecipes.hardware.nics import expected
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.rendezvous import CONNECT_SECONDS, Channel, Disconnected, FirstNode, Message, joined
 

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from llmrecipes.bench.fabric import perftest
 from llmrecipes.doctor import fabric, roce
 from llmrecipes.doctor.finding import Finding, fail, warn
-from llmrecipes.hardware import adapters
-from llmrecipes.hardware.adapters import Port
+from llmrecipes.hardware import nics
+from llmrecipes.hardware.nics import Port
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.rendezvous import Message
 
@@ -55,9 +55,9 @@ class Node:
 
     def __init__(self, profile: Profile | None, hosts: tuple[str, ...], limits: Limits) -> None:
         self._profile, self._hosts, self._limits = profile, hosts, limits
-        found = adapters.ports()
+        found = nics.ports()
         self.findings = [each for each in self._look(found) if each.status in ("warn", "fail")]
-        chosen = found if profile is None else adapters.choose(found, profile, os.environ).ports
+        chosen = found if profile is None else nics.choose(found, profile, os.environ).ports
         self._before = {port.name: port for port in chosen}
         self._rails = [self._local(port) for port in chosen]
         self._serving: dict[str, perftest.Process] = {}
@@ -148,7 +148,7 @@ class Node:
     def _report(self) -> Message:
         """What has happened to the ports since the start."""
         found = []
-        for port in adapters.ports():
+        for port in nics.ports():
             before = self._before.get(port.name)
             if before is None or before.state != ACTIVE:
                 continue

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from llmrecipes.hardware.adapters import SYSTEM, Port
 from llmrecipes.hardware.binding import parse_ranges, ranges
 from llmrecipes.hardware.cluster import allowed_cpus
+from llmrecipes.hardware.nics import SYSTEM, Port
 
 What = Literal["latency", "bandwidth"]
 PROGRAMS: dict[What, str] = {"latency": "ib_send_lat", "bandwidth": "ib_write_bw"}
