@@ -63,7 +63,7 @@ def rank_main(spec: Path) -> None:
     import torch.distributed as dist
 
     from benchmarks.zero_rank import return_freed_memory
-    from llmrecipes.bench.training import random_tokens
+    from llmrecipes.bench.measure import random_tokens
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
     from llmrecipes.checkpoint.store import CheckpointStore

@@ -9,6 +9,10 @@ from importlib import metadata
 from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
+from llmrecipes.engine.requirements import require_packages
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.builds import ASYNC_IO, CPU_ADAM, operator_obstacle
+from llmrecipes.recipe.schema import Recipe
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "deepspeed", "numpy", "datasets", "mlflow")
 MEGATRON = {(3, 11): ("0.16",), (3, 12): ("0.19",)}
@@ -118,3 +122,33 @@ def _transformer_engine(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 def _public(version: str) -> str:
     return version.partition("+")[0]
+
+
+OPERATORS = {
+    CPU_ADAM: "offload of the optimizer",
+    ASYNC_IO: "offload to NVMe",
+}
+
+
+def check_zero(version: str | None, recipe: Recipe | None) -> Iterator[Finding]:
+    """Check DeepSpeed and its operators.
+
+    Args:
+        version: of DeepSpeed; None if it is not installed.
+        recipe: it fails if its engine cannot run here; None: nothing is required.
+    """
+    if version is None:
+        yield skip("zero", "deepspeed is not installed; make setup-zero installs it")
+    else:
+        yield ok("zero", f"deepspeed {version}")
+        for operator, purpose in OPERATORS.items():
+            found = operator_obstacle(operator)
+            if found is None:
+                yield ok(f"zero {operator}", f"can be compiled or loaded, for {purpose}")
+            else:
+                yield warn(f"zero {operator}", f"no {purpose}: {found.what}", found.fix)
+    if recipe is not None:
+        try:
+            require_packages(recipe)
+        except UserError as error:
+            yield fail("zero", f"recipe {recipe.name}: {error.where}: {error.what}", error.fix)

@@ -8,7 +8,6 @@ from typing import Any
 
 from llmrecipes.recipe.scaled import Scaled
 from llmrecipes.recipe.schema import Zero
-from llmrecipes.verify.scale import QUANTITIES, first_beyond, relative
 from llmrecipes.verify.spec import Record, ReplicaDifference, Step
 
 PARAMETERS, REPLICAS = "parameters", "replicas"
@@ -126,3 +125,22 @@ def _finite(value: float) -> float | None:
 
 def _numbers(step: Step) -> dict[str, float | None]:
     return {quantity: _finite(getattr(step, quantity)) for quantity in QUANTITIES}
+
+
+QUANTITIES = ("loss", "grad_norm")
+"""What is compared at every step, in the order in which a step computes it."""
+
+
+def relative(value: float, reference: float) -> float:
+    """|value - reference| / |reference|; infinity if one is not finite or only the reference is 0."""
+    if not (math.isfinite(value) and math.isfinite(reference)):
+        return math.inf
+    if value == reference:
+        return 0.0
+    return abs(value - reference) / abs(reference) if reference else math.inf
+
+
+def first_beyond(step: Step, reference: Step, tolerance: float) -> str | None:
+    """The first quantity of a step whose relative difference exceeds the tolerance."""
+    values = ((name, getattr(step, name), getattr(reference, name)) for name in QUANTITIES)
+    return next((name for name, value, expected in values if relative(value, expected) > tolerance), None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from llmrecipes.bench.spec import ANSWER, BenchSpec
+from llmrecipes.bench.results import ANSWER, BenchSpec
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect

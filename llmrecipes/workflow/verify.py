@@ -108,7 +108,7 @@ def verify(
     train_layout(spread, plan.layout.world_size, cluster)
     result = _compare(recipe.name, alone, spread, cluster, _scaled(recipe, small, plan))
     (folder / "verify.json").write_text(json.dumps(result.as_record(), indent=2) + "\n", "utf-8")
-    from llmrecipes.verify.drawing import svg
+    from llmrecipes.verify.report import svg
 
     (folder / "verify.svg").write_text(svg(result, f"{recipe.name} on {plan.layout.world_size} ranks"), "utf-8")
     for records in (alone.folder, spread.folder):
@@ -165,8 +165,7 @@ def _alone(spec: VerifySpec, cluster: Cluster) -> None:
 
 
 def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster, degrees: Scaled) -> Result:
-    from llmrecipes.verify.observe import BEFORE, FINAL, GRADIENTS
-    from llmrecipes.verify.tensors import TensorDifference, differences
+    from llmrecipes.verify.observe import BEFORE, FINAL, GRADIENTS, TensorDifference, differences
 
     one, layout = Record.read(alone.folder), Record.read(spread.folder)
     final = differences(alone.folder / FINAL, spread.folder / FINAL)

@@ -16,8 +16,7 @@ from llmrecipes.cli.app import run
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.verify.report import verdict
-from llmrecipes.verify.result import Result
-from llmrecipes.verify.scale import relative
+from llmrecipes.verify.result import Result, relative
 from llmrecipes.workflow.run import Paths
 from llmrecipes.workflow.verify import VerifyOptions, verify
 from tests.dist.faulty import DRIFT, DRIFTING, FAULTS, train_with

@@ -18,8 +18,7 @@ import pytest
 from llmrecipes.bench.fabric import perftest
 from llmrecipes.bench.fabric.meeting import Meeting, Outcome, meet, require_sensible
 from llmrecipes.bench.fabric.node import Limits
-from llmrecipes.bench.fabric.pairs import rounds
-from llmrecipes.bench.fabric.result import Report, Transfer, judge
+from llmrecipes.bench.fabric.transfers import Report, Transfer, judge, rounds
 from llmrecipes.cli.app import run
 from llmrecipes.cli.render import fabric as render
 from llmrecipes.doctor.finding import Finding, fail

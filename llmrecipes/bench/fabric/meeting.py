@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from llmrecipes.bench.fabric import perftest
 from llmrecipes.bench.fabric.node import Answer, Introduction, Limits, Node
-from llmrecipes.bench.fabric.pairs import Kind, Pairs, rounds
-from llmrecipes.bench.fabric.result import Report, Transfer, judge
+from llmrecipes.bench.fabric.transfers import Kind, Pairs, Report, Transfer, judge, rounds
 from llmrecipes.commandline import command_line
 from llmrecipes.doctor.finding import Finding, fail, ignored
 from llmrecipes.errors import UserError

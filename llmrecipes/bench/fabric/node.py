@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pydantic import BaseModel
 
 from llmrecipes.bench.fabric import perftest
-from llmrecipes.doctor import fabric, roce
+from llmrecipes.doctor import fabric
 from llmrecipes.doctor.finding import Finding, fail, warn
 from llmrecipes.hardware import nics
 from llmrecipes.hardware.nics import Port
@@ -70,7 +70,7 @@ class Node:
             value = os.environ.get(name) or str(site.get(name, ""))
             return value if value.isdecimal() else ""
 
-        gid = None if port.link_layer == "InfiniBand" else roce.gid_index(port, self._profile, os.environ)
+        gid = None if port.link_layer == "InfiniBand" else fabric.gid_index(port, self._profile, os.environ)
         return perftest.Local(port, gid, told("NCCL_IB_TC"), told("NCCL_IB_SL"))
 
     def _look(self, found: list[Port]) -> list[Finding]:
@@ -81,7 +81,7 @@ class Node:
             return [fail("adapters", "this node has none", "load the driver, or pass /dev/infiniband to the container")]
         return [
             *fabric.check(found, self._profile, os.environ),
-            *roce.check(found, self._profile, os.environ),
+            *fabric.check_roce(found, self._profile, os.environ),
         ]
 
     def introduce(self) -> Message:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from llmrecipes.bench.compare import LEAST
-from llmrecipes.bench.fabric.pairs import Kind
 from llmrecipes.bench.fabric.perftest import What
+from llmrecipes.bench.results import LEAST
 from llmrecipes.doctor.finding import Finding, bad_nodes, fail, warn
 
 End = tuple[str, str]
@@ -157,3 +156,30 @@ def _count(some: Sequence[Transfer], every: Sequence[Transfer]) -> str:
 
 def _at(host: str, finding: Finding) -> Finding:
     return Finding(finding.check, finding.status, finding.what, finding.fix, host)
+
+
+Kind = Literal["neighbours", "halves"]
+Pairs = list[tuple[int, int]]
+
+
+def rounds(nodes: Sequence[int]) -> list[tuple[Kind, Pairs]]:
+    """Rounds of pairs (sender, receiver); in each, a node is in one pair at most, and all pairs measure at once.
+
+    A ring first, so that every node sends to one neighbour and receives from the other: a bad port is slow with both.
+    Then the first half with the second one, across the switches above them. The number of rounds does not depend on
+    that of the nodes: 2 to 4.
+
+    Args:
+        nodes: numbers of the nodes that take part, in the order of the job.
+    """
+    count = len(nodes)
+    if count < 2:
+        return []
+    ring = [(nodes[at], nodes[(at + 1) % count]) for at in range(count)]
+    odd = ring[-1:] if count % 2 else []
+    even = ring[: count - len(odd)]
+    found: list[tuple[Kind, Pairs]] = [("neighbours", pairs) for pairs in (even[::2], even[1::2], odd) if pairs]
+    if count >= 4:
+        half = count // 2
+        found.append(("halves", [(nodes[at], nodes[at + half]) for at in range(half)]))
+    return found
