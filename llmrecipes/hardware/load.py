@@ -12,10 +12,9 @@ from pydantic import ValidationError
 
 from llmrecipes.hardware.nics import RDMA
 from llmrecipes.hardware.profile import PAGES, Kubernetes, Profile, mebibytes
-from llmrecipes.recipe import document, files
-from llmrecipes.recipe.document import Problem, clip
+from llmrecipes.recipe import document
+from llmrecipes.recipe.document import Kind, Problem, clip
 from llmrecipes.recipe.explain import explain
-from llmrecipes.recipe.files import Kind
 from llmrecipes.redact import is_secret
 
 CLUSTERS = Kind(
@@ -33,7 +32,7 @@ def clusters_dir() -> Path:
 
 def names(directory: Path | None = None) -> list[str]:
     """Names of the profiles in a folder, sorted."""
-    return files.names(directory or clusters_dir())
+    return document.names(directory or clusters_dir())
 
 
 def load_profile(name_or_path: str, directory: Path | None = None) -> Profile:
@@ -46,9 +45,9 @@ def load_profile(name_or_path: str, directory: Path | None = None) -> Profile:
     Raises:
         UserError: no such profile, unreadable file, or any problem in it; all problems are in one message.
     """
-    path = files.shown(files.find(name_or_path, directory or clusters_dir(), CLUSTERS))
-    parsed = document.parse(files.read(path, CLUSTERS))
-    found = [*parsed.problems, *files.require_mapping(parsed, CLUSTERS)]
+    path = document.shown(document.find(name_or_path, directory or clusters_dir(), CLUSTERS))
+    parsed = document.parse(document.read(path, CLUSTERS))
+    found = [*parsed.problems, *document.require_mapping(parsed, CLUSTERS)]
     profile = None
     if isinstance(parsed.data, dict):
         try:
@@ -59,7 +58,7 @@ def load_profile(name_or_path: str, directory: Path | None = None) -> Profile:
         else:
             found += check(profile, path.stem)
     if found or profile is None:
-        raise files.error_of(found, (), path, parsed.lines, {})
+        raise document.error_of(found, (), path, parsed.lines, {})
     return profile
 
 

@@ -19,8 +19,7 @@ from llmrecipes.plan.parameters import (
     flops_per_token,
 )
 from llmrecipes.plan.sharding import check_zeropp
-from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
-from llmrecipes.recipe.fixes import multiples
+from llmrecipes.recipe.degrees import model_parallel_size, multiples, smallest_world
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
 from llmrecipes.units import GIB

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
-from llmrecipes.recipe.fixes import divisors, multiples
+from llmrecipes.recipe.degrees import divisors, model_parallel_size, multiples, smallest_world
 from llmrecipes.recipe.layout_rules import shared_sizes
 from llmrecipes.recipe.schema import Parallelism, Recipe
 

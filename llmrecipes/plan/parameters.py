@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from llmrecipes.plan.layout import Layout
 from llmrecipes.recipe.adapters import Matrix, adapted
-from llmrecipes.recipe.lora import Lora
-from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.schema import Lora, Model
 from llmrecipes.recipe.shape import Shape
 
 

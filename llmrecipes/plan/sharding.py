@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.recipe.fixes import divisors
+from llmrecipes.recipe.degrees import divisors
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.zero import Zero
 

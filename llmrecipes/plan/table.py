@@ -6,9 +6,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.recipe.mup import mup
-from llmrecipes.recipe.scaled import with_zero
+from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import mup
 from llmrecipes.units import gib
 
 if TYPE_CHECKING:

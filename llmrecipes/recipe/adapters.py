@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
-from llmrecipes.recipe.lora import Lora
-from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.recipe.schema import Lora, Model, Recipe
 from llmrecipes.recipe.shape import Shape, shape
 
 EXPERTS = "experts."

@@ -9,10 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from llmrecipes.recipe.document import Problem, clip, dotted
-from llmrecipes.recipe.files import MAX_SHOWN
-from llmrecipes.recipe.hints import Hint, hint
-from llmrecipes.recipe.keys import Key, admits, keys, normal, options_of
+from llmrecipes.recipe.document import MAX_SHOWN, Problem, clip, dotted
+from llmrecipes.recipe.keys import Hint, Key, admits, hint, keys, normal, options_of
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.synonyms import VALUES, synonym
 

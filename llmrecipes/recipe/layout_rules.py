@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.fixes import divisors, multiples
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
 

@@ -8,8 +8,7 @@ from typing import Any
 from llmrecipes.errors import UserError
 from llmrecipes.recipe import document
 from llmrecipes.recipe.document import Problem, clip
-from llmrecipes.recipe.hints import hint
-from llmrecipes.recipe.keys import ITEM, is_key, keys, normal
+from llmrecipes.recipe.keys import ITEM, hint, is_key, keys, normal
 
 
 @dataclass(frozen=True)

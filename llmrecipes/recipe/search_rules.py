@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.explain import rule_of
-from llmrecipes.recipe.hints import hint
-from llmrecipes.recipe.keys import admits, is_key, keys, normal, options_of
+from llmrecipes.recipe.keys import admits, hint, is_key, keys, normal, options_of
 from llmrecipes.recipe.overrides import Override, apply
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import PRUNER_KEYS, SAMPLER_KEYS, Dimension, Pruner, Search

@@ -13,7 +13,7 @@ from pathlib import Path
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.load import Loaded, load
-from llmrecipes.recipe.names import suffixed
+from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.recipe.shape import shape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.names import suffixed
+from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Parallelism, Recipe
 from llmrecipes.recipe.shape import shape

@@ -1,4 +1,4 @@
-"""Rules between the section `zero`, the engine, and the rest of a recipe. `zero.extra` has rules in `zero_extra`."""
+"""Rules between the section `zero`, the engine, and the rest of a recipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import DEEPSPEED, MEGATRON, engine_name
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.zero import STAGE_3, Zero
+from llmrecipes.recipe.zero import STAGE_3, Zero, check_extra
 
 _OFFLOAD = ("offload_optimizer", "offload_param")
 
@@ -312,6 +312,12 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
             "with the engine deepspeed min_loss_scale is a whole number, at least 1",
             f"min_loss_scale {max(1, round(train.min_loss_scale))}",
         )
+
+
+def extra(recipe: Recipe) -> Iterator[Problem]:
+    """Keys of `zero.extra` that the recipe determines, that DeepSpeed does not have, or that would have no effect."""
+    if recipe.zero is not None:
+        yield from check_extra(recipe.zero)
 
 
 def _changed(zero: Zero) -> list[str]:

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from llmrecipes.recipe.scaled import SHORT, with_zero
+from llmrecipes.recipe.proxy import SHORT, with_zero
 from llmrecipes.verify.result import PARAMETERS, QUANTITIES, REPLICAS, Result, relative
 
 WORDS = {"loss": "loss", "grad_norm": "gradient norm"}

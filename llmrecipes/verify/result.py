@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from llmrecipes.recipe.scaled import Scaled
+from llmrecipes.recipe.proxy import Scaled
 from llmrecipes.recipe.schema import Zero
 from llmrecipes.verify.spec import Record, ReplicaDifference, Step
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.engines import without_zero
-from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.proxy_model import Device
+from llmrecipes.recipe.proxy import Device, proxy
 from llmrecipes.recipe.schema import Parallelism, Recipe
 
 MIN_ADAM_EPS = 1e-6

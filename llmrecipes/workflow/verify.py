@@ -17,7 +17,7 @@ from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
-from llmrecipes.recipe.scaled import Degree, Scaled, scaled
+from llmrecipes.recipe.proxy import Degree, Scaled, scaled
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.verify.result import PARAMETERS, REPLICAS, FirstDifference, FirstTensor, Result, first_differing_step
 from llmrecipes.verify.spec import Record, VerifySpec
