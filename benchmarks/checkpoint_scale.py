@@ -25,8 +25,8 @@ from benchmarks.ranks import small
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine as machine_of
 from llmrecipes.launch.local import run_ranks
-from llmrecipes.plan.checkpoint import checkpoint_bytes
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.memory import checkpoint_bytes
 from llmrecipes.plan.parameters import count, count_on_rank
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
@@ -63,7 +63,7 @@ def rank_main(spec: Path) -> None:
     import torch.distributed as dist
 
     from benchmarks.zero_rank import return_freed_memory
-    from llmrecipes.bench.training import random_tokens
+    from llmrecipes.bench.measure import random_tokens
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
     from llmrecipes.checkpoint.store import CheckpointStore

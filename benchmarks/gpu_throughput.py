@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_throughput --recipes gpt-1b --set train.micro_batch_size=4 --set train.torch_compile=true
 
 One process after the other, so that each has the GPU's memory to itself. A step is `--accumulate` micro-batches of the
-recipe's size. MFU counts matrix products only (`llmrecipes.plan.flops`): `full` with all attention positions, `causal`
+recipe's size. MFU counts matrix products only (`flops_per_token`): `full` with all attention positions, `causal`
 with half of them, against the dense bf16 peak of the data sheet.
 """
 
@@ -19,7 +19,7 @@ from benchmarks.common import close, machine, parser, show
 from benchmarks.turns import Contender, write_job
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
-from llmrecipes.plan.flops import flops_per_token
+from llmrecipes.plan.parameters import flops_per_token
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape

@@ -52,7 +52,7 @@ def _main() -> None:
 
     import torch.distributed as dist
 
-    from llmrecipes.bench.training import random_tokens
+    from llmrecipes.bench.measure import random_tokens
     from llmrecipes.console import setup_logging
     from llmrecipes.engine.megatron.engine import MegatronEngine
     from llmrecipes.engine.megatron.model.gpt import build

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import counted
-from llmrecipes.bench.training import random_tokens
+from llmrecipes.bench.measure import random_tokens
 from llmrecipes.engine.base import Platform, World
 from llmrecipes.engine.registry import backend
 from llmrecipes.hardware.cluster import detect

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from llmrecipes.engine.deepspeed.operators import load_operators
-from llmrecipes.hardware.operators import ASYNC_IO, CPU_ADAM, obstacle, search_path
+from llmrecipes.hardware.builds import ASYNC_IO, CPU_ADAM, operator_obstacle, search_path
 from llmrecipes.recipe.zero import Zero
 
 
@@ -16,9 +16,9 @@ def main() -> None:
     """Compile what can be compiled here; the tests say what is missing for the others."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["PATH"] = search_path()
-    if obstacle(CPU_ADAM) is None:
+    if operator_obstacle(CPU_ADAM) is None:
         devices = {"offload_optimizer": "cpu"}
-        if obstacle(ASYNC_IO) is None:
+        if operator_obstacle(ASYNC_IO) is None:
             devices = {"offload_optimizer": "nvme", "nvme_path": "/"}
         load_operators(Zero.model_validate({"stage": 3, **devices}))
 

@@ -6,7 +6,7 @@ import os
 
 from pydantic import BaseModel
 
-from llmrecipes.bench.spec import ANSWER, BenchSpec, Collectives
+from llmrecipes.bench.results import ANSWER, BenchSpec, Collectives
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode
 from llmrecipes.train.rank import failure_reported, nodes, rank_main
@@ -20,7 +20,7 @@ def run(spec: BenchSpec) -> ExitCode:
     """
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
-    from llmrecipes.bench import collectives, ranks, training
+    from llmrecipes.bench import measure
     from llmrecipes.engine.registry import backend
     from llmrecipes.hardware.cluster import detect
 
@@ -31,21 +31,21 @@ def run(spec: BenchSpec) -> ExitCode:
         answer: BaseModel
         if spec.what == "collectives":
             groups = engines.process_groups()
-            here = world.size // nodes()
-            rows = tuple(collectives.measure(groups, platform, spec.sizes, spec.repeats, here))
+            ranks_per_node = world.size // nodes()
+            rows = tuple(measure.measure_collectives(groups, platform, spec.sizes, spec.repeats, ranks_per_node))
             answer = Collectives(
                 backend=platform.backend,
                 world_size=world.size,
-                ranks_per_node=here,
-                reach=collectives.reach(groups),
+                ranks_per_node=ranks_per_node,
+                reach=measure.reach(groups),
                 rows=rows,
             )
         elif spec.what == "ranks":
-            answer = ranks.measure(platform, spec.repeats)
+            answer = measure.measure_ranks(platform, spec.repeats)
         elif spec.what == "step":
-            answer = training.steps(spec, engines, world, platform, cluster)
+            answer = measure.steps(spec, engines, world, platform, cluster)
         else:
-            answer = training.reading(spec, world, platform, cluster)
+            answer = measure.reading(spec, world, platform, cluster)
         if world.is_first:
             (spec.out / ANSWER).write_text(answer.model_dump_json() + "\n", "utf-8")
     return ExitCode.DONE

@@ -227,7 +227,7 @@ def _usage_error(error: typer.TyperException) -> UserError:
     context = getattr(error, "ctx", None)
     option: str = getattr(error, "option_name", "")
     if option.startswith("--"):
-        from llmrecipes.recipe.hints import namesake
+        from llmrecipes.recipe.keys import namesake
 
         found = namesake(option)
         if found.keys:

@@ -80,8 +80,7 @@ def collectives(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the bus bandwidth of collectives."""
-    from llmrecipes.bench.compare import compare
-    from llmrecipes.bench.spec import Collectives
+    from llmrecipes.bench.results import Collectives, compare
     from llmrecipes.cli.render import bench as render
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.recipe.load import load
@@ -162,8 +161,7 @@ def ranks(
     as_json: JsonOption = False,
 ) -> None:
     """Measure each rank by itself, to find the one that slows the others down."""
-    from llmrecipes.bench.compare import slow_ranks
-    from llmrecipes.bench.spec import RankSpeeds
+    from llmrecipes.bench.results import RankSpeeds, slow_ranks
     from llmrecipes.cli.render import bench as render
     from llmrecipes.recipe.load import load
 
@@ -189,7 +187,7 @@ def step(
 
     No data is needed and nothing is written.
     """
-    from llmrecipes.bench.spec import StepTimes
+    from llmrecipes.bench.results import StepTimes
     from llmrecipes.plan.check import gib
     from llmrecipes.recipe.load import load
 
@@ -220,7 +218,7 @@ def data(
     data_dir: DataOption = DATA,
 ) -> None:
     """Measure data loading, without training."""
-    from llmrecipes.bench.spec import Reading
+    from llmrecipes.bench.results import Reading
     from llmrecipes.recipe.load import load
 
     answer = _measure("data", load(recipe, overrides or []).recipe, data_dir, repeats, nproc)
@@ -239,7 +237,7 @@ def data(
 def _measure(
     what: str, recipe: Recipe, data_dir: Path, repeats: int, nproc: int | None, sizes: tuple[int, ...] = ()
 ) -> str | None:
-    from llmrecipes.bench.spec import BenchSpec
+    from llmrecipes.bench.results import BenchSpec
     from llmrecipes.console import setup_logging
     from llmrecipes.workflow.bench import measure
 

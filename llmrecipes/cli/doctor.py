@@ -74,9 +74,8 @@ def doctor(
     data_dir: DataOption = DATA,
 ) -> int:
     """Check a node, or all nodes of a job, and suggest fixes."""
-    from llmrecipes.doctor.differing import compared
     from llmrecipes.doctor.examine import DoctorContext, examine
-    from llmrecipes.doctor.nodes import Gathered, Meeting, meet
+    from llmrecipes.doctor.nodes import Gathered, Meeting, compared, meet
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.launch.rendezvous import token_of
     from llmrecipes.plan.parameters import count

@@ -190,14 +190,14 @@ def clusters(as_json: JsonOption = False) -> None:
 
 def schema() -> None:
     """Print the JSON Schema of recipe files, for editors."""
-    from llmrecipes.recipe.reference import json_schema
+    from llmrecipes.recipe.keys import json_schema
 
     print(json_schema(), end="")
 
 
 def docs(check: Annotated[bool, typer.Option("--check", help="Fail if they are out of date.")] = False) -> None:
     """Generate docs/reference.md and recipes/schema.json."""
-    from llmrecipes.recipe.reference import generated
+    from llmrecipes.recipe.keys import generated
 
     root = Path(__file__).parents[2]
     stale = [path for path, text in generated(root).items() if not path.is_file() or path.read_text("utf-8") != text]

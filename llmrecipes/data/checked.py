@@ -100,7 +100,7 @@ def require(
         folder: a prepared folder.
         files: expected files, by path in the folder; `.bin` files hold ids.
         ids: the valid ids.
-        say: called when files are read.
+        log: called when files are read.
         again: read all of them, ignoring the cache.
 
     Raises:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from llmrecipes.data import sources
 from llmrecipes.data.rows import contents
 from llmrecipes.data.split import Split, SplitRule, digest
-from llmrecipes.recipe.chat import Chat
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import MIB
 
 _BATCH_BYTES = MIB

@@ -59,7 +59,7 @@ def check(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> Pat
     Args:
         recipe: whose indices.
         prepared: the opened folder.
-        say: called when files are read.
+        log: called when files are read.
 
     Raises:
         UserError: not built for this recipe, or a file is missing, changed, not a plain array or not listed.

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.faults.parent import end_with_parent
+from llmrecipes.faults.signals import end_with_parent
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llmrecipes.recipe.chat import Chat
+    from llmrecipes.recipe.schema import Chat
 
 CHATML = """{%- for message in messages -%}
 {{ '<|im_start|>' + message['role'] + '\\n' }}

@@ -22,7 +22,7 @@ from llmrecipes.data.manifest import ChatRecord, File, Manifest, TokenizerRecord
 from llmrecipes.data.prepared import TOKENIZER, Prepared, content, fingerprint, max_length, open_prepared
 from llmrecipes.data.split import SplitRule
 from llmrecipes.errors import UserError
-from llmrecipes.hardware import transformer_engine
+from llmrecipes.hardware.builds import transformer_engine_obstacle
 from llmrecipes.hardware.cluster import cpu_cores
 from llmrecipes.io import sync, write_synced
 from llmrecipes.recipe.schema import Recipe
@@ -67,7 +67,7 @@ def prepare(
             index.check(recipe, prepared, log)
             log(f"data is prepared in {target}")
             return prepared
-    transformer_engine.obstacle()  # before megatron-core is imported
+    transformer_engine_obstacle()  # before megatron-core is imported
     with _writable(data_dir), _lock(data_dir, target.name, log):
         if not target.is_dir():
             _build(recipe, target, workers or max(1, int(cpu_cores())), log)

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.chat import Chat
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.schema import Chat, Source
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages; a template may refuse some of them, or their order."""

@@ -18,8 +18,7 @@ from pathlib import Path
 from llmrecipes.data import docstrings
 from llmrecipes.data.rows import Rows, rows
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.chat import Chat
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.schema import Chat, Source
 
 BYTES_PER_TOKEN = 4.5
 """Of English text in vocabularies of 50,000 to 130,000 tokens; the embedded code has 3.4 in one of 4,096."""

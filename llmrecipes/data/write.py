@@ -20,8 +20,7 @@ from llmrecipes.data.manifest import ChatCounts, Counts, HeldOut, SourceFiles, S
 from llmrecipes.data.pool import EncoderSpec, encode_all
 from llmrecipes.data.split import SPLITS, Split, SplitRule
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.chat import Chat
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import MIB
 
 _REPORT_SECONDS = 5.0

@@ -11,23 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmrecipes.doctor import (
-    data,
-    differing,
-    fabric,
-    gpudirect,
-    gpus,
-    kernel,
-    limits,
-    network,
-    nvlink,
-    roce,
-    storage,
-    versions,
-    zero,
-)
+from llmrecipes.doctor import fabric, gpus, network, nodes, storage, versions
 from llmrecipes.doctor.finding import Finding, fail, skip
-from llmrecipes.hardware import adapters, torch_build
+from llmrecipes.hardware import builds, nics
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.recipe.schema import Recipe
 
@@ -44,9 +30,6 @@ class DoctorContext:
         profile: expected hardware; None: no expectation.
         recipe: checks its data and checkpoint size; None: neither.
         parameters: of its model; 0 without a recipe.
-        runs_dir: directory of runs.
-        data_dir: directory of prepared data.
-        port: on which the first rank will listen.
         several: whether the run spans several nodes.
         leads: whether this node measures shared resources; thousands writing at once would measure each other.
         own_gpus: numbers of the job's GPUs on a shared node; None: all.
@@ -87,20 +70,20 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
         yield from _nvlinks(subject.profile, subject.own_gpus)
         own = [state for number, state in enumerate(states) if subject.own_gpus is None or number in subject.own_gpus]
         fine = {state.address for state in states if state not in own or state.recovery == "None"}
-        yield from kernel.check(kernel.records(), time.clock_gettime(time.CLOCK_MONOTONIC), fine)
+        yield from gpus.check_kernel_log(gpus.kernel_records(), time.clock_gettime(time.CLOCK_MONOTONIC), fine)
     pins = versions.locked(versions.lock_file(ROOT, len(states)))
     packages = versions.installed()
-    yield from versions.check(packages, sys.version_info[:2], driver, len(states), pins, torch_build.cuda_version())
-    yield from zero.check(packages.get("deepspeed"), subject.recipe)
-    yield differing.inventory(packages, driver)
-    ports = adapters.ports()
+    yield from versions.check(packages, sys.version_info[:2], driver, len(states), pins, builds.cuda_version())
+    yield from versions.check_zero(packages.get("deepspeed"), subject.recipe)
+    yield nodes.inventory(packages, driver)
+    ports = nics.ports()
     yield from fabric.check(ports, subject.profile, os.environ)
-    yield from roce.check(ports, subject.profile, os.environ)
-    yield from gpudirect.check(gpudirect.support(), subject.profile)
+    yield from fabric.check_roce(ports, subject.profile, os.environ)
+    yield from fabric.check_gpudirect(fabric.support(), subject.profile)
     if ports and states:
-        yield from gpudirect.access_control()
+        yield from fabric.access_control()
     ranks = len(states) or (subject.profile.gpus_per_node if subject.profile else 0)
-    yield from limits.check(limits.read(), subject.profile, ranks)
+    yield from network.check_limits(network.read_limits(), subject.profile, ranks)
     chosen = {name: str(value) for name, value in (subject.profile.environment if subject.profile else {}).items()}
     yield from network.check(subject.port, subject.several, {**chosen, **os.environ})
     yield from storage.check(subject.runs_dir, "runs", BYTES_A_PARAMETER * subject.parameters, measured=subject.leads)
@@ -109,13 +92,13 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
         fix = "--runs-dir on a file system that all nodes mount"
         yield fail("runs", f"{subject.runs_dir} is on {kind}, which other nodes cannot see", fix)
     if subject.recipe is not None:
-        yield from data.check(subject.recipe, subject.data_dir)
+        yield from storage.check_data(subject.recipe, subject.data_dir)
 
 
 def _nvlinks(profile: Profile | None, own: frozenset[int] | None) -> Iterator[Finding]:
     try:
-        report = nvlink.query()
+        report = gpus.query_nvlink()
     except (OSError, subprocess.SubprocessError) as error:
         yield skip("NVLink", f"nvidia-smi nvlink: {type(error).__name__}")
     else:
-        yield from nvlink.check(nvlink.parse(report or ""), profile, own)
+        yield from gpus.check_nvlink(gpus.parse_nvlink(report or ""), profile, own)

@@ -1,11 +1,15 @@
-"""InfiniBand, RoCE and EFA ports that are missing, down, slow or count errors, according to the kernel."""
+"""InfiniBand, RoCE and EFA ports, and GPUDirect RDMA, according to the kernel."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
-from llmrecipes.hardware.adapters import CHOICE, RDMA, Choice, Port, choose, expected
+from llmrecipes.hardware.nics import CHOICE, RDMA, SYSTEM, Choice, Port, choose, expected
 from llmrecipes.hardware.profile import Profile
 
 FLAPS = 10
@@ -25,35 +29,34 @@ SURELY_BAD = 100_000
 """Errors after which a link is no longer used: each costs a retransmission that all ranks wait for."""
 
 
-def check(found: Sequence[Port], profile: Profile | None, user: Mapping[str, str]) -> Iterator[Finding]:
+def check(ports: Sequence[Port], profile: Profile | None, user: Mapping[str, str]) -> Iterator[Finding]:
     """Check the ports.
 
     Args:
-        found: ports of this node.
         profile: which ports training uses, and their rate; None: no expectation.
         user: the environment of the user, whose NCCL_IB_HCA decides which ports are used.
     """
     if profile is not None and profile.inter_node.kind in RDMA:
-        yield from _check_wanted(found, profile, user)
+        yield from _check_wanted(ports, profile, user)
         return
-    for port in found:
+    for port in ports:
         if port.state != "ACTIVE":
             yield _down(port, bad=False)
         yield from _errors(port, bad=False)
-    if found and all(port.state == "ACTIVE" for port in found):
-        yield ok("adapters", f"{len(found)} ports active, {_rates(found)}")
+    if ports and all(port.state == "ACTIVE" for port in ports):
+        yield ok("adapters", f"{len(ports)} ports active, {_rates(ports)}")
 
 
-def _check_wanted(found: Sequence[Port], profile: Profile, user: Mapping[str, str]) -> Iterator[Finding]:
-    wanted, choice = expected(profile), choose(found, profile, user)
+def _check_wanted(ports: Sequence[Port], profile: Profile, user: Mapping[str, str]) -> Iterator[Finding]:
+    wanted, choice = expected(profile), choose(ports, profile, user)
     for name in choice.absent:
-        there = ", ".join(sorted({port.device for port in found})) or "none"
-        yield fail(f"adapter {name}", f"not there, but chosen by {choice.reason}", f"adapters of this node: {there}")
+        devices = ", ".join(sorted({port.device for port in ports})) or "none"
+        yield fail(f"adapter {name}", f"missing, but chosen by {choice.reason}", f"adapters of this node: {devices}")
     if not choice.ports:
-        yield _none_chosen(found, profile, choice)
+        yield _none_chosen(ports, profile, choice)
         return
     good = [port for port in choice.ports if port.state == "ACTIVE" and port.gb_per_s >= 0.9 * wanted.gb_per_s]
-    # Chosen by their kind alone, ports of storage may be among them.
+    # Chosen only by their kind, ports of storage may be among them.
     spare = not choice.exact and len(good) >= wanted.ports
     for port in choice.ports:
         if port.state != "ACTIVE":
@@ -75,16 +78,16 @@ def _check_wanted(found: Sequence[Port], profile: Profile, user: Mapping[str, st
         yield skip("adapters", f"{len(good)} of {len(choice.ports)} ports are as in {profile.name}, by {choice.reason}")
 
 
-def _none_chosen(found: Sequence[Port], profile: Profile, choice: Choice) -> Finding:
+def _none_chosen(ports: Sequence[Port], profile: Profile, choice: Choice) -> Finding:
     what = f"none is chosen by {choice.reason}, but {profile.name} has {profile.inter_node.kind}"
-    if not found:
+    if not ports:
         return fail(
             "adapters", f"this node has none; {what}", "load the driver, or pass /dev/infiniband to the container"
         )
-    there = ", ".join(f"{port.name} ({port.link_layer or 'no link layer'})" for port in found)
-    name = found[0].device
+    available = ", ".join(f"{port.name} ({port.link_layer or 'no link layer'})" for port in ports)
+    name = ports[0].device
     fix = f"if training uses one of these: adapters.names in {profile.name}, or export {CHOICE}=={name}"
-    return fail("adapters", f"{what}; this node has {there}", fix)
+    return fail("adapters", f"{what}; this node has {available}", fix)
 
 
 def _down(port: Port, *, bad: bool, more: str = "") -> Finding:
@@ -110,6 +113,192 @@ def _errors(port: Port, *, bad: bool) -> Iterator[Finding]:
         yield (fail if bad and max(many.values()) >= SURELY_BAD else warn)(name, what, fix)
 
 
-def _rates(found: Sequence[Port]) -> str:
-    rates = sorted({port.gb_per_s for port in found})
+def _rates(ports: Sequence[Port]) -> str:
+    rates = sorted({port.gb_per_s for port in ports})
     return " and ".join(f"{rate:g}" for rate in rates) + " GB/s" + (" each" if len(rates) == 1 else "")
+
+
+INTERFACES = Path("/sys/class/net")
+ROCE_MTU = 4200
+"""Least MTU of the interface that leaves room for RoCE's largest packets, 4096 bytes."""
+GID_INDEX = "NCCL_IB_GID_INDEX"
+IPV4 = "0000:0000:0000:0000:0000:ffff:"
+EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+
+
+def check_roce(
+    ports: Sequence[Port],
+    profile: Profile | None,
+    user: Mapping[str, str],
+    system: Path = SYSTEM,
+    network: Path = INTERFACES,
+) -> Iterator[Finding]:
+    """Check the ports that training uses.
+
+    Args:
+        profile: nothing is checked on sites without RoCE.
+        system, network: folders of the kernel.
+    """
+    if profile is None or profile.inter_node.kind != "roce":
+        return
+    index = _chosen(profile, user)
+    for port in choose(ports, profile, user).ports:
+        folder = system / port.device / "ports" / port.number
+        usable = gid_index(port, profile, user, system)
+        if usable is None:
+            yield _unusable(port, folder, index)
+            continue
+        interface = _read(folder, "gid_attrs", "ndevs", str(usable))
+        mtu = _read(network, interface, "mtu") if interface else ""
+        if mtu.isdecimal() and int(mtu) < ROCE_MTU:
+            what = f"MTU of {interface} is {mtu}, too small for RoCE's packets of 4096 bytes"
+            yield warn(f"RoCE {port.name}", what, f"ip link set dev {interface} mtu 9000, and the same on the switch")
+
+
+def gid_index(port: Port, profile: Profile | None, user: Mapping[str, str], system: Path = SYSTEM) -> int | None:
+    """Index of a port's address of RoCE v2 over IPv4: the one that is chosen, else the first; None without one."""
+    index = _chosen(profile, user)
+    folder = system / port.device / "ports" / port.number
+    numbers = [index] if index.isdecimal() else [each.name for each in folder.glob("gids/*")]
+    return next(
+        (number for number in sorted(map(int, numbers))
+         if _read(folder, "gid_attrs", "types", str(number)) == "RoCE v2"
+         and _read(folder, "gids", str(number)).startswith(IPV4)),
+        None,
+    )  # fmt: skip
+
+
+def _chosen(profile: Profile | None, user: Mapping[str, str]) -> str:
+    return user.get(GID_INDEX) or ("" if profile is None else str(profile.environment.get(GID_INDEX, "")))
+
+
+def _unusable(port: Port, folder: Path, index: str) -> Finding:
+    name, fix = (
+        f"RoCE {port.name}",
+        f"show_gids lists the GIDs of an adapter; {GID_INDEX} chooses one, RoCE v2 with IPv4",
+    )
+    if not index:
+        return fail(name, "no GID of RoCE v2 with an IPv4 address", "give the interface of the adapter an address")
+    kind, gid = _read(folder, "gid_attrs", "types", index), _read(folder, "gids", index)
+    if gid in ("", EMPTY_GID):
+        return fail(name, f"GID {index} is empty", fix)
+    if kind == "RoCE v2":
+        return warn(name, f"GID {index} is {gid}, no IPv4 address", fix)
+    return fail(name, f"GID {index} is of {kind or 'an unknown type'}, not RoCE v2", fix)
+
+
+def _read(*parts: Path | str) -> str:
+    try:
+        return Path(*parts).read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):  # an empty entry of types/ is EINVAL
+        return ""
+
+
+MODULES = Path("/sys/module")
+DRIVER = Path("/proc/driver/nvidia/version")
+DEVICES = Path("/sys/bus/pci/devices")
+DMA_BUF = (5, 12)
+"""First Linux with DMA-BUF for RDMA (NVIDIA's GPU Operator documentation, GPUDirect RDMA)."""
+_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_GPU, _ADAPTER = ("0x0300", "0x0302"), ("0x0200", "0x0207")
+NVIDIA, MELLANOX = "0x10de", "0x15b3"
+EXPRESS, ACCESS_CONTROL = 0x10, 0x0D
+"""Capabilities: PCI Express, and (extended) Access Control Services."""
+DOWNSTREAM = 6
+"""Port type of a switch's downstream port."""
+REDIRECTS = 0x04 | 0x08
+"""Bits of the ACS control register: P2P request redirect, and P2P completion redirect."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """`peermem`: the module is loaded; `driver`: first line of the driver's version file, empty without one."""
+
+    peermem: bool
+    driver: str
+    kernel: tuple[int, int]
+
+
+def support(modules: Path = MODULES, driver: Path = DRIVER, release: str | None = None) -> Support:
+    """What this machine has."""
+    try:
+        line = driver.read_text("ascii", "replace").partition("\n")[0]
+    except OSError:
+        line = ""
+    major, minor = [*re.findall(r"\d+", release or os.uname().release), "0", "0"][:2]
+    peermem = any((modules / name).is_dir() for name in ("nvidia_peermem", "nv_peer_mem"))
+    return Support(peermem, line, (int(major), int(minor)))
+
+
+def check_gpudirect(support: Support, profile: Profile | None) -> Iterator[Finding]:
+    """Whether adapters can read and write GPU memory.
+
+    Args:
+        profile: asked for on sites with GPUs and InfiniBand or RoCE.
+    """
+    if profile is None or profile.gpu is None or profile.inter_node.kind not in ("infiniband", "roce"):
+        return
+    linux = ".".join(map(str, support.kernel))
+    if support.peermem:
+        yield ok("GPUDirect RDMA", "nvidia_peermem is loaded")
+    elif not support.driver:
+        yield skip("GPUDirect RDMA", "no NVIDIA driver")
+    elif "Open Kernel Module" in support.driver and support.kernel >= DMA_BUF:
+        yield ok("GPUDirect RDMA", f"DMA-BUF: open kernel module on Linux {linux}")
+    else:
+        kind = "open" if "Open Kernel Module" in support.driver else "proprietary"
+        what = f"neither nvidia_peermem nor DMA-BUF ({kind} kernel module, Linux {linux})"
+        yield fail("GPUDirect RDMA", what, "modprobe nvidia_peermem; or the driver's open kernel modules on Linux 5.12")
+
+
+def access_control(devices: Path = DEVICES) -> Iterator[Finding]:
+    """Whether PCIe switches above GPUs and adapters send their traffic through the root complex (ACS)."""
+    redirected, hidden, above = [], False, set()
+    for device in devices.glob("*"):
+        if _is(device, NVIDIA, _GPU) or _is(device, MELLANOX, _ADAPTER):
+            above |= {folder for folder in device.resolve().parents if _ADDRESS.fullmatch(folder.name)}
+    for bridge in sorted(above):
+        try:
+            config = (bridge / "config").read_bytes()
+        except OSError:
+            config = b""
+        if len(config) <= 256:  # without root the kernel only shows the first 64 bytes
+            hidden = True
+        elif _port_type(config) == DOWNSTREAM and _acs_control(config) & REDIRECTS:
+            redirected.append(bridge.name)
+    if redirected:
+        what = f"redirects peer-to-peer traffic at {len(redirected)} switch ports: {', '.join(redirected[:4])}"
+        fix = "disable ACS in the BIOS, or setpci -s PORT ECAP_ACS+6.w=0 for each at boot; virtual machines need it"
+        yield warn("PCIe ACS", what, fix)
+    elif hidden:
+        yield skip("PCIe ACS", "only root can read it")
+    elif above:
+        yield ok("PCIe ACS", f"{len(above)} bridges do not redirect peer-to-peer traffic")
+
+
+def _is(device: Path, vendor: str, kinds: tuple[str, ...]) -> bool:
+    try:
+        own, kind = ((device / name).read_text("ascii").strip() for name in ("vendor", "class"))
+    except (OSError, UnicodeDecodeError):
+        return False
+    return own == vendor and kind.startswith(kinds)
+
+
+def _port_type(config: bytes) -> int | None:
+    # The list of capabilities starts at 0x34; each has its number, the next one's offset, and its registers.
+    at, steps = config[0x34], 0
+    while at >= 0x40 and steps < 48:
+        if config[at] == EXPRESS:
+            return int.from_bytes(config[at + 2 : at + 4], "little") >> 4 & 0xF
+        at, steps = config[at + 1], steps + 1
+    return None
+
+
+def _acs_control(config: bytes) -> int:
+    at, steps = 0x100, 0
+    while 0x100 <= at <= len(config) - 8 and steps < 96:
+        header = int.from_bytes(config[at : at + 4], "little")
+        if header & 0xFFFF == ACCESS_CONTROL:
+            return int.from_bytes(config[at + 6 : at + 8], "little")
+        at, steps = header >> 20, steps + 1
+    return 0

@@ -1,10 +1,12 @@
-"""GPUs that are missing, in use, throttled, or have errors, according to `nvidia-smi -q -x`."""
+"""GPUs: what nvidia-smi reports of them and of their NVLinks, and their errors in the kernel's log."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from xml.etree import ElementTree
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
@@ -84,7 +86,6 @@ def check(gpus: list[GpuState], profile: Profile | None, own: Collection[int] | 
     """Check the GPUs.
 
     Args:
-        gpus: of this node.
         profile: expected GPUs; None: no expectation.
         own: numbers of the job's GPUs, which are checked one by one; None: all. Others may be in use by another job.
     """
@@ -93,7 +94,7 @@ def check(gpus: list[GpuState], profile: Profile | None, own: Collection[int] | 
         fix = "expected on a login node; otherwise drain the node, and check dmesg | grep -i xid"
         yield fail("GPUs", f"{len(gpus)} of {wanted}", fix)
     elif not gpus:
-        yield ok("GPUs", "none, none expected") if profile else skip("GPUs", "none here")
+        yield ok("GPUs", "none, none expected") if profile else skip("GPUs", "none")
     else:
         yield ok("GPUs", f"{len(gpus)} × {gpus[0].name}")
     if profile and profile.gpu:
@@ -117,11 +118,11 @@ def unreadable(report: str, error: UnreadableReport, profile: Profile | None) ->
     """
     what = f"nvidia-smi's report of {len(report):,} characters cannot be read: {error}"
     verdict = fail if profile is not None and profile.gpus_per_node else warn
-    return verdict("GPUs", what, "nvidia-smi -q -x; if it is complete there, report this as an error of the doctor")
+    return verdict("GPUs", what, "nvidia-smi -q -x; if its output is complete, report this as a bug of the doctor")
 
 
 def damaged(report: str) -> Iterator[Finding]:
-    """GPUs whose infoROM is damaged, which nvidia-smi says beside its report."""
+    """GPUs whose infoROM is corrupt, which nvidia-smi prints beside its report."""
     for line in report.splitlines():
         if "infoROM is corrupted" in line:
             yield warn("GPUs", line.strip(), "have the GPU checked: its ECC and row remapping records may be lost")
@@ -212,3 +213,137 @@ def _power(gpu: ElementTree.Element) -> tuple[float, float] | None:
 def _number(text: str) -> int | None:
     first = text.split(" ")[0]
     return int(first) if first.isascii() and first.isdecimal() else None
+
+
+_NVLINK_GPU = re.compile(r"GPU (\d+):")
+_NVLINK = re.compile(r"\s+Link (\d+): (?:(<inactive>)|[\d.]+ GB/s)")
+
+
+def query_nvlink(timeout: float = 20) -> str | None:
+    """nvidia-smi's report; None without nvidia-smi.
+
+    Raises:
+        OSError: it could not be started.
+        subprocess.SubprocessError: it failed or timed out.
+    """
+    return nvidia.report("nvlink", "--status", timeout=timeout)
+
+
+def parse_nvlink(report: str) -> list[tuple[int, int]]:
+    """(links that are up, links) of each GPU."""
+    states: dict[int, list[bool]] = {}
+    gpu = -1
+    for line in report.splitlines():
+        if head := _NVLINK_GPU.match(line):
+            gpu = int(head[1])
+            states[gpu] = []
+        elif (link := _NVLINK.match(line)) and gpu >= 0:
+            states[gpu].append(link[2] is None)
+    return [(sum(states[number]), len(states[number])) for number in sorted(states)]
+
+
+def check_nvlink(
+    links: Sequence[tuple[int, int]], profile: Profile | None, own: Collection[int] | None = None
+) -> Iterator[Finding]:
+    """Check the links.
+
+    Args:
+        profile: of a site with NVLink; on others links are only compared with each other: bridges may join some GPUs.
+        own: numbers of the job's GPUs; None: all.
+    """
+    wanted = profile is not None and profile.intra_node.kind == "nvlink"
+    most = max((up for up, _ in links), default=0)
+    fix = "reset the GPUs, restart nvidia-fabricmanager; a link that stays down: replace GPU or bridge"
+    for number, (up, number_of_links) in enumerate(links):
+        if own is not None and number not in own:
+            continue
+        if up < most:
+            what = f"{up} of {number_of_links} NVLinks are up, {most} on another GPU"
+            yield (fail if wanted else warn)(f"gpu {number}", what, fix)
+        elif wanted and up < number_of_links:
+            yield warn(f"gpu {number}", f"{up} of {number_of_links} NVLinks are up", fix)
+    if wanted and links and not most:
+        yield fail("NVLink", f"no GPU has a link that is up, but {profile.name if profile else ''} has NVLink", fix)
+    elif most and all(up == most == number_of_links for up, number_of_links in links):
+        yield ok("NVLink", f"{most} links of each GPU are up")
+    elif not links:
+        yield skip("NVLink", "nvidia-smi lists no links")
+
+
+KERNEL_LOG = Path("/dev/kmsg")
+LONGEST_RECORD = 8192
+DAY = 86400.0
+_RECORD = re.compile(r"\d+,\d+,(\d+),")
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)(?:, (.*))?")
+APPLICATION = frozenset({8, 13, 31, 32, 43, 45, 68, 69, 109})
+"""Errors of the program that ran, not of the GPU (NVIDIA's Xid catalogue)."""
+NEEDS = {
+    48: "reset the GPU: an uncorrectable memory error",
+    62: "reset the GPU: its internal controller has halted",
+    64: "reset the GPU, replace it if this returns: a row could not be remapped",
+    74: "check the NVLinks (nvidia-smi nvlink -e), reset the GPUs; replace them if this returns",
+    79: "reboot the node; if it returns, check power and seating, replace the GPU",
+    95: "reset the GPU: a memory error that other programs may have seen",
+    119: "reset the GPU or reboot the node: its GSP firmware does not respond",
+    120: "reset the GPU or reboot the node: its GSP firmware failed",
+    140: "reset the GPU: an unrecovered memory error",
+    143: "reboot the node; replace the GPU if this returns: it could not be initialised",
+}
+"""What a GPU needs before it can be used again."""
+
+
+def kernel_records(log: Path = KERNEL_LOG) -> list[str] | None:
+    """Records of the kernel's log, as Documentation/ABI/testing/dev-kmsg describes them; None if it cannot be read."""
+    try:
+        source = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    lines: list[str] = []
+    try:
+        while True:
+            try:
+                record = os.read(source, LONGEST_RECORD)
+            except BlockingIOError:
+                return lines
+            except BrokenPipeError:  # records were overwritten meanwhile; the next read returns the oldest one left
+                continue
+            except OSError:
+                return lines
+            if not record:
+                return lines
+            lines += record.decode("utf-8", "replace").splitlines()
+    finally:
+        os.close(source)
+
+
+def check_kernel_log(log: Sequence[str] | None, now: float, fine: Collection[str] = ()) -> Iterator[Finding]:
+    """Find Xid messages; those of programs are left out, and old ones do not fail a node that may have been reset.
+
+    Args:
+        now: seconds since the machine started.
+        fine: addresses of GPUs whose errors do not fail the node: the driver says that they need nothing, or
+            they belong to another job.
+    """
+    if log is None:
+        yield skip("kernel log", "cannot be read: root only (kernel.dmesg_restrict), or a container")
+        return
+    seen: dict[tuple[str, int], tuple[float, str, int]] = {}
+    for line in log:
+        message, stamp = _XID.search(line), _RECORD.match(line)
+        if message and int(message[2]) not in APPLICATION:
+            at = int(stamp[1]) / 1e6 if stamp else now
+            key = (message[1], int(message[2]))
+            seen[key] = (at, message[3] or "", seen[key][2] + 1 if key in seen else 1)
+    for (gpu, xid), (at, text, times) in seen.items():
+        age = max(0.0, now - at)
+        what = f"Xid {xid} on {gpu}, {times} times, last {_ago(age)} ago" + (f": {text}" if text else "")
+        verdict = fail if xid in NEEDS and age < DAY and gpu.lower() not in fine else warn
+        yield verdict("kernel log", what, NEEDS.get(xid, "look the number up in NVIDIA's Xid catalogue"))
+    if not seen:
+        yield ok("kernel log", "no Xid errors of GPUs")
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 2 * DAY else f"{seconds / DAY:.0f} days"

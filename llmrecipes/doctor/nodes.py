@@ -7,20 +7,22 @@ node reports about itself only: it cannot name another one bad.
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmrecipes.doctor.differing import compared
-from llmrecipes.doctor.finding import Finding, bad_nodes, fail, findings_of, ignored, ok, skip
+from llmrecipes.doctor.finding import Finding, bad_nodes, fail, findings_of, ignored, ok, skip, warn
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.nics import SYSTEM
 from llmrecipes.launch.rendezvous import CONNECT_SECONDS, Channel, Disconnected, FirstNode, joined
 
 CLOCK_SECONDS = 5.0
@@ -35,9 +37,9 @@ class Meeting:
         hosts: names of all nodes, the same list in the same order everywhere.
         number: index of this node.
         port: on which the first node listens; node n also listens on port + 1 + n.
-        shared: directory that all of them should see.
-        token: that the nodes of the job have in common.
-        patience: seconds to wait for the others.
+        shared: directory that all nodes should mount.
+        token: secret of the job, the same on all nodes.
+        patience: timeout of waiting for other nodes, in seconds.
     """
 
     hosts: tuple[str, ...]
@@ -222,10 +224,10 @@ def _shared(meeting: Meeting, mark: str) -> Iterator[Finding]:
     deadline = time.monotonic() + 10
     while True:
         try:
-            found = file.read_text("ascii")
+            text = file.read_text("ascii")
         except OSError:
-            found = None
-        if found == mark:
+            text = None
+        if text == mark:
             yield ok("shared directory", f"{meeting.shared} is the same as on the first node")
             return
         if time.monotonic() > deadline:
@@ -269,3 +271,51 @@ def _mark_file(meeting: Meeting) -> Path:
     # Pods of all runs use the same port, and may share the directory.
     nodes = hashlib.sha256(",".join(meeting.hosts).encode()).hexdigest()[:16]
     return meeting.shared / f".doctor-{meeting.port}-{nodes}"
+
+
+SOFTWARE = "software"
+MUST_AGREE = ("torch", "megatron-core", "nvidia-nccl", "deepspeed", "transformer-engine")
+"""Starts of the names of packages whose other version computes something else, or hangs in a collective."""
+
+
+def inventory(packages: Mapping[str, str], driver: str | None) -> Finding:
+    """The versions of this node, as a finding that the first node compares."""
+    named = {**packages, **({"driver": driver} if driver else {}), "Linux": os.uname().release}
+    if versions := firmware(SYSTEM):
+        named["adapter firmware"] = " and ".join(versions)
+    return ok(SOFTWARE, "; ".join(f"{name} = {version}" for name, version in sorted(named.items())))
+
+
+def firmware(system: Path) -> list[str]:
+    """Versions of all adapters; those that cannot be read are left out."""
+    versions = set()
+    for file in system.glob("*/fw_ver"):
+        with suppress(OSError, UnicodeDecodeError):
+            versions.add(file.read_text("ascii").strip())
+    return sorted(versions)
+
+
+def differing(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Compare the inventories of nodes: each version with that of most nodes, in a tie with the first node's."""
+    nodes = [
+        (each.node, _parse_versions(each.what)) for each in findings if each.check == SOFTWARE and each.status == "ok"
+    ]
+    for name in sorted({name for _, versions in nodes for name in versions}):
+        values = [versions.get(name, "not installed") for _, versions in nodes]
+        (usual, count), *others = Counter(values).most_common()
+        if not others:
+            continue
+        verdict = fail if name.startswith(MUST_AGREE) else warn
+        for (node, _), value in zip(nodes, values, strict=True):
+            if value != usual:
+                what = f"{name} {value}, but {usual} on {count} of {len(nodes)} nodes"
+                yield replace(verdict(SOFTWARE, what, "the same image or environment on all nodes"), node=node)
+
+
+def compared(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings of all nodes, with those about differences."""
+    return [*findings, *differing(findings)]
+
+
+def _parse_versions(text: str) -> dict[str, str]:
+    return dict(item.split(" = ", 1) for item in text.split("; "))

@@ -6,12 +6,16 @@ import os
 import re
 import shutil
 import stat
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmrecipes.commandline import command_line
 from llmrecipes.doctor.finding import Finding, fail, ok, warn
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import GIB, MIB
 
 TRIED_BYTES = 64 * MIB
@@ -141,8 +145,69 @@ def _file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
         lines = [line.split() for line in mounts.read_text("utf-8", "surrogateescape").splitlines()]
     except OSError:
         return "unknown"
-    here = path.resolve()
+    folder = path.resolve()
     # The kernel writes spaces and backslashes as \040 and \134.
     points = [(Path(_OCTAL.sub(lambda each: chr(int(each[1], 8)), line[1])), line[2]) for line in lines if line[2:]]
-    under = [(len(point.parts), kind) for point, kind in points if here.is_relative_to(point)]
+    under = [(len(point.parts), kind) for point, kind in points if folder.is_relative_to(point)]
     return max(under, default=(0, "unknown"))[1]
+
+
+UNEQUAL = 10
+"""A file this many times larger than the median keeps one process busy after the others have finished."""
+
+
+def check_data(recipe: Recipe, data_dir: Path) -> Iterator[Finding]:
+    """Check the prepared data, or its sources if it is not prepared."""
+    from llmrecipes.data.prepared import TOKENIZER, fingerprint, open_prepared
+
+    if (data_dir / fingerprint(recipe)).is_dir():
+        try:
+            prepared = open_prepared(recipe, data_dir)
+            prepared.tokenizer()
+        except UserError as error:
+            yield fail(
+                "data",
+                str(error).splitlines()[0].removeprefix("error: "),
+                "delete that folder, then llmrecipes prepare",
+            )
+            return
+        counts = prepared.manifest.counts("train")
+        yield ok("data", f"{prepared.path}: {counts.tokens:,} training tokens, {TOKENIZER}")
+        return
+    yield warn(
+        "data",
+        f"recipe {recipe.name} is not prepared in {data_dir}",
+        command_line("prepare", recipe.name, data_dir=data_dir),
+    )
+    yield from _sources(recipe)
+
+
+def _sources(recipe: Recipe) -> Iterator[Finding]:
+    from llmrecipes.data.sources import files, label
+
+    for source in recipe.data.sources:
+        check_name = f"source {label(source)}"
+        if source.type == "hub":
+            yield warn(check_name, "is on the Hugging Face Hub", "llmrecipes prepare on a node with internet access")
+            continue
+        try:
+            sizes = [file.stat().st_size for file in files(source)]
+        except (UserError, OSError) as error:
+            yield fail(check_name, str(error).splitlines()[0].removeprefix("error: "), "data.sources in the recipe")
+            continue
+        middle = statistics.median(sizes)
+        if source.type in ("jsonl", "parquet") and len(sizes) > 1 and max(sizes) > UNEQUAL * max(middle, 1):
+            what = f"the largest of {len(sizes)} files has {max(sizes) / max(middle, 1):.0f} times the median size"
+            yield warn(check_name, what, "split it into files of equal size")
+        else:
+            yield ok(check_name, f"{len(sizes)} files, {sum(sizes) / MIB:,.1f} MiB")
+    tokenizer = recipe.data.tokenizer
+    if (
+        tokenizer.type == "huggingface"
+        and tokenizer.path
+        and "/" in tokenizer.path
+        and not Path(tokenizer.path).exists()
+    ):
+        yield warn(
+            "tokenizer", f"{tokenizer.path} is not a directory on this node", "a directory, or a node with Hub access"
+        )

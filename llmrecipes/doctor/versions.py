@@ -9,6 +9,10 @@ from importlib import metadata
 from pathlib import Path
 
 from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
+from llmrecipes.engine.requirements import require_packages
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.builds import ASYNC_IO, CPU_ADAM, operator_obstacle
+from llmrecipes.recipe.schema import Recipe
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "deepspeed", "numpy", "datasets", "mlflow")
 MEGATRON = {(3, 11): ("0.16",), (3, 12): ("0.19",)}
@@ -19,12 +23,12 @@ DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 
 def installed() -> dict[str, str]:
     """Versions of the relevant packages that are installed, by name."""
-    found = {}
+    versions = {}
     for distribution in metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
         if name in PACKAGES or name.startswith(("nvidia-nccl", "nvidia-cuda-runtime", "transformer-engine")):
-            found[name] = distribution.version
-    return found
+            versions[name] = distribution.version
+    return versions
 
 
 def check(
@@ -38,11 +42,10 @@ def check(
     """Find incompatible versions.
 
     Args:
-        versions: see `installed`.
         python: major and minor version.
         driver: GPU driver version according to nvidia-smi; None without one.
         gpus: number of GPUs of this machine.
-        locked: see `locked`; empty without a lock file.
+        locked: pinned versions; empty without a lock file.
         cuda: `torch.version.cuda`; None for a build without CUDA.
     """
     for name in ("torch", "megatron-core"):
@@ -91,18 +94,18 @@ def _megatron(version: str, python: tuple[int, int]) -> Finding:
 def _torch(version: str, cuda: str | None, driver: str | None, gpus: int) -> Iterator[Finding]:
     if gpus and cuda is None:
         yield fail(
-            "version of torch", f"{version} is a CPU build, but there are {gpus} GPUs", "make setup LOCK=py311-cuda"
+            "version of torch", f"{version} is a CPU build on a node with {gpus} GPUs", "make setup LOCK=py311-cuda"
         )
         return
     if not gpus or cuda is None:
         yield ok("version of torch", version)
         return
-    found, wanted = (re.match(r"(\d+)(?:\.(\d+))?", text or "") for text in (driver, cuda))
+    present, wanted = (re.match(r"(\d+)(?:\.(\d+))?", text or "") for text in (driver, cuda))
     oldest = DRIVER.get(int(wanted[1])) if wanted else None
-    if found is None or oldest is None:
+    if present is None or oldest is None:
         yield skip("CUDA driver", f"driver {driver or 'unknown'}, torch {version} for CUDA {cuda}")
         return
-    if (int(found[1]), int(found[2] or 0)) < oldest:
+    if (int(present[1]), int(present[2] or 0)) < oldest:
         what = f"driver {driver} is too old for CUDA {cuda} of torch {version} ({oldest[0]}.{oldest[1]} required)"
         yield fail("CUDA driver", what, f"a driver >= {oldest[0]}.{oldest[1]}, or a torch build for an older CUDA")
     else:
@@ -118,3 +121,33 @@ def _transformer_engine(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 def _public(version: str) -> str:
     return version.partition("+")[0]
+
+
+OPERATORS = {
+    CPU_ADAM: "offload of the optimizer",
+    ASYNC_IO: "offload to NVMe",
+}
+
+
+def check_zero(version: str | None, recipe: Recipe | None) -> Iterator[Finding]:
+    """Check DeepSpeed and its operators.
+
+    Args:
+        version: of DeepSpeed; None if it is not installed.
+        recipe: it fails if its engine cannot run here; None: nothing is required.
+    """
+    if version is None:
+        yield skip("zero", "deepspeed is not installed; make setup-zero installs it")
+    else:
+        yield ok("zero", f"deepspeed {version}")
+        for operator, purpose in OPERATORS.items():
+            problem = operator_obstacle(operator)
+            if problem is None:
+                yield ok(f"zero {operator}", f"can be compiled or loaded, for {purpose}")
+            else:
+                yield warn(f"zero {operator}", f"no {purpose}: {problem.what}", problem.fix)
+    if recipe is not None:
+        try:
+            require_packages(recipe)
+        except UserError as error:
+            yield fail("zero", f"recipe {recipe.name}: {error.where}: {error.what}", error.fix)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from llmrecipes.console import duration
-from llmrecipes.dryrun.passes import Passes
-from llmrecipes.dryrun.recorder import Recorder, recording
-from llmrecipes.dryrun.saving import plan_save
-from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Resume, Share, Traffic
-from llmrecipes.dryrun.storages import Storages
-from llmrecipes.engine.base import Batch, MetaBackend
+from llmrecipes.dryrun.recorder import Passes, Recorder, Storages, recording
+from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Resume, Save, Share, Traffic
+from llmrecipes.engine.base import Batch, Engine, MetaBackend, Progress
 from llmrecipes.engine.registry import backend
 from llmrecipes.plan.activations import most_activations, peak
 from llmrecipes.plan.derive import Plan, derive
@@ -34,8 +36,6 @@ def dry_run(spec: DryRunSpec, rank: int, log: Callable[[str], None] = lambda lin
     """Run one rank of the world.
 
     Args:
-        spec: the world.
-        rank: of it.
         log: receives a line of progress every few seconds.
     """
     plan = derive(spec.recipe, spec.world_size, spec.cluster)
@@ -154,7 +154,7 @@ def _stage(plan: Plan, rank: int) -> int:
 
 
 def _traffic(recorder: Recorder, spec: DryRunSpec) -> tuple[Traffic, ...]:
-    here = len(spec.cluster.gpus) // spec.cluster.nodes or -(-spec.world_size // spec.cluster.nodes)
+    ranks_per_node = len(spec.cluster.gpus) // spec.cluster.nodes or -(-spec.world_size // spec.cluster.nodes)
     return tuple(
         Traffic(
             group="world" if name == "default_pg" else name,
@@ -162,7 +162,7 @@ def _traffic(recorder: Recorder, spec: DryRunSpec) -> tuple[Traffic, ...]:
             calls=calls,
             bytes=recorder.sent[ranks, name, op],
             ranks=len(ranks),
-            node_local=len({each // here for each in ranks}) == 1,
+            node_local=len({each // ranks_per_node for each in ranks}) == 1,
         )
         for (ranks, name, op), calls in sorted(recorder.collectives.items(), key=lambda item: item[0][1:])
     )
@@ -174,3 +174,56 @@ def _thinned(timeline: Sequence[tuple[int, Counter[str]]]) -> Iterator[Moment]:
     for start in range(0, len(timeline), every):
         when, parts = max(timeline[start : start + every], key=lambda moment: moment[1].total())
         yield Moment(when=when, parts={name: parts[name] for name in PARTS})
+
+
+_META = torch.device("meta")
+_FACTORIES = {"empty", "empty_strided", "zeros", "ones", "full"}
+
+
+def plan_save(engine: Engine) -> Save:
+    """Take the engine's state and plan its files, as a saver does; nothing is written but small plain values.
+
+    Args:
+        engine: after a step.
+    """
+    memory = _HostWithoutData()
+    gc.freeze()  # megatron-core collects garbage for each bucket, and the operations so far have left many objects
+    try:
+        with tempfile.TemporaryDirectory() as folder, memory:
+            files = engine.checkpoint_format()
+            with engine.params_synced():
+                taken = files.snapshot(engine.state(Progress()))
+            prepared = files.prepare(taken, Path(folder) / "checkpoint", 0)
+            written = files.planned_bytes(prepared)
+    finally:
+        gc.unfreeze()
+    return Save(held_bytes=memory.host.peak(), written_bytes=written)
+
+
+class _HostWithoutData(TorchDispatchMode):
+    """Host tensors that are made in the block have no data either; they are tracked as the host's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = Storages()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        self.host.now += 1
+        name = func._schema.name.partition("::")[2]
+        device = options.get("device")
+        to_host = device is not None and torch.device(device).type == "cpu"
+        if name in _FACTORIES and (device is None or to_host) and 0 not in args[0]:  # storages are copied in empty ones
+            return self._made(func(*args, **{**options, "device": _META, "pin_memory": None}))
+        if name == "_to_copy" and to_host and args[0].is_meta:
+            return self._made(func(*args, **{**options, "device": _META}))
+        if name == "copy_" and not args[0].is_meta and args[1].is_meta:
+            return args[0]
+        if name == "_local_scalar_dense" and args[0].is_meta:
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **options)
+
+    def _made(self, result: Any) -> Any:
+        for tensor in tree_leaves(result):
+            self.host.seen(tensor)
+        return result

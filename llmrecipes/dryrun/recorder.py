@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from llmrecipes.dryrun.storages import Storages
+from llmrecipes.dryrun.spec import Pass
 
 # Collectives by torch's name: ours, and the arguments with what is sent (the first) and what is received.
 COLLECTIVES = {
@@ -169,3 +172,161 @@ def _place() -> str:
             return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno}"
         frame = frame.f_back
     return "torch"
+
+
+Category = str
+"""One of `spec.PARTS`."""
+
+OTHER = "temporary"
+
+
+@dataclass(slots=True)
+class _Life:
+    """One storage; times are numbers of operations."""
+
+    size: int
+    made: int
+    module: str
+    category: Category = OTHER
+    freed: int | None = None
+
+
+class Storages:
+    """The life of every storage. Times are set from outside (`now`), as is the running module (`module`)."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.module = ""
+        self._lives: list[_Life] = []
+        self._alive: dict[int, tuple[_Life, object]] = {}
+        self._states: Counter[Category] = Counter()
+
+    def seen(self, tensor: torch.Tensor) -> None:
+        """A result of an operation; its storage may be new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        life = _Life(storage.nbytes(), self.now, self.module)
+        self._lives.append(life)
+        self._alive[key] = life, weakref.ref(storage, lambda _: self._free(key))
+
+    def mark(self, tensor: torch.Tensor, category: Category) -> None:
+        """What a storage is for. Kept for the backward pass is stronger than made for communication."""
+        life = self._alive.get(tensor.untyped_storage()._cdata)
+        if life is not None and life[0].category in (OTHER, "communication"):
+            life[0].category = category
+
+    def label(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
+        """What storages are for, whatever an operation has made of them, from their allocation on."""
+        for tensor in tensors:
+            self.seen(tensor)
+            self._alive[tensor.untyped_storage()._cdata][0].category = category
+
+    def hold(self, states: Mapping[Category, Iterable[torch.Tensor]]) -> None:
+        """Model states. Storages are counted by the tensors in them; what pads a buffer is for communication."""
+        for category, tensors in states.items():
+            for tensor in tensors:
+                self.seen(tensor)
+                life, _ = self._alive[tensor.untyped_storage()._cdata]
+                life.category = "communication"
+                life.size -= tensor.nbytes
+                self._states[category] += tensor.nbytes
+
+    def peak(self) -> int:
+        """Most bytes at a time, of all storages."""
+        return max((parts.total() for _, parts in self.timeline(0)), default=0)
+
+    def timeline(self, start: int) -> list[tuple[int, Counter[Category]]]:
+        """Bytes by category after each operation since `start` that changed them."""
+        changes: dict[int, Counter[Category]] = {}
+        for life in self._lives:
+            changes.setdefault(max(life.made, start), Counter())[life.category] += life.size
+            if life.freed is not None:
+                changes.setdefault(max(life.freed, start), Counter())[life.category] -= life.size
+        total = Counter(self._states)
+        moments = []
+        for when in sorted(changes):
+            total.update(changes[when])
+            moments.append((when, Counter(total)))
+        return moments
+
+    def modules_at(self, when: int) -> Counter[tuple[str, Category]]:
+        """Bytes by module and category after one operation, without model states."""
+        sizes: Counter[tuple[str, Category]] = Counter()
+        for life in self._lives:
+            if life.made <= when and (life.freed is None or life.freed > when):
+                sizes[life.module, life.category] += life.size
+        return sizes
+
+    def _free(self, key: int) -> None:
+        life, _ = self._alive.pop(key)
+        # Before the next operation: at the end of this one both its inputs and its results were there.
+        life.freed = self.now + 1
+
+
+class Passes:
+    """Passes of this rank's chunks in the order in which they start, and the module that is running.
+
+    Args:
+        modules: chunks of the model on this rank.
+        storages: learns which module is running, and has the time.
+        begun: called with the number of passes that have begun.
+    """
+
+    def __init__(
+        self, modules: Sequence[torch.nn.Module], storages: Storages, begun: Callable[[int], None] = lambda count: None
+    ) -> None:
+        self._begun = begun
+        self.order: list[Pass] = []
+        self._chunks = {id(module): number for number, module in enumerate(modules)}
+        self._names = {
+            id(module): pattern(name) for chunk in modules for name, module in chunk.named_modules(prefix="model")
+        }
+        self._storages = storages
+        self._stack: list[str] = []
+        self._numbers: Counter[tuple[str, int]] = Counter()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A block in which every module is followed."""
+        hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: torch.nn.Module, _inputs: Any) -> None:
+        self._stack.append(self._storages.module)
+        self._storages.module = self._names.get(id(module), self._storages.module)
+        chunk = self._chunks.get(id(module))
+        if chunk is not None:
+            self._begin("forward", chunk)
+
+    def _leave(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        self._storages.module = self._stack.pop() if self._stack else ""
+        chunk = self._chunks.get(id(module))
+        if chunk is not None and isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(self._backward(chunk))
+
+    def _backward(self, chunk: int) -> Callable[[torch.Tensor], None]:
+        def begin(_gradient: torch.Tensor) -> None:
+            self._storages.module = ""
+            self._begin("backward", chunk)
+
+        return begin
+
+    def _begin(self, kind: str, chunk: int) -> None:
+        number = self._numbers[kind, chunk]
+        self._numbers[kind, chunk] += 1
+        self.order.append(Pass(kind=kind, chunk=chunk, micro_batch=number, begin=self._storages.now))
+        self._begun(len(self.order))
+
+
+def pattern(name: str) -> str:
+    """A module's name with a star for each number: `model.decoder.layers.*.mlp`."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))

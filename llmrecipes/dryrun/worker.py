@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmrecipes.console import setup_logging
 from llmrecipes.dryrun.spec import DryRunSpec, report_name
-from llmrecipes.faults.parent import end_with_parent
+from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.redact import guard_streams
 
 

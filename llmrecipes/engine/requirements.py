@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.torch_build import require_gpu_build
+from llmrecipes.hardware.builds import require_gpu_build
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from llmrecipes.hardware import pod_rules
-from llmrecipes.hardware.adapters import RDMA
-from llmrecipes.hardware.profile import Profile
-from llmrecipes.recipe import document, files
-from llmrecipes.recipe.document import Problem, clip
+from llmrecipes.hardware.nics import RDMA
+from llmrecipes.hardware.profile import PAGES, Kubernetes, Profile, mebibytes
+from llmrecipes.recipe import document
+from llmrecipes.recipe.document import Kind, Problem, clip
 from llmrecipes.recipe.explain import explain
-from llmrecipes.recipe.files import Kind
 from llmrecipes.redact import is_secret
 
 CLUSTERS = Kind(
@@ -32,7 +32,7 @@ def clusters_dir() -> Path:
 
 def names(directory: Path | None = None) -> list[str]:
     """Names of the profiles in a folder, sorted."""
-    return files.names(directory or clusters_dir())
+    return document.names(directory or clusters_dir())
 
 
 def load_profile(name_or_path: str, directory: Path | None = None) -> Profile:
@@ -45,20 +45,20 @@ def load_profile(name_or_path: str, directory: Path | None = None) -> Profile:
     Raises:
         UserError: no such profile, unreadable file, or any problem in it; all problems are in one message.
     """
-    path = files.shown(files.find(name_or_path, directory or clusters_dir(), CLUSTERS))
-    parsed = document.parse(files.read(path, CLUSTERS))
-    found = [*parsed.problems, *files.require_mapping(parsed, CLUSTERS)]
+    path = document.shown(document.find(name_or_path, directory or clusters_dir(), CLUSTERS))
+    parsed = document.parse(document.read(path, CLUSTERS))
+    problems = [*parsed.problems, *document.require_mapping(parsed, CLUSTERS)]
     profile = None
     if isinstance(parsed.data, dict):
         try:
             profile = Profile.model_validate(parsed.data)
         except ValidationError as error:
-            reported = {problem.key for problem in found}
-            found += [problem for problem in explain(error, parsed.lines, Profile) if problem.key not in reported]
+            reported = {problem.key for problem in problems}
+            problems += [problem for problem in explain(error, parsed.lines, Profile) if problem.key not in reported]
         else:
-            found += check(profile, path.stem)
-    if found or profile is None:
-        raise files.error_of(found, (), path, parsed.lines, {})
+            problems += check(profile, path.stem)
+    if problems or profile is None:
+        raise document.error_of(problems, (), path, parsed.lines, {})
     return profile
 
 
@@ -66,28 +66,29 @@ def check(profile: Profile, stem: str) -> list[Problem]:
     """Problems between keys of a profile.
 
     Args:
-        profile: of the right types.
         stem: name of its file.
     """
-    found = []
+    problems = []
     if profile.name != stem:
         rule = "a profile has the name of its file"
-        found.append(Problem("name", f"{profile.name!r} in a file named {stem}.yaml", rule, f"name: {stem}"))
+        problems.append(Problem("name", f"{profile.name!r} in a file named {stem}.yaml", rule, f"name: {stem}"))
     if bool(profile.gpus_per_node) != bool(profile.gpu):
         what = f"{profile.gpus_per_node} with {'a' if profile.gpu else 'no'} section gpu"
         rule = "a profile with GPUs says which, one without says none"
-        found.append(Problem("gpus_per_node", what, rule, "gpus_per_node: 0" if not profile.gpu else "leave gpu out"))
+        problems.append(
+            Problem("gpus_per_node", what, rule, "gpus_per_node: 0" if not profile.gpu else "leave gpu out")
+        )
     domain = profile.nvlink_domain
     if domain and (not profile.gpus_per_node or domain % profile.gpus_per_node):
         rule = "an NVLink domain is a number of whole nodes"
         what = f"{domain} with gpus_per_node {profile.gpus_per_node}"
-        found.append(Problem("nvlink_domain", what, rule, "a multiple of gpus_per_node, or leave it out"))
-    found += _adapters(profile)
-    found += _measured(profile)
-    found += pod_rules.check(profile.kubernetes)
-    found += _variables("environment", profile.environment)
-    found += _variables("kubernetes.environment", profile.kubernetes.environment)
-    return found
+        problems.append(Problem("nvlink_domain", what, rule, "a multiple of gpus_per_node, or leave it out"))
+    problems += _adapters(profile)
+    problems += _measured(profile)
+    problems += check_kubernetes(profile.kubernetes)
+    problems += _variables("environment", profile.environment)
+    problems += _variables("kubernetes.environment", profile.kubernetes.environment)
+    return problems
 
 
 def _measured(profile: Profile) -> Iterator[Problem]:
@@ -107,7 +108,7 @@ def _variables(section: str, variables: Mapping[str, str | int | None]) -> Itera
         key = f"{section}.{name}"
         if name in OURS or name in DANGEROUS:
             rule = "the launcher sets it" if name in OURS else "it would change which programs run"
-            yield Problem(key, "may not be set here", rule, "remove it")
+            yield Problem(key, "may not be set in a profile", rule, "remove it")
         elif is_secret(name):
             rule = "profiles are shared: secrets stay in the environment, or in a Kubernetes Secret"
             yield Problem(key, "looks like a secret", rule, "remove it")
@@ -122,18 +123,90 @@ def _adapters(profile: Profile) -> list[Problem]:
     if link.kind not in RDMA:
         rule = f"only {', '.join(RDMA)} have such ports"
         return [Problem("adapters", f"with inter_node.kind {link.kind}", rule, "leave it out")]
-    found = []
+    problems = []
     gpus = profile.gpus_per_node or 1
     if adapters.ports * adapters.gb_per_s < 0.9 * gpus * link.gb_per_s:
         what = f"{adapters.ports} × {adapters.gb_per_s:g} GB/s with inter_node.gb_per_s {link.gb_per_s:g} a GPU"
         rule = "the ports of a node carry what its GPUs send"
-        found.append(
+        problems.append(
             Problem("adapters.ports", what, rule, f"inter_node.gb_per_s is the send bandwidth of one of {gpus}")
         )
     if adapters.names and len(adapters.names) != adapters.ports:
         what = f"{len(adapters.names)} names for {adapters.ports} ports"
-        found.append(Problem("adapters.names", what, "each port is named, or none", "mlx5_0, or mlx5_0:1 and mlx5_0:2"))
+        problems.append(
+            Problem("adapters.names", what, "each port is named, or none", "mlx5_0, or mlx5_0:1 and mlx5_0:2")
+        )
     if adapters.names and "NCCL_IB_HCA" in profile.environment:
         rule = "adapters.names sets NCCL_IB_HCA"
-        found.append(Problem("adapters.names", "and environment.NCCL_IB_HCA", rule, "one of the two"))
-    return found
+        problems.append(Problem("adapters.names", "and environment.NCCL_IB_HCA", rule, "one of the two"))
+    return problems
+
+
+CONTAINERS = frozenset({"node", "doctor"})
+VOLUMES = frozenset({"recipe", "workspace", "shm", "tmp"})
+MOUNTS = frozenset({"/etc/llmrecipes", "/workspace", "/dev/shm", "/tmp"})  # noqa: S108 - in a pod
+CHANNEL = "imex-channel"
+"""Names that a rendered pod already has, and the claim for a channel of IMEX."""
+PATCHED = ("metadata", "spec")
+RESERVED = "llmrecipes/"
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+"""Of a container."""
+
+
+def check_kubernetes(kubernetes: Kubernetes) -> Iterator[Problem]:
+    """All of them."""
+    if bool(kubernetes.rdma_resource) != bool(kubernetes.rdma_count):
+        what = f"{kubernetes.rdma_count} of {kubernetes.rdma_resource or 'no resource'}"
+        yield Problem("kubernetes.rdma_count", what, "rdma_resource and rdma_count come together")
+    for page, amount in kubernetes.hugepages.items():
+        if mebibytes(amount) % PAGES[page]:
+            yield Problem(f"kubernetes.hugepages.{page}", amount, f"a multiple of {page}")
+    for key in kubernetes.annotations:
+        if key.startswith(RESERVED):
+            yield Problem(f"kubernetes.annotations.{key}", "is set by submit", f"no annotation begins with {RESERVED}")
+    for number, toleration in enumerate(kubernetes.tolerations):
+        if (toleration.operator == "Equal") != (toleration.value is not None):
+            rule = "a value belongs to the operator Equal"
+            yield Problem(f"kubernetes.tolerations.{number}.value", f"with {toleration.operator}", rule)
+        elif toleration.key is None and toleration.operator == "Equal":
+            yield Problem(f"kubernetes.tolerations.{number}.key", "missing", "Equal compares the value of a key")
+    for number, volume in enumerate(kubernetes.volumes):
+        sources = [name for name in ("host_path", "claim", "empty_dir") if getattr(volume, name) is not None]
+        yield from _one_of(f"kubernetes.volumes.{number}", sources, "host_path, claim and empty_dir")
+    for number, claim in enumerate(kubernetes.resource_claims):
+        sources = [name for name in ("template", "claim") if getattr(claim, name) is not None]
+        yield from _one_of(f"kubernetes.resource_claims.{number}", sources, "template and claim")
+    yield from _unique("kubernetes.volumes", "name", (volume.name for volume in kubernetes.volumes), VOLUMES)
+    paths = (volume.mount_path for volume in kubernetes.volumes if volume.mount_path is not None)
+    yield from _unique("kubernetes.volumes", "mount_path", paths, MOUNTS)
+    claims = (claim.name for claim in kubernetes.resource_claims)
+    taken = frozenset({CHANNEL}) if kubernetes.compute_domain else frozenset[str]()
+    yield from _unique("kubernetes.resource_claims", "name", claims, taken)
+    for number, sidecar in enumerate(kubernetes.sidecars):
+        for key in ("name", "image"):
+            if not isinstance(sidecar.get(key), str):
+                rule = "a sidecar is a container as in a pod, with name and image"
+                what = "missing" if key not in sidecar else "not a string"
+                yield Problem(f"kubernetes.sidecars.{number}.{key}", what, rule)
+        if isinstance(name := sidecar.get("name"), str) and not NAME.fullmatch(name):
+            rule = "at most 63 lowercase letters, digits and dashes"
+            yield Problem(f"kubernetes.sidecars.{number}.name", repr(name), rule)
+    yield from _unique(
+        "kubernetes.sidecars", "name", (str(each.get("name")) for each in kubernetes.sidecars), CONTAINERS
+    )
+    for key in kubernetes.patch:
+        if key not in PATCHED:
+            rule = "the patch is one of a pod template, which has metadata and spec"
+            yield Problem(f"kubernetes.patch.{key}", "not part of a pod template", rule)
+
+
+def _one_of(key: str, sources: list[str], rule: str) -> Iterator[Problem]:
+    if len(sources) != 1:
+        yield Problem(key, " and ".join(sources) or "none of them", f"exactly one of {rule}")
+
+
+def _unique(key: str, field: str, values: Iterable[str], taken: frozenset[str]) -> Iterator[Problem]:
+    for value, count in Counter(values).items():
+        if count > 1 or value in taken:
+            rule = f"each {field} is used once" if count > 1 else f"the pods of a run have their own {value}"
+            yield Problem(key, f"{field} {value!r}", rule)

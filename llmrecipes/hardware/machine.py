@@ -13,7 +13,6 @@ def machine(profile: Profile, nodes: int) -> Cluster:
     """Some nodes of a site, all of them free.
 
     Args:
-        profile: the site.
         nodes: how many of its nodes, at least 1.
 
     Its free disk space is unknown and set to 0.
@@ -48,7 +47,7 @@ def planned(cluster: str | None, nodes: int | None, ranks: int) -> Cluster:
     """
     if cluster is None:
         if nodes is not None:
-            raise UserError("given without --cluster", where="--nodes",
+            raise UserError("set without --cluster", where="--nodes",
                             rule="a plan for several nodes needs to know what they are",
                             fix="--cluster NAME; llmrecipes clusters lists them")  # fmt: skip
         return detect()

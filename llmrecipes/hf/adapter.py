@@ -19,8 +19,7 @@ from llmrecipes.hf.table import Family
 from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.hf.transforms import FUSED_QKV, TRANSPOSED
 from llmrecipes.hf.weights import FolderWeights
-from llmrecipes.recipe.lora import Lora
-from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.schema import Lora, Model
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 SUFFIX = "_lora"

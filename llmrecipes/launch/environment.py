@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmrecipes.hardware.adapters import RDMA, nccl_ib_hca
 from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.hardware.nics import RDMA, nccl_ib_hca
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
 

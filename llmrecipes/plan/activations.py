@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from llmrecipes.plan.adapters import keeps_input, kept_by_adapters, own_layers
-from llmrecipes.plan.attention import copies_keys, keeps_scores, mask_per_token, recompute_granularity
 from llmrecipes.plan.layout import Layout
+from llmrecipes.recipe.adapters import adapted, is_target
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 
@@ -37,7 +36,7 @@ class Peak:
 
 
 def peak(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Peak:
-    """The fullest moment of a rank of one pipeline stage; see `_moments`."""
+    """The fullest moment of a rank of one pipeline stage."""
     return max(_moments(recipe, s, layout, num_microbatches, stage, device), key=lambda moment: moment.total)
 
 
@@ -156,12 +155,7 @@ def in_flight(layout: Layout, num_microbatches: int, stage: int) -> int:
 
 
 def recomputed_layers(recipe: Recipe, layers: int) -> int:
-    """Layers of a chunk whose whole forward pass is repeated in the backward pass: its first ones.
-
-    Args:
-        recipe: with its granularity and method.
-        layers: of the chunk.
-    """
+    """Layers of a chunk whose whole forward pass is repeated in the backward pass: its first ones."""
     train = recipe.train
     if train.recompute_granularity != "full" or not train.recompute_num_layers:
         return 0
@@ -174,13 +168,7 @@ def _tokens(recipe: Recipe, layout: Layout) -> float:
 
 
 def _chunk(recipe: Recipe, per: _PerToken, layers: Sequence[float]) -> tuple[float, float]:
-    """Bytes per token that the layers of one chunk store, and those that exist only during recomputation.
-
-    Args:
-        recipe: with its granularity and method.
-        per: of the model.
-        layers: bytes of each of them.
-    """
+    """Bytes per token that the layers of one chunk store, and those that exist only during recomputation."""
     train = recipe.train
     if not layers:
         return 0.0, 0.0
@@ -398,3 +386,64 @@ class _PerToken:
     def _norm(self, width: int) -> int:
         composite = self.device == "cpu" and self.recipe.model.normalization == "RMSNorm"
         return (8 if composite else self.element) * width
+
+
+def has_fused_kernel(s: Shape, device: str) -> bool:
+    """Whether core attention has a fused kernel; on a CPU torch has none if keys and values differ in width."""
+    return device == "cuda" or s.query_channels == s.value_channels
+
+
+def keeps_scores(recipe: Recipe, s: Shape, device: str) -> bool:
+    """Whether core attention keeps the score matrix of each head, so that recomputing it saves memory.
+
+    Fused kernels (torch's, TransformerEngine's) keep the log-sum-exp of each row and recompute the scores themselves.
+    On a CPU torch has none with dropout.
+    """
+    return (recipe.model.attention_dropout > 0 and device == "cpu") or not has_fused_kernel(s, device)
+
+
+def mask_per_token(recipe: Recipe, device: str) -> int:
+    """Bytes per token of the mask that keeps packed conversations apart, which all layers share: one for each token of
+    the sequence. 0 on a CPU, where each conversation is attended to by itself, and where there is none."""
+    chat = recipe.data.chat
+    packed = chat is not None and chat.packing
+    return recipe.model.seq_length if packed and (device == "cuda" or recipe.train.torch_compile) else 0
+
+
+def copies_keys(recipe: Recipe, s: Shape, device: str) -> bool:
+    """Whether keys and values of groups are copied for each query, because there is such a mask."""
+    return mask_per_token(recipe, device) > 0 and s.num_query_groups < s.num_attention_heads
+
+
+def recompute_granularity(recipe: Recipe, s: Shape, device: str) -> str | None:
+    """What is recomputed: as in the recipe, but core attention only where that saves memory."""
+    wanted = recipe.train.recompute_granularity
+    return None if wanted == "selective" and not keeps_scores(recipe, s, device) else wanted
+
+
+def keeps_input(recipe: Recipe, name: str) -> int:
+    """1 if the input of the matrices of a name is kept, for their gradient or that of their adapter, else 0."""
+    return int(recipe.lora is None or is_target(recipe.lora, name))
+
+
+def kept_by_adapters(recipe: Recipe, s: Shape, layout: Layout, device: str, *, experts: bool) -> float:
+    """Bytes per token that the adapters of a layer keep besides their inputs: what is between A and B, and masks."""
+    lora, kept = recipe.lora, 0.0
+    if lora is None:
+        return kept
+    element = 4 if recipe.train.precision == "fp32" else 2
+    tensor = layout.tensor_model_parallel_size
+    tokens = tensor if layout.sequence_parallel else 1
+    for each in adapted(lora, recipe.model, s, experts=experts):
+        visits = recipe.model.moe_router_topk if each.of_experts else 1
+        kept += visits * element * lora.rank / tokens
+        if lora.dropout:
+            # The input is kept after dropout; attention keeps its output, the input of linear_proj, itself.
+            size = (element if device == "cpu" else 1) + (element if each.name == "linear_proj" else 0)
+            kept += visits * size * each.width / (tokens if each.by_columns or each.of_experts else tensor)
+    return kept
+
+
+def own_layers(recipe: Recipe, device: str) -> bool:
+    """Whether layers are megatron-core's own, with our attention: on a CPU, and with adapters everywhere."""
+    return device == "cpu" or recipe.lora is not None

@@ -1,15 +1,18 @@
-"""The check before a run: reject a plan that does not fit, and suggest one that would."""
+"""Whether a plan fits the machine: the check before a run, and the layout with which a new recipe fits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, Gpu
-from llmrecipes.plan.derive import Plan, num_microbatches
+from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive, num_microbatches
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import estimate
-from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe import rules
+from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 from llmrecipes.units import GIB
@@ -32,13 +35,13 @@ def check(plan: Plan, cluster: Cluster) -> None:
     name, ranks = plan.recipe.name, plan.layout.world_size
     parts = {name: size for name, size in plan.memory.as_dict().items() if size and name != "total"}
     needed = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items())
-    place = f"on {cluster.name}" if cluster.name else "here"
-    here = place if ranks == 1 else f"for each of {ranks} ranks {place}"
+    place = f"on {cluster.name}" if cluster.name else "on this machine"
+    where = place if ranks == 1 else f"for each of {ranks} ranks {place}"
     raise UserError(
         f"does not fit: a rank needs {gib(plan.memory.total)} ({needed}), "
-        f"and there are {gib(plan.memory_capacity_bytes)} {here} ({_machine(cluster)})",
+        f"{gib(plan.memory_capacity_bytes)} available {where} ({_machine(cluster)})",
         where=f"recipe {name}",
-        fix=f"make smoke RECIPE={name} rehearses a small version of it here; "
+        fix=f"make smoke RECIPE={name} rehearses a small version on this machine; "
         f"{recommend(plan.recipe, plan.shape, cluster)}",
     )
 
@@ -46,10 +49,10 @@ def check(plan: Plan, cluster: Cluster) -> None:
 def _check_host(plan: Plan, cluster: Cluster) -> None:
     if plan.fits_host:
         return
-    place = f"on {cluster.name}" if cluster.name else "here"
+    place = f"on {cluster.name}" if cluster.name else "on this machine"
     raise UserError(
-        f"does not fit: a node offloads {gib(plan.host_memory_bytes)} to main memory, and there are "
-        f"{gib(plan.host_capacity_bytes)} {place}",
+        f"does not fit: a node offloads {gib(plan.host_memory_bytes)} to main memory, "
+        f"{gib(plan.host_capacity_bytes)} available {place}",
         where=f"recipe {plan.recipe.name}",
         rule="main memory holds what the ranks of a node offload with zero.offload_optimizer and zero.offload_param",
         fix="more nodes, which take a smaller share each; zero.offload_optimizer nvme with zero.stage 3; or none",
@@ -73,10 +76,89 @@ def recommend(recipe: Recipe, s: Shape, cluster: Cluster) -> str:
         number *= 2
     if smallest is None:
         return f"its layout takes a multiple of {number} ranks, over which its batch does not divide"
-    return f"no number of {gpu.name} is enough: a rank needs at least {gib(smallest)}"
+    return f"it does not fit on any number of {gpu.name}: a rank needs at least {gib(smallest)}"
 
 
 def _machine(cluster: Cluster) -> str:
     if not cluster.gpus:
         return f"no GPU, {cluster.cpu_cores:g} CPU cores, {gib(cluster.memory_available_bytes)} of available memory"
     return f"{len(cluster.gpus)} × {cluster.gpus[0].name}"
+
+
+MOST_MICRO_BATCH = 8
+_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+}  # fmt: skip
+
+
+def fitted(recipe: Recipe, cluster: Cluster) -> tuple[Recipe, int]:
+    """The first of these that fits with `LEAST_HEADROOM`, in the order of their cost to speed.
+
+    Tensor parallelism, as far as NVLink reaches, then pipeline parallelism are increased only as needed; at each
+    degree layers are recomputed only as needed, with the largest micro-batch that fits. The global batch is rounded to
+    a multiple of the data-parallel size.
+
+    Args:
+        recipe: a dense one; its tensor and pipeline degrees, stages, recomputation and micro-batch are replaced.
+        cluster: all GPUs are used; without one, one rank.
+
+    Returns:
+        The recipe, and its number of ranks. If nothing fits, the last recipe that was tried.
+
+    Raises:
+        UserError: no degrees divide the model.
+    """
+    ranks = len(cluster.gpus) or 1
+    last = refused = None
+    for candidate in _candidates(recipe, cluster, ranks):
+        if problems := rules.check(candidate):
+            refused = refused or UserError(problems[0].what, where=problems[0].key, rule=problems[0].rule)
+            continue
+        try:
+            plan = derive(candidate, ranks, cluster)
+        except UserError as error:
+            refused = refused or error
+            continue
+        last = candidate
+        if plan.fits and plan.memory_headroom >= LEAST_HEADROOM:
+            return candidate, ranks
+    if last is None:
+        raise refused or UserError(
+            f"no layout of {ranks} ranks",
+            where="parallelism",
+            rule="the ranks are a multiple of the other degrees of the recipe",
+        )
+    return last, ranks
+
+
+def _candidates(recipe: Recipe, cluster: Cluster, ranks: int) -> Iterator[Recipe]:
+    domain = cluster.gpus_per_domain if cluster.gpus else 1
+    for pipeline in _powers(min(ranks, recipe.model.num_layers)):
+        # Pipelines are for what tensor parallelism cannot hold, so they come with all of it.
+        for tensor in _powers(min(domain, ranks)) if pipeline == 1 else [_powers(min(domain, ranks))[-1]]:
+            # Where the layers do not divide over the stages, they may with embedding and output layer.
+            whole = bool(recipe.model.num_layers % pipeline)
+            degrees = {
+                "account_for_embedding_in_pipeline_split": whole,
+                "account_for_loss_in_pipeline_split": whole,
+                "tensor_model_parallel_size": tensor,
+                "pipeline_model_parallel_size": pipeline,
+                "virtual_pipeline_model_parallel_size": None,
+                "sequence_parallel": tensor > 1,
+            }
+            parallelism = recipe.parallelism.model_copy(update=degrees)
+            if ranks % model_parallel_size(parallelism):
+                continue
+            replicas = ranks // model_parallel_size(parallelism)
+            each = max(1, round(recipe.train.global_batch_size / replicas))
+            for recompute in (dict.fromkeys(_RECOMPUTE), _RECOMPUTE):
+                for micro in reversed(_powers(min(each, MOST_MICRO_BATCH))):
+                    if each % micro == 0:
+                        batch = {"micro_batch_size": micro, "global_batch_size": each * replicas}
+                        train = recipe.train.model_copy(update={**recompute, **batch})
+                        yield recipe.model_copy(update={"parallelism": parallelism, "train": train})
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to a number."""
+    return [1 << exponent for exponent in range(most.bit_length())]

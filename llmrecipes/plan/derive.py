@@ -7,15 +7,19 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.plan import adapters, zeropp
-from llmrecipes.plan.attention import recompute_granularity
-from llmrecipes.plan.checkpoint import checkpoint_bytes
-from llmrecipes.plan.flops import flops_per_token
+from llmrecipes.plan.activations import recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
-from llmrecipes.plan.memory import Memory, estimate
-from llmrecipes.plan.parameters import Parameters, count, count_on_rank
-from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
-from llmrecipes.recipe.fixes import multiples
+from llmrecipes.plan.memory import Memory, checkpoint_bytes, estimate
+from llmrecipes.plan.parameters import (
+    Parameters,
+    count,
+    count_adapters,
+    count_adapters_on_rank,
+    count_on_rank,
+    flops_per_token,
+)
+from llmrecipes.plan.sharding import check_zeropp
+from llmrecipes.recipe.degrees import model_parallel_size, multiples, smallest_world
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
 from llmrecipes.units import GIB
@@ -81,7 +85,7 @@ class Plan:
 
     @property
     def recompute_granularity(self) -> str | None:
-        """What is recomputed in the backward pass: `full`, `selective` or nothing (see `plan.attention`)."""
+        """What is recomputed in the backward pass: `full`, `selective` where that saves memory, or nothing."""
         return recompute_granularity(self.recipe, self.shape, self.device)
 
     @property
@@ -97,7 +101,7 @@ class Plan:
         if self.recompute_granularity == self.recipe.train.recompute_granularity:
             return ()
         return (
-            "train.recompute_granularity selective has no effect here: the attention kernel keeps no scores and "
+            "train.recompute_granularity selective has no effect: the attention kernel keeps no scores and "
             "recomputes them itself, so core attention is not recomputed once more",
         )
 
@@ -160,12 +164,12 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         UserError: the layout does not fit the ranks or the machine, or the global batch does not divide over them.
     """
     laid_out = layout(recipe, world_size, cluster)
-    zeropp.check(recipe, world_size, cluster)
+    check_zeropp(recipe, world_size, cluster)
     micro_batches = num_microbatches(recipe, laid_out)
     stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)
     parameters = count(recipe.model, sizes)
-    added, _ = adapters.count(recipe.lora, recipe.model, sizes)
+    added, _ = count_adapters(recipe.lora, recipe.model, sizes)
     _require_adapters(recipe, sizes, laid_out)
     memory = estimate(recipe, sizes, laid_out, micro_batches, cluster.device)
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
@@ -223,17 +227,17 @@ def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
 
 
 def _on_rank(recipe: Recipe, s: Shape, laid_out: Layout, stage: int, device: str) -> int:
-    own = count_on_rank(recipe.model, s, laid_out, stage, device, local=recipe.lora is not None).total
+    parameters = count_on_rank(recipe.model, s, laid_out, stage, device, local=recipe.lora is not None).total
     if recipe.lora is None:
-        return own
-    return own + adapters.count_on_rank(recipe.lora, recipe.model, s, laid_out, stage).total
+        return parameters
+    return parameters + count_adapters_on_rank(recipe.lora, recipe.model, s, laid_out, stage).total
 
 
 def _require_adapters(recipe: Recipe, s: Shape, laid_out: Layout) -> None:
     if recipe.lora is None:
         return
     for stage in range(laid_out.pipeline_model_parallel_size):
-        if not adapters.count_on_rank(recipe.lora, recipe.model, s, laid_out, stage).total:
+        if not count_adapters_on_rank(recipe.lora, recipe.model, s, laid_out, stage).total:
             raise UserError(
                 f"pipeline stage {stage} has no layer with one of them",
                 where="lora.target_modules",

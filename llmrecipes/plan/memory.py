@@ -1,11 +1,11 @@
-"""Memory of the rank that needs most, part by part. Activations are counted in `plan.activations`."""
+"""Memory of the rank that needs most, part by part, and the size of a checkpoint."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import ceil
 
-from llmrecipes.plan import adapters
+from llmrecipes.plan import parameters
 from llmrecipes.plan.activations import peak
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.parameters import count_on_rank, largest_gathered
@@ -98,7 +98,7 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
     n = count_on_rank(recipe.model, s, layout, stage, device, local=recipe.lora is not None)
     frozen = 0
     if recipe.lora is not None:
-        frozen, n = n.total, adapters.count_on_rank(recipe.lora, recipe.model, s, layout, stage)
+        frozen, n = n.total, parameters.count_adapters_on_rank(recipe.lora, recipe.model, s, layout, stage)
     if zero is not None and zero.stage >= 1 and ENGINES[engine_name(recipe)].all_of_zero:
         share = ceil(n.dense / layout.data_parallel_size) + ceil(n.experts / layout.expert_data_parallel_size)
         layer = largest_gathered(recipe.model, s, layout)
@@ -115,3 +115,22 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
         optimizer = state * n.total
     reduced = 4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element
     return States(weights=element * (frozen + n.total), gradients=reduced * n.total, optimizer=optimizer), States()
+
+
+# Master weight and Adam's two moments in fp32, per parameter; a checkpoint has the master weight in fp32 runs too.
+_SAVED_STATE = 12
+# The moving average of the weights.
+_SAVED_AVERAGE = 4
+
+
+def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
+    """Bytes of one checkpoint: weights in their training precision, and the optimizer state.
+
+    Every tensor is written once, whatever the layout. Random states and metadata (20 KiB a rank or less) are left out.
+
+    Args:
+        recipe: for the precision of the weights.
+        parameters: of the full model, or of the adapters if only they are trained.
+    """
+    average = _SAVED_AVERAGE if recipe.optimizer.ema_decay is not None else 0
+    return parameters * (_SAVED_STATE + average + (4 if recipe.train.precision == "fp32" else 2))

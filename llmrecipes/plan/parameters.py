@@ -1,11 +1,13 @@
-"""Exact parameter counts of the models that megatron-core's `GPTModel` builds, in total and on one rank."""
+"""Exact parameter counts of the models that megatron-core's `GPTModel` builds, of their adapters, and model FLOPs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from llmrecipes.plan.layout import Layout
-from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.adapters import Matrix, adapted
+from llmrecipes.recipe.schema import Lora, Model
 from llmrecipes.recipe.shape import Shape
 
 
@@ -87,9 +89,6 @@ def count_on_rank(
     prediction needs the embedding there as well.
 
     Args:
-        model: the recipe's model section.
-        s: its sizes.
-        layout: the run's layout.
         stage: pipeline stage, from 0.
         device: on `cuda` TransformerEngine replicates the down-projections of latent attention on every rank;
             megatron-core's own layers split them.
@@ -180,9 +179,92 @@ def _mtp(model: Model, s: Shape, *, split_down: bool) -> _Part:
 
 
 def _norms(model: Model, width: int) -> int:
-    """Parameters of one norm: scale and shift, or scale alone."""
+    """Parameters of one norm: scale and shift, or only scale."""
     return width * (2 if model.normalization == "LayerNorm" else 1)
 
 
 def _positions(model: Model, s: Shape) -> int:
     return s.max_position_embeddings * s.hidden_size if model.position_embedding_type == "learned_absolute" else 0
+
+
+def count_adapters(lora: Lora | None, model: Model, s: Shape) -> tuple[int, int]:
+    """Parameters of all adapters, and those that one token uses; none without the section."""
+    total = active = 0
+    if lora is None:
+        return total, active
+    for number in range(s.num_layers):
+        for each in adapted(lora, model, s, experts=s.moe_layers(number, number + 1) > 0):
+            size = lora.rank * (each.width + each.height)
+            total += size * (s.num_moe_experts if each.of_experts else 1)
+            active += size * (model.moe_router_topk if each.of_experts else 1)
+    return total, active
+
+
+def count_adapters_on_rank(lora: Lora, model: Model, s: Shape, layout: Layout, stage: int) -> RankParameters:
+    """Parameters of the adapters of a rank of one pipeline stage."""
+    dense = experts = 0
+    for each in adapted_on_stage(lora, model, s, layout, stage):
+        if each.of_experts:
+            number = s.num_moe_experts // layout.expert_model_parallel_size
+            experts += number * sum(_sides(each, lora.rank, layout.expert_tensor_parallel_size))
+        else:
+            dense += sum(_sides(each, lora.rank, layout.tensor_model_parallel_size))
+    return RankParameters(dense=dense, experts=experts)
+
+
+def unsharded_adapters(lora: Lora, matrices: Iterable[Matrix]) -> int:
+    """Parameters of adapters that each of the ranks that share their matrices has all of."""
+    return sum(lora.rank * (each.width if each.by_columns else each.height) for each in matrices)
+
+
+def adapted_on_stage(lora: Lora, model: Model, s: Shape, layout: Layout, stage: int) -> Iterator[Matrix]:
+    """Adapted matrices of the layers of a stage."""
+    for chunk, layers in enumerate(layout.layers_per_stage[stage]):
+        first = layout.first_layer(stage, chunk)
+        for number in range(first, first + layers):
+            yield from adapted(lora, model, s, experts=s.moe_layers(number, number + 1) > 0)
+
+
+def _sides(matrix: Matrix, rank: int, ranks: int) -> tuple[int, int]:
+    """Parameters of A and B on one of the ranks that share a matrix."""
+    cut = (1, ranks) if matrix.by_columns else (ranks, 1)
+    return rank * matrix.width // cut[0], rank * matrix.height // cut[1]
+
+
+def flops_per_token(model: Model, s: Shape, *, causal: bool, lora: Lora | None = None) -> float:
+    """FLOPs of one forward and one backward pass for one token, matrix products only (a multiply-add is two).
+
+    The backward pass costs twice the forward pass; recomputation is not counted. Of the experts, those that a token is
+    routed to count; multi-token prediction counts, including its output layer. For the classic GPT shape with
+    `causal=False` this is 72 l h² (1 + s / 6h + V / 12lh), equation 3 of Narayanan et al. 2021 (arXiv 2104.04473)
+    without its recomputed forward pass. `causal=True` halves the two attention products, as a causal kernel does.
+    With `lora` the frozen matrices have no gradient of their own, which is half of their backward pass.
+    """
+    h, depth = s.hidden_size, s.mtp_num_layers
+    with_experts = s.moe_layers(0, s.num_layers) + s.mtp_moe_layers
+    layers = s.num_layers + depth
+    attention = float(s.seq_length * (s.query_size + s.context_size))  # scores and weighted values, over all positions
+    if causal:
+        attention /= 2
+    products = 3 if model.gated_linear_unit else 2
+    experts = h * (s.num_moe_experts + products * model.moe_router_topk * s.moe_ffn_hidden_size)
+    experts += h * products * s.moe_shared_ffn_hidden_size
+    forward = layers * _projections(model, s)
+    forward += with_experts * experts + (layers - with_experts) * products * h * s.ffn_hidden_size
+    forward += depth * 2 * h * h + (1 + depth) * h * s.vocab_size
+    passes = 3.0 if lora is None else 2.0
+    _, trained = count_adapters(lora, model, s)
+    return 2.0 * (passes * forward + 3.0 * (layers * attention + trained))
+
+
+def _projections(model: Model, s: Shape) -> int:
+    """Multiply-adds of the products into and out of attention."""
+    h, output = s.hidden_size, s.context_size * s.hidden_size
+    if not model.multi_latent_attention:
+        return h * (s.query_size + s.key_size + s.value_size) + output
+    rank = model.kv_lora_rank
+    keys = h * (rank + model.qk_pos_emb_head_dim) + rank * s.num_attention_heads * (
+        model.qk_head_dim + model.v_head_dim
+    )
+    query = h * model.q_lora_rank + model.q_lora_rank * s.query_size if model.q_lora_rank else h * s.query_size
+    return keys + query + output

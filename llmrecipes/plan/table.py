@@ -6,9 +6,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.recipe.mup import mup
-from llmrecipes.recipe.scaled import with_zero
+from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import mup
 from llmrecipes.units import gib
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _start(recipe: Recipe) -> list[tuple[str, str, str]]:
-    found = recipe.train.pretrained
-    return [] if found is None else [("starts from the weights of", found, "train.pretrained")]
+    pretrained = recipe.train.pretrained
+    return [] if pretrained is None else [("starts from the weights of", pretrained, "train.pretrained")]
 
 
 def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:

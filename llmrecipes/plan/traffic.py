@@ -12,10 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from llmrecipes.plan import adapters
-from llmrecipes.plan.activations import recomputed_layers
+from llmrecipes.plan.activations import own_layers, recomputed_layers
 from llmrecipes.plan.derive import Plan
-from llmrecipes.plan.parameters import count_on_rank
+from llmrecipes.plan.parameters import adapted_on_stage, count_adapters_on_rank, count_on_rank, unsharded_adapters
 from llmrecipes.plan.sharding import OWNERS
 from llmrecipes.recipe.adapters import adapted
 from llmrecipes.recipe.engines import ENGINES, engine_name
@@ -59,7 +58,6 @@ def calls(plan: Plan, stage: int) -> Iterator[Call]:
     section 3.3.2.
 
     Args:
-        plan: of the recipe.
         stage: from 0.
     """
     once, at_end = list(_of_micro_batch(plan, stage)), list(_gradients(plan, stage))
@@ -68,11 +66,11 @@ def calls(plan: Plan, stage: int) -> Iterator[Call]:
 
 def counted(plan: Plan, stage: int) -> Counter[tuple[GroupName, Call]]:
     """How often each of `calls` happens in a step, with who takes part; as quick for many micro-batches as for one."""
-    found = Counter(each for each in _of_micro_batch(plan, stage) if each[1].ranks > 1)
-    for each in found:
-        found[each] *= plan.num_microbatches
-    found.update(each for each in _gradients(plan, stage) if each[1].ranks > 1)
-    return found
+    calls = Counter(each for each in _of_micro_batch(plan, stage) if each[1].ranks > 1)
+    for each in calls:
+        calls[each] *= plan.num_microbatches
+    calls.update(each for each in _gradients(plan, stage) if each[1].ranks > 1)
+    return calls
 
 
 def _of_micro_batch(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
@@ -100,8 +98,8 @@ def _of_micro_batch(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     yield from _in("pipeline", _messages(plan, stage))
 
 
-def _in(group: GroupName, found: Iterable[Call]) -> Iterator[tuple[GroupName, Call]]:
-    yield from ((group, call) for call in found)
+def _in(group: GroupName, calls: Iterable[Call]) -> Iterator[tuple[GroupName, Call]]:
+    yield from ((group, call) for call in calls)
 
 
 def _element(plan: Plan) -> int:
@@ -127,7 +125,7 @@ def _attention(plan: Plan, *, again: bool) -> Iterator[Call]:
     # On a GPU the down-projections are whole on each rank, and so is the shared key; its positions are gathered.
     yield from _split(plan, model.q_lora_rank or s.hidden_size, again=again)
     yield from _columns(plan, model.kv_lora_rank, again=again)
-    if adapters.own_layers(plan.recipe, plan.device):
+    if own_layers(plan.recipe, plan.device):
         yield from _split_down(plan, again=again)
     if layout.sequence_parallel:
         size = _activations(plan, model.qk_pos_emb_head_dim)
@@ -180,7 +178,7 @@ def _adapters(plan: Plan, *, experts: bool, again: bool) -> Iterator[tuple[Group
         if each.of_experts:
             # Experts exchange tokens outside: gradients of what their ranks have all of are summed.
             number = plan.shape.num_moe_experts // layout.expert_model_parallel_size
-            whole = _element(plan) * adapters.whole(lora, [each])
+            whole = _element(plan) * unsharded_adapters(lora, [each])
             summed = Call("all-reduce", layout.expert_tensor_parallel_size, whole)
             yield from _in("expert_tensor", [summed] * number)
         elif each.by_columns:
@@ -220,7 +218,7 @@ def _output(plan: Plan) -> Iterator[Call]:
 
 def _context(plan: Plan, *, again: bool) -> Iterator[Call]:
     s, ranks = plan.shape, plan.layout.context_parallel_size
-    if not adapters.own_layers(plan.recipe, plan.device):
+    if not own_layers(plan.recipe, plan.device):
         # TransformerEngine's ring: keys and values go round, and in the backward pass their gradients too.
         width = (s.key_size + s.value_size) // plan.layout.tensor_model_parallel_size
         size = _element(plan) * _tokens(plan) * width
@@ -281,7 +279,7 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     lora = plan.recipe.lora
     parameters = count_on_rank(model, s, layout, stage, plan.device)
     if lora is not None:
-        parameters = adapters.count_on_rank(lora, model, s, layout, stage)
+        parameters = count_adapters_on_rank(lora, model, s, layout, stage)
     reduced = 4 if parallel.grad_reduce_in_fp32 else _element(plan)
     zero = plan.recipe.zero if ENGINES[engine_name(plan.recipe)].all_of_zero else None
     replicas: tuple[tuple[GroupName, int, int], ...] = (
@@ -299,8 +297,8 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     stages, tensor = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
     if lora is not None:
         if layout.sequence_parallel:
-            dense = (each for each in adapters.on_stage(lora, model, s, layout, stage) if not each.of_experts)
-            yield "tensor", Call("all-reduce", tensor, reduced * adapters.whole(lora, dense))
+            dense = (each for each in adapted_on_stage(lora, model, s, layout, stage) if not each.of_experts)
+            yield "tensor", Call("all-reduce", tensor, reduced * unsharded_adapters(lora, dense))
         return
     shared = model.share_embeddings_and_output_weights or s.mtp_num_layers
     if stages > 1 and shared and stage in (0, stages - 1):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
-from llmrecipes.recipe.lora import Lora
-from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.recipe.schema import Lora, Model, Recipe
 from llmrecipes.recipe.shape import Shape, shape
 
 EXPERTS = "experts."
@@ -35,13 +34,7 @@ class Matrix:
 
 
 def matrices(model: Model, s: Shape, *, experts: bool) -> Iterator[Matrix]:
-    """Matrices of a layer that can have adapters.
-
-    Args:
-        model: the recipe's model section.
-        s: its sizes.
-        experts: whether it is a layer with experts.
-    """
+    """Matrices of a layer that can have adapters."""
     h = s.hidden_size
     if model.multi_latent_attention:
         latent, heads = model.kv_lora_rank, s.num_attention_heads
@@ -70,7 +63,7 @@ def _mlp(prefix: str, h: int, width: int, halves: int) -> Iterator[Matrix]:
 
 
 def adapted(lora: Lora, model: Model, s: Shape, *, experts: bool) -> list[Matrix]:
-    """Matrices of a layer that have adapters; arguments as `matrices`."""
+    """Matrices of a layer that have adapters."""
     return [each for each in matrices(model, s, experts=experts) if is_target(lora, each.name)]
 
 
@@ -124,7 +117,7 @@ def _targets(lora: Lora, model: Model) -> Iterator[Problem]:
 
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
-    found = {
+    obstacles = {
         "engine": (
             engine_name(recipe) == DEEPSPEED,
             "deepspeed with lora",
@@ -152,6 +145,6 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             "model.transformer_impl auto or local",
         ),
     }
-    for key, (wrong, what, rule, fix) in found.items():
+    for key, (wrong, what, rule, fix) in obstacles.items():
         if wrong:
             yield Problem(key, what, rule, fix)

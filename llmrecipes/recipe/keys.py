@@ -1,18 +1,23 @@
-"""All keys of a recipe, or of another kind of document, with type, range and default as text, from its schema."""
+"""All keys of a recipe, or of another kind of document, from its schema: their types, ranges and defaults as text, the
+probably intended one for an unknown key, and the generated reference."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from llmrecipes.recipe.document import MAX_KEY
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.synonyms import synonym
 
 ITEM = "N"  # placeholder for the index in a list: data.sources.N.path
 INDEX = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
@@ -161,3 +166,103 @@ _BOUNDS = {
 def _range(node: dict[str, Any]) -> str:
     parts = [f"{words} {node[bound]:g}" for bound, words in _BOUNDS.items() if bound in node]
     return " " + " and ".join(parts) if parts else ""
+
+
+@dataclass(frozen=True)
+class Hint:
+    """The probably intended keys, most likely first, and an explanation; either may be empty."""
+
+    keys: tuple[str, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        if not self.keys:
+            return self.note
+        meant = f"did you mean {' or '.join(self.keys)}?"
+        return f"{meant} {self.note}" if self.note else meant
+
+
+def hint(name: str, document: type[BaseModel] = Recipe) -> Hint:
+    """Hint for an unknown dotted key: the same name elsewhere, another framework's name for it, or a typo."""
+    same_name = namesake(name, document)
+    if not same_name.keys and not same_name.note:
+        close = nearest(name, document)
+        return Hint((close,) if close else ())
+    return same_name
+
+
+def namesake(name: str, document: type[BaseModel] = Recipe) -> Hint:
+    """The key of that name in another section, or the key for another framework's key or option of that name."""
+    known = keys(document)
+    wanted = normal(name.lstrip("-").replace("-", "_"))
+    leaf = wanted.rpartition(".")[2]
+    if exact := synonym(name, whole=True):
+        return Hint(tuple(_indexed(key, name) for key in exact.keys if key in known), exact.note)
+    elsewhere = [key for key in known if key.rpartition(".")[2] == leaf and key != wanted]
+    if elsewhere:
+        return Hint((_indexed(_most_like(wanted, elsewhere), name),))
+    foreign = synonym(name)
+    if foreign and all(key in known for key in foreign.keys):
+        return Hint(tuple(_indexed(key, name) for key in foreign.keys), foreign.note)
+    return Hint()
+
+
+def nearest(name: str, document: type[BaseModel] = Recipe) -> str | None:
+    """The valid key that is spelt most like an invalid one, with its list indices, or None."""
+    if len(name) > MAX_KEY:
+        return None
+    wanted = normal(name)
+    known = keys(document)
+    leaf = wanted.rpartition(".")[2]
+    matches = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+    if not matches:
+        leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
+        matches = [leaves[match] for match in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
+    return _indexed(_most_like(wanted, matches), name) if matches else None
+
+
+def _most_like(wanted: str, candidates: list[str]) -> str:
+    return max(candidates, key=lambda key: difflib.SequenceMatcher(None, wanted, key).ratio())
+
+
+def _indexed(key: str, name: str) -> str:
+    """The key with the list indices of another name; the first item if that has none."""
+    for index in INDEX.findall(name):
+        key = key.replace(f".{ITEM}", f".{index}", 1)
+    return key.replace(f".{ITEM}", ".0")
+
+
+def json_schema() -> str:
+    """JSON Schema (draft 2020-12) of a recipe file, for editors and other programs."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def reference() -> str:
+    """The Markdown page of all keys: type, default, description."""
+    lines = [
+        "# Recipe keys",
+        "",
+        "Generated from `llmrecipes/recipe/schema.py` by `llmrecipes docs`; do not edit. Key names are Megatron's.",
+        "`N` stands for an index, counted from 0, in files a list item and in overrides a number.",
+    ]
+    top = [key for key in keys().values() if "." not in key.name and not key.section]
+    lines += ["", "## Top level", "", *_table(top)]
+    for section in (key for key in keys().values() if key.section):
+        members = [key for key in keys().values() if key.name.rpartition(".")[0] == section.name and not key.section]
+        lines += ["", f"## {section.name}", "", section.description, "", *_table(members)]
+    return "\n".join(lines) + "\n"
+
+
+def generated(root: Path) -> dict[Path, str]:
+    """The generated files of a checkout with their expected text."""
+    return {root / "docs" / "reference.md": reference(), root / "recipes" / "schema.json": json_schema()}
+
+
+def _table(members: list[Key]) -> list[str]:
+    rows = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
+    for key in members:
+        default = key.default_text if key.required else f"`{key.default_text}`"
+        cells = [f"`{key.name}`", key.takes, default, key.description]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.fixes import divisors, multiples
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
 
@@ -105,7 +105,7 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             f"parallelism.{used[0]}",
             f"set with {used[-1]}",
-            "a stage's layers are either given or follow from what counts as a layer",
+            "num_layers_in_*_pipeline_stage and account_for_* exclude each other",
             f"leave {used[0]} or {used[-1]} out",
         )
         return

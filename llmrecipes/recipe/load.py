@@ -14,11 +14,10 @@ from typing import cast
 from pydantic import ValidationError
 
 from llmrecipes.errors import UserError
-from llmrecipes.recipe import document, files, rules, zero_rules
-from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe import document, rules, zero_rules
+from llmrecipes.recipe.document import Kind, Problem
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.explain import explain
-from llmrecipes.recipe.files import Kind
 from llmrecipes.recipe.overrides import Override, apply, parse_override
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.zero import Zero
@@ -49,7 +48,7 @@ class Loaded:
 
     def where(self, key: str) -> str:
         """Location of a key (or of the nearest section around it) for messages: file and line, or the override."""
-        return files.where(key, self.path, self.lines, self.overridden)
+        return document.where(key, self.path, self.lines, self.overridden)
 
 
 def recipes_dir() -> Path:
@@ -60,7 +59,7 @@ def recipes_dir() -> Path:
 
 def names(directory: Path | None = None) -> list[str]:
     """Names of the recipes in a folder, sorted."""
-    return files.names(directory or recipes_dir())
+    return document.names(directory or recipes_dir())
 
 
 def load(name_or_path: str, overrides: Sequence[str] = (), directory: Path | None = None) -> Loaded:
@@ -74,31 +73,29 @@ def load(name_or_path: str, overrides: Sequence[str] = (), directory: Path | Non
     Raises:
         UserError: no such recipe, unreadable file, or any problem in it; all problems are in one message.
     """
-    path = files.shown(files.find(name_or_path, directory or recipes_dir(), RECIPES))
-    return _loaded(document.parse(files.read(path, RECIPES)), path, overrides)
+    path = document.shown(document.find(name_or_path, directory or recipes_dir(), RECIPES))
+    return _loaded(document.parse(document.read(path, RECIPES)), path, overrides)
 
 
 def load_values(values: Mapping[str, object], path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """`load`, of values that were made from another file.
 
     Args:
-        values: of a recipe, plain data.
         path: the file, for messages.
-        overrides: as `load`.
     """
     parsed = document.parse(document.dump(values))
     return _loaded(replace(parsed, lines={}), path, [f"name={values['name']}", *overrides])
 
 
 def _loaded(parsed: document.Document, path: Path, overrides: Sequence[str]) -> Loaded:
-    found = list(parsed.problems)
+    problems = list(parsed.problems)
     data = parsed.data
-    found += files.require_mapping(parsed, RECIPES)
+    problems += document.require_mapping(parsed, RECIPES)
     misspelt: list[UserError] = []
     changes: list[Override] = []
     for text in overrides:
         try:
-            changes.append(parse_override(text, hints=len(misspelt) < files.MAX_SHOWN))
+            changes.append(parse_override(text, hints=len(misspelt) < document.MAX_SHOWN))
         except UserError as error:
             misspelt.append(error)
     overridden = {change.key: change.text for change in changes}
@@ -109,17 +106,17 @@ def _loaded(parsed: document.Document, path: Path, overrides: Sequence[str]) -> 
         for change in changes:
             problem = apply(data, change)
             if problem:
-                found.append(problem)
+                problems.append(problem)
         try:
             recipe = Recipe.model_validate(data)
         except ValidationError as error:
-            reported = {problem.key for problem in found}
-            found += [problem for problem in explain(error, parsed.lines) if problem.key not in reported]
+            reported = {problem.key for problem in problems}
+            problems += [problem for problem in explain(error, parsed.lines) if problem.key not in reported]
         else:
             recipe, ignored = zero_rules.selected(recipe, overridden)
-            found += _check_name(recipe, path, overridden) + rules.check(recipe)
-    if found or misspelt or recipe is None:
-        raise files.error_of(found, misspelt, path, parsed.lines, overridden)
+            problems += _check_name(recipe, path, overridden) + rules.check(recipe)
+    if problems or misspelt or recipe is None:
+        raise document.error_of(problems, misspelt, path, parsed.lines, overridden)
     if ignored:
         stage, engine = cast(Zero, recipe.zero).stage, engine_name(recipe)
         names = ", ".join(f"zero.{key}" for key in ignored)
@@ -136,9 +133,7 @@ def short(recipe: Recipe, comments: Mapping[str, str] | None = None, header: str
     """What differs from the defaults, as YAML that `load` reads back to an equal recipe.
 
     Args:
-        recipe: the resolved recipe.
         comments: by dotted key.
-        header: lines of text at the top.
     """
     values = recipe.model_dump(mode="json", exclude_defaults=True)
     text = document.dump_for_people(values, comments or {}, header)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from llmrecipes.recipe.degrees import divisors
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.fixes import divisors
 from llmrecipes.recipe.schema import Model, Recipe
 
 _LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -47,7 +47,7 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.moe_pad_expert_input_to_capacity",
             "true without moe_expert_capacity_factor",
-            "there is a capacity to fill only with moe_expert_capacity_factor",
+            "only used with moe_expert_capacity_factor",
             "moe_expert_capacity_factor 1.25, or moe_pad_expert_input_to_capacity false",
         )
     yield from _router(model)

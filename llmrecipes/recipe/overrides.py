@@ -8,8 +8,7 @@ from typing import Any
 from llmrecipes.errors import UserError
 from llmrecipes.recipe import document
 from llmrecipes.recipe.document import Problem, clip
-from llmrecipes.recipe.hints import hint
-from llmrecipes.recipe.keys import ITEM, is_key, keys, normal
+from llmrecipes.recipe.keys import ITEM, hint, is_key, keys, normal
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ def parse_override(text: str, hints: bool = True) -> Override:
     """Read `key.path=value`; the value is YAML (`3e-4`, `true`, `null`, `[1, 2]`), an empty one is null.
 
     Args:
-        text: the override.
         hints: search for the intended key if it is unknown.
 
     Raises:
@@ -64,7 +62,7 @@ def apply(data: dict[str, Any], change: Override) -> Problem | None:
                                f"{'.'.join([*parts[:depth], '0', *parts[depth + 1 :]])}")  # fmt: skip
             index = int(part)
             if index > len(node):
-                return Problem(change.key, f"there is no item {index}", f"the list has {len(node)}",
+                return Problem(change.key, f"no item {index}", f"the list has {len(node)}",
                                f"0 to {len(node) - 1}, or {len(node)} for a new one")  # fmt: skip
             if index == len(node):
                 node.append({})

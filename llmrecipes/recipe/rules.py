@@ -5,12 +5,109 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from llmrecipes.nested import leaves
-from llmrecipes.recipe import adapters, chat_rules, layout_rules, moe_rules, mup, search_rules, zero_extra, zero_rules
+from llmrecipes.recipe import adapters, layout_rules, moe_rules, search_rules, shape, zero_rules
+from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import unknown_engine
-from llmrecipes.recipe.fixes import divisors, multiples
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import has_secret
+
+CONVERSATIONS = ("docstrings", "jsonl", "parquet", "hub")
+"""Types of sources that have conversations."""
+
+
+def chat_sources(recipe: Recipe) -> Iterator[Problem]:
+    """Whether the sources have what is read of them: text, or conversations."""
+    for index, source in enumerate(recipe.data.sources):
+        key = f"data.sources.{index}"
+        if recipe.data.chat is None:
+            if source.type == "docstrings":
+                yield Problem(
+                    f"{key}.type",
+                    "docstrings without data.chat",
+                    "docstrings are questions and answers, not text",
+                    "data.chat: {}, or type stdlib",
+                )
+            continue
+        if source.type not in CONVERSATIONS:
+            yield Problem(
+                f"{key}.type",
+                f"{source.type} with data.chat",
+                f"conversations come from {', '.join(CONVERSATIONS)}",
+                "type jsonl, or leave data.chat out",
+            )
+        if source.text_key != "text":
+            yield Problem(
+                f"{key}.text_key",
+                f"{source.text_key!r} with data.chat",
+                "columns of conversations are named in data.chat",
+                "data.chat.messages_key, or data.chat.prompt_key and data.chat.completion_key",
+            )
+
+
+def chat_length(recipe: Recipe) -> Iterator[Problem]:
+    """The longest conversation fits into one sequence."""
+    chat, holds = recipe.data.chat, recipe.model.seq_length + 1
+    if chat is None or chat.max_length is None:
+        return
+    if not 1 < chat.max_length <= holds:
+        yield Problem(
+            "data.chat.max_length",
+            f"{chat.max_length} tokens, and a sequence holds {holds}",
+            "a conversation has at least two tokens, and at most model.seq_length + 1",
+            f"max_length {holds}, or leave it out",
+        )
+
+
+def chat_template(recipe: Recipe) -> Iterator[Problem]:
+    """A template comes from one place."""
+    chat = recipe.data.chat
+    if chat is not None and chat.template is not None and chat.chat_template is not None:
+        yield Problem(
+            "data.chat.template",
+            f"{chat.template} with data.chat.chat_template",
+            "a template is built in or comes from a file",
+            "leave one of template and chat_template out",
+        )
+
+
+def chat_packing(recipe: Recipe) -> Iterator[Problem]:
+    """What cannot keep the conversations of one sequence apart."""
+    chat = recipe.data.chat
+    if chat is None or not chat.packing:
+        return
+    obstacles = {
+        "model.transformer_impl": (
+            recipe.model.transformer_impl == "transformer_engine",
+            "the attention that keeps packed conversations apart is that of the local layers",
+            "transformer_impl local or auto",
+        ),
+        "model.mtp_num_layers": (
+            recipe.model.mtp_num_layers,
+            "multi-token prediction would predict the beginning of the next conversation",
+            "leave mtp_num_layers out",
+        ),
+        "parallelism.context_parallel_size": (
+            recipe.parallelism.context_parallel_size > 1,
+            "context-parallel ranks split a sequence regardless of where conversations begin",
+            "context_parallel_size 1",
+        ),
+    }
+    for key, (violated, rule, fix) in obstacles.items():
+        if violated:
+            yield Problem(key, "set with data.chat.packing", rule, f"{fix}, or data.chat.packing false")
+
+
+def chat_objectives(recipe: Recipe) -> Iterator[Problem]:
+    """What trials are compared by."""
+    if recipe.data.chat and recipe.search and "valid_bits_per_byte" in recipe.search.objectives:
+        yield Problem(
+            "search.objectives",
+            "valid_bits_per_byte with data.chat",
+            "the loss counts the tokens of answers, and bits per byte those of the whole text",
+            "valid_loss",
+        )
+
 
 # 256 bytes and the end-of-document token: a smaller byte-level vocabulary cannot encode every text.
 MIN_BPE_VOCAB = 257
@@ -106,7 +203,7 @@ def _schedule(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 "scheduler.lr_wsd_decay_iters",
                 f"set with lr_decay_style {schedule.lr_decay_style}",
-                "lr_wsd_decay_iters belongs to WSD alone",
+                "lr_wsd_decay_iters is only used with lr_decay_style WSD",
                 "leave it out, or lr_decay_style WSD",
             )
     elif wsd is None:
@@ -162,7 +259,7 @@ def _recompute(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"train.{name}",
                 f"set with recompute_granularity {train.recompute_granularity or 'null'}",
-                f"{name} belongs to full recomputation alone",
+                f"{name} is only used with recompute_granularity full",
                 f"leave {name} out, or recompute_granularity full",
             )
 
@@ -216,7 +313,7 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(
                     f"{key}.{name}",
                     f"set with type {source.type}",
-                    f"{name} belongs to hub sources alone",
+                    f"{name} is only used by hub sources",
                     f"leave {name} out, or type hub",
                 )
 
@@ -236,7 +333,7 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(
                     f"data.tokenizer.{name}",
                     "set with type bpe",
-                    f"a bpe tokenizer is trained here and has no {name}",
+                    f"a bpe tokenizer is trained from data.sources and has no {name}",
                     f"leave {name} out, or type huggingface",
                 )
         if recipe.model.vocab_size < MIN_BPE_VOCAB:
@@ -281,7 +378,7 @@ def _wandb(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"tracking.{name}",
                 f"{value!r} with wandb false",
-                f"{name} belongs to W&B alone",
+                f"{name} is only used with tracking.wandb",
                 f"leave {name} out, or tracking.wandb true",
             )
         elif value is not None and not value.strip():
@@ -292,9 +389,9 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
     _loss_scale, _overlap, _sources, _tokenizer, _retention, _secrets, _wandb,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
-    mup.rules, adapters.rules, chat_rules.sources, chat_rules.template, chat_rules.length,
-    chat_rules.packing, chat_rules.objectives,
+    shape.mup_rules, adapters.rules, chat_sources, chat_template, chat_length,
+    chat_packing, chat_objectives,
     layout_rules.tensor, layout_rules.sequence, layout_rules.pipeline, layout_rules.expert,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
-    zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_extra.extra, search_rules.check,
+    zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_rules.extra, search_rules.check,
 )  # fmt: skip

@@ -9,12 +9,73 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmrecipes.recipe.chat import Chat
-from llmrecipes.recipe.evaluation import EvalTasks
-from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 from llmrecipes.recipe.zero import Zero
+
+
+class EvalTasks(Section):
+    """Tasks of lm-evaluation-harness that the training engine runs; training is not affected."""
+
+    tasks: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    """Tasks, groups or tags of the harness, or paths of task files. Their data is read before training starts."""
+    interval: PosInt
+    """Steps between these evaluations; the last step is always evaluated."""
+    limit: PosInt | None = None
+    """Documents of each task; unset: all."""
+    num_fewshot: NonNegInt | None = None
+    """Examples in the context; unset: the task's default."""
+
+
+class Chat(Section):
+    """Sources hold conversations, which the tokenizer's chat template turns into text; the loss is on answers only."""
+
+    messages_key: str = "messages"
+    """Column of conversations: a list of objects with `role` and `content`."""
+    prompt_key: str = "prompt"
+    """Column of questions, in a source without `messages_key`: a conversation of one question and its answer."""
+    completion_key: str = "completion"
+    """Column of the answers to `prompt_key`."""
+    template: Literal["chatml", "llama3", "qwen3"] | None = None
+    """Built-in chat template with marked answers, whose special tokens the tokenizer has; unset: that of the tokenizer,
+    and ChatML for a `bpe` tokenizer."""
+    chat_template: str | None = None
+    """File of a Jinja chat template, in place of `template`."""
+    max_length: PosInt | None = None
+    """Longest conversation, in tokens; unset: what a sequence holds, `model.seq_length` + 1."""
+    overlong: Literal["truncate", "drop"] = "truncate"
+    """Longer conversations: keep the first `max_length` tokens, or drop the whole conversation."""
+    packing: bool = True
+    """Several conversations in one sequence, none of which sees another; else one conversation in a sequence, and
+    padding."""
+
+
+Target = Literal[
+    "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
+    "linear_kv_down_proj", "linear_kv_up_proj", "experts.linear_fc1", "experts.linear_fc2",
+]  # fmt: skip
+
+
+class Lora(Section):
+    """Low-rank adaptation (arXiv 2106.09685): a matrix W becomes W + `alpha` / `rank` · B · A, of which only A and B
+    are trained and saved."""
+
+    rank: PosInt
+    """Rows of A and columns of B; at most the shorter side of every adapted matrix."""
+    alpha: PosFloat | None = None
+    """Scale of the adapters, divided by `rank`; unset: `rank`."""
+    dropout: Probability = 0.0
+    """Dropout of the adapters' inputs."""
+    target_modules: Annotated[tuple[Target, ...], Field(min_length=1, strict=False)] | None = None
+    """Adapted matrices, by Megatron's names: `linear_qkv`, `linear_proj`, `linear_fc1` and `linear_fc2` (of dense MLPs
+    and shared experts), `linear_q_proj` or `linear_q_down_proj` and `linear_q_up_proj`, `linear_kv_down_proj` and
+    `linear_kv_up_proj` of latent attention, `experts.linear_fc1` and `experts.linear_fc2` of routed experts, with
+    separate adapters for every expert. Unset: all matrices of the model except those of routed experts."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B · A."""
+        return (self.rank if self.alpha is None else self.alpha) / self.rank
 
 
 class Model(Section):
@@ -352,7 +413,7 @@ class Checkpoint(Section):
     async_save: bool = True
     """Write in the background while training continues."""
     most_recent_k: PosInt = 2
-    """Newest checkpoints to keep, at least two, because one may turn out to be damaged."""
+    """Newest checkpoints to keep, at least two, because one may turn out to be corrupt."""
     keep_interval: PosInt | None = None
     """Checkpoints whose step is a multiple of this are kept permanently."""
     max_failed_saves: PosInt = 3

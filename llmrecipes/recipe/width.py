@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.names import suffixed
+from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Parallelism, Recipe
 from llmrecipes.recipe.shape import shape
@@ -15,7 +15,7 @@ _HEADS = ("num_attention_heads", "num_query_groups")
 _SCALED = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 _UNSCALED = ("kv_channels", "mup_base_hidden_size", "mup_base_head_dim")
 _REDUCTION = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32")
-"""Keys of the layout that are about data parallelism alone."""
+"""Keys of the layout that concern data parallelism only."""
 _WIDTH = {f"model.{name}" for name in ("hidden_size", *_HEADS, *_SCALED, *_UNSCALED)}
 
 
@@ -25,12 +25,8 @@ def at_width(recipe: Recipe, hidden_size: int) -> Recipe:
     Depth, vocabulary, sequences and training are kept. So is `mup_base_hidden_size`; if `use_mup` is on without it,
     the recipe's own width becomes the base.
 
-    Args:
-        recipe: of any width.
-        hidden_size: of the result.
-
     Raises:
-        UserError: the heads or query groups are no whole number at that width.
+        UserError: the heads or query groups are not a whole number at that width.
     """
     model = recipe.model
     factor = hidden_size / model.hidden_size

@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import to_yaml
-from llmrecipes.recipe.names import suffixed
+from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.space import trial_recipe, values_of
 from llmrecipes.search.study import Place, require_section

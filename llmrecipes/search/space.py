@@ -11,8 +11,8 @@ from pydantic import JsonValue, ValidationError
 from llmrecipes.errors import UserError
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.explain import explain
-from llmrecipes.recipe.names import suffixed
 from llmrecipes.recipe.overrides import Override, apply
+from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Dimension
 from llmrecipes.recipe.search_rules import contains, is_integer

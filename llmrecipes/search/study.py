@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from llmrecipes.checkpoint.compatibility import Difference, differences
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.names import suffixed
+from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.length import evaluations, trial_tokens

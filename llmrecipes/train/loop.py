@@ -14,8 +14,8 @@ from typing import Protocol
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.engine.base import Balance, Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.numerics import LossWatch
 from llmrecipes.faults.signals import StopRequest
-from llmrecipes.faults.spikes import LossWatch
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.tracking.experts import is_measured

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from llmrecipes.engine.base import Platform
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.adapters import CHOICE, LINK_LAYERS, Port
 from llmrecipes.hardware.nccl_log import fault, read
+from llmrecipes.hardware.nics import CHOICE, LINK_LAYERS, Port
 from llmrecipes.launch.environment import FABRIC
 from llmrecipes.train.nccl_output import NcclOutput
 

@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 
 from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.faults.parent import end_with_parent
+from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.launch.open_files import allow_open_files
 from llmrecipes.launch.ranks import LAUNCHER
 from llmrecipes.recipe.schema import Recipe

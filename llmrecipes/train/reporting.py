@@ -13,7 +13,7 @@ from llmrecipes.engine.base import Implementation, Progress, World
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.scaled import with_zero
+from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.environment import capture
 from llmrecipes.tracking.events import Note

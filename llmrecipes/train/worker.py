@@ -30,8 +30,8 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.engine.base import Progress
     from llmrecipes.engine.registry import backend
     from llmrecipes.faults.signals import catch_signals
-    from llmrecipes.hardware.adapters import ports
     from llmrecipes.hardware.cluster import detect
+    from llmrecipes.hardware.nics import ports
     from llmrecipes.plan.derive import derive
     from llmrecipes.recipe.load import recipe_hash
     from llmrecipes.tracking.events import Note

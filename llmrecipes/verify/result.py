@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from llmrecipes.recipe.scaled import Scaled
+from llmrecipes.recipe.proxy import Scaled
 from llmrecipes.recipe.schema import Zero
-from llmrecipes.verify.scale import QUANTITIES, first_beyond, relative
 from llmrecipes.verify.spec import Record, ReplicaDifference, Step
 
 PARAMETERS, REPLICAS = "parameters", "replicas"
@@ -116,8 +115,8 @@ class Result:
 def first_differing_step(reference: Record, layout: Record, tolerance: float) -> tuple[int, str] | None:
     """(step from 1, quantity) of the first loss or gradient norm beyond the tolerance."""
     pairs = enumerate(zip(layout.steps, reference.steps, strict=True), start=1)
-    found = ((number, first_beyond(step, expected, tolerance)) for number, (step, expected) in pairs)
-    return next(((number, quantity) for number, quantity in found if quantity), None)
+    differing = ((number, first_beyond(step, expected, tolerance)) for number, (step, expected) in pairs)
+    return next(((number, quantity) for number, quantity in differing if quantity), None)
 
 
 def _finite(value: float) -> float | None:
@@ -126,3 +125,22 @@ def _finite(value: float) -> float | None:
 
 def _numbers(step: Step) -> dict[str, float | None]:
     return {quantity: _finite(getattr(step, quantity)) for quantity in QUANTITIES}
+
+
+QUANTITIES = ("loss", "grad_norm")
+"""What is compared at every step, in the order in which a step computes it."""
+
+
+def relative(value: float, reference: float) -> float:
+    """|value - reference| / |reference|; infinity if one is not finite or only the reference is 0."""
+    if not (math.isfinite(value) and math.isfinite(reference)):
+        return math.inf
+    if value == reference:
+        return 0.0
+    return abs(value - reference) / abs(reference) if reference else math.inf
+
+
+def first_beyond(step: Step, reference: Step, tolerance: float) -> str | None:
+    """The first quantity of a step whose relative difference exceeds the tolerance."""
+    values = ((name, getattr(step, name), getattr(reference, name)) for name in QUANTITIES)
+    return next((name for name, value, expected in values if relative(value, expected) > tolerance), None)

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.engines import without_zero
-from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.proxy_model import Device
+from llmrecipes.recipe.proxy import Device, proxy
 from llmrecipes.recipe.schema import Parallelism, Recipe
 
 MIN_ADAM_EPS = 1e-6
 """Some gradients are zero except for rounding (that of a key bias: the softmax cancels it). Adam normalizes a gradient
-by its magnitude, so with a smaller eps rounding alone would move such weights, differently in every layout."""
+by its magnitude, so with a smaller eps rounding would move such weights, differently in every layout."""
 
 PLAIN = Parallelism(use_distributed_optimizer=False)
 
 
 def subject(recipe: Recipe, iters: int, device: Device) -> Recipe:
     """The scaled-down version of a recipe whose layout is verified, in fp32 and without random numbers.
-
-    Args:
-        recipe: the full recipe.
-        iters: number of steps.
-        device: of the ranks.
 
     Raises:
         UserError: the recipe computes something different in another layout by design.

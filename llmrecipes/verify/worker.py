@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode
 from llmrecipes.train.rank import failure_reported, rank_main
-from llmrecipes.verify.scale import first_beyond
+from llmrecipes.verify.result import first_beyond
 from llmrecipes.verify.spec import Record, Step, VerifySpec
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from llmrecipes.workflow.pretrained import base_folder
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
     from llmrecipes.hf.adapter import Merged
-    from llmrecipes.recipe.lora import Lora
-    from llmrecipes.recipe.schema import Recipe
+    from llmrecipes.recipe.schema import Lora, Recipe
 
 
 def merged(run: Path, entry: Entry, recipe: Recipe, *, averaged: bool = False) -> Merged:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import yaml
 
-from llmrecipes.bench.spec import ANSWER, BenchSpec
+from llmrecipes.bench.results import ANSWER, BenchSpec
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.adapters import CHOICE, nccl_ib_hca
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import clusters_dir, load_profile
+from llmrecipes.hardware.nics import CHOICE, nccl_ib_hca
 from llmrecipes.hardware.profile import Measured, Profile
 from llmrecipes.launch.environment import detected_environment, missing
 from llmrecipes.launch.local import run_ranks

@@ -16,7 +16,7 @@ from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.io import write_atomic
-from llmrecipes.plan.fitting import fitted
+from llmrecipes.plan.check import fitted
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, short
 from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.importing import recipe_name, recipe_values, require_tokenizer

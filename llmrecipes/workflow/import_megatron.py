@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.files import error_of
+from llmrecipes.recipe.document import error_of
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.megatron_lm import check, notes
 from llmrecipes.workflow.importing import finish_run, require_disk, write_checkpoint

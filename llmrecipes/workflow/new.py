@@ -11,8 +11,8 @@ from typing import Any, get_args
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import planned
 from llmrecipes.io import write_atomic
+from llmrecipes.plan.check import fitted
 from llmrecipes.plan.derive import Plan, derive
-from llmrecipes.plan.fitting import fitted
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, names, short
 from llmrecipes.recipe.schema import Recipe, Source, Tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
-from llmrecipes.faults.parent import end_with_parent
+from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.hf.reading import read_config
 from llmrecipes.hf.servers import Server, installed, server
 from llmrecipes.tracking.web import running, until_interrupted

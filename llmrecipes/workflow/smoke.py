@@ -14,8 +14,7 @@ from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.scaled import Scaled, scaled
+from llmrecipes.recipe.proxy import Scaled, proxy, scaled
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunOptions, RunSpec
 from llmrecipes.workflow.run import Log, Paths, plan_run, prepare_data, spec_in

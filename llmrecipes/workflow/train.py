@@ -14,7 +14,7 @@ from llmrecipes.launch.environment import threads as share
 from llmrecipes.launch.local import Grace, run_ranks
 from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.derive import Plan, default_world_size
-from llmrecipes.recipe.fixes import multiples
+from llmrecipes.recipe.degrees import multiples
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.wandb.sink import require_library
 from llmrecipes.train.spec import RunSpec

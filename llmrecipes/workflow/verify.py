@@ -17,7 +17,7 @@ from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
-from llmrecipes.recipe.scaled import Degree, Scaled, scaled
+from llmrecipes.recipe.proxy import Degree, Scaled, scaled
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.verify.result import PARAMETERS, REPLICAS, FirstDifference, FirstTensor, Result, first_differing_step
 from llmrecipes.verify.spec import Record, VerifySpec
@@ -108,7 +108,7 @@ def verify(
     train_layout(spread, plan.layout.world_size, cluster)
     result = _compare(recipe.name, alone, spread, cluster, _scaled(recipe, small, plan))
     (folder / "verify.json").write_text(json.dumps(result.as_record(), indent=2) + "\n", "utf-8")
-    from llmrecipes.verify.drawing import svg
+    from llmrecipes.verify.report import svg
 
     (folder / "verify.svg").write_text(svg(result, f"{recipe.name} on {plan.layout.world_size} ranks"), "utf-8")
     for records in (alone.folder, spread.folder):
@@ -165,8 +165,7 @@ def _alone(spec: VerifySpec, cluster: Cluster) -> None:
 
 
 def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster, degrees: Scaled) -> Result:
-    from llmrecipes.verify.observe import BEFORE, FINAL, GRADIENTS
-    from llmrecipes.verify.tensors import TensorDifference, differences
+    from llmrecipes.verify.observe import BEFORE, FINAL, GRADIENTS, TensorDifference, differences
 
     one, layout = Record.read(alone.folder), Record.read(spread.folder)
     final = differences(alone.folder / FINAL, spread.folder / FINAL)

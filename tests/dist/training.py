@@ -23,7 +23,7 @@ from llmrecipes.engine.registry import backend
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
-from llmrecipes.verify import replicas
+from llmrecipes.verify import observe
 from llmrecipes.verify.spec import ReplicaDifference
 from tests.dist.table import SAVED_AT, STEPS
 from tests.helpers import ROOMY, random_batches
@@ -189,10 +189,10 @@ def _run(engine: Engine, world: World, steps: int, consumed: int = 0) -> Outcome
         assert valid is not None
         weights = engine.weights()
         tensors = _whole_tensors(weights, world)
-        digests = replicas.gathered(replicas.digests(weights))
+        digests = observe.gathered(observe.digests(weights))
     if not world.is_first:
         return None
-    apart = replicas.first_difference(digests, STEPS)
+    apart = observe.first_replica_difference(digests, STEPS)
     return Outcome(
         [r.loss for r in results],
         [r.grad_norm or math.nan for r in results],

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from llmrecipes.bench import ranks
-from llmrecipes.bench.collectives import OPERATIONS, bus_factor
-from llmrecipes.bench.compare import compare
-from llmrecipes.bench.spec import BenchSpec, Collectives, RankSpeeds
+from llmrecipes.bench import measure
+from llmrecipes.bench.measure import OPERATIONS, bus_factor
+from llmrecipes.bench.results import BenchSpec, Collectives, RankSpeeds, compare
 from llmrecipes.cli.app import run
 from llmrecipes.data.prepare import prepare
 from llmrecipes.engine.megatron.platform.cpu import CpuPlatform
@@ -121,7 +120,7 @@ def test_ranks_that_slow_the_others_down_are_named(
 def test_every_rank_is_timed() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        found = ranks.measure(CpuPlatform(), 2)
+        found = measure.measure_ranks(CpuPlatform(), 2)
     finally:
         dist.destroy_process_group()
     assert len(found.hosts) == len(found.seconds) == 1 and found.seconds[0] > 0

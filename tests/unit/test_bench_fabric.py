@@ -18,14 +18,13 @@ import pytest
 from llmrecipes.bench.fabric import perftest
 from llmrecipes.bench.fabric.meeting import Meeting, Outcome, meet, require_sensible
 from llmrecipes.bench.fabric.node import Limits
-from llmrecipes.bench.fabric.pairs import rounds
-from llmrecipes.bench.fabric.result import Report, Transfer, judge
+from llmrecipes.bench.fabric.transfers import Report, Transfer, judge, rounds
 from llmrecipes.cli.app import run
 from llmrecipes.cli.render import fabric as render
 from llmrecipes.doctor.finding import Finding, fail
-from llmrecipes.hardware import adapters
-from llmrecipes.hardware.adapters import Port
+from llmrecipes.hardware import nics
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.nics import Port
 from llmrecipes.launch import rendezvous
 from llmrecipes.launch.rendezvous import joined
 from tests.refusals import refused, require_message
@@ -127,7 +126,7 @@ def ports_of(monkeypatch: pytest.MonkeyPatch, found: Callable[[str], list[Port]]
         name = threading.current_thread().name
         return found(name if name.startswith("127.") else "127.0.0.1")
 
-    monkeypatch.setattr(adapters, "ports", own)
+    monkeypatch.setattr(nics, "ports", own)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 2048])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.hardware import pods, profile
+from llmrecipes.hardware import profile
 from llmrecipes.hardware.cluster import Cluster, Gpu, peak_tflops
 from llmrecipes.hardware.load import clusters_dir, load_profile, names
 from llmrecipes.hardware.machine import machine, planned
@@ -90,7 +90,7 @@ def test_every_key_is_read_somewhere() -> None:
     package = Path(profile.__file__).parents[1]
     read: set[str] = set()
     for path in package.rglob("*.py"):
-        if path not in (Path(profile.__file__), Path(pods.__file__)):
+        if path not in (Path(profile.__file__), Path(profile.__file__)):
             for node in ast.walk(ast.parse(path.read_text("utf-8"))):
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                     read.add(node.attr)
@@ -102,10 +102,10 @@ def test_every_key_is_read_somewhere() -> None:
         profile.Link,
         profile.Adapters,
         profile.Slurm,
-        pods.Kubernetes,
-        pods.Toleration,
-        pods.Volume,
-        pods.ResourceClaim,
+        profile.Kubernetes,
+        profile.Toleration,
+        profile.Volume,
+        profile.ResourceClaim,
         profile.Measured,
     )
     assert [

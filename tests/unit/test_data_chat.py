@@ -27,9 +27,8 @@ from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.prepared import fingerprint
 from llmrecipes.data.rows import conversation
 from llmrecipes.data.templates import question
-from llmrecipes.recipe.chat import Chat
 from llmrecipes.recipe.rules import check
-from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
+from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer
 from tests.helpers import tiny
 from tests.refusals import refused
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.doctor import data, fabric, gpus, limits, network, nodes, storage, versions
+from llmrecipes.doctor import fabric, gpus, network, nodes, storage, versions
 from llmrecipes.doctor.finding import Finding
-from llmrecipes.hardware.adapters import ports
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.nics import ports
 from llmrecipes.hardware.profile import Adapters, Link, Profile
 from llmrecipes.launch.hosts import job_hosts, own_number
 from llmrecipes.launch.rendezvous import TOKEN
@@ -291,25 +291,25 @@ def test_error_counters_of_a_port(tmp_path: Path) -> None:
 
 
 def test_too_low_limits_are_reported() -> None:
-    low = limits.Limits(memlock_bytes=64 << 10, shared_bytes=64 << 20, open_files=256)
-    found = said(limits.check(low, H100, 8))
+    low = network.Limits(memlock_bytes=64 << 10, shared_bytes=64 << 20, open_files=256)
+    found = said(network.check_limits(low, H100, 8))
     assert found["fail locked memory"].startswith("64 KiB")
     assert "0.1 GiB in /dev/shm for 8 ranks" in found["warn shared memory"]
     assert "256" in found["warn open files"]
-    high = limits.Limits(memlock_bytes=None, shared_bytes=64 << 30, open_files=1 << 20)
-    assert said(limits.check(high, H100, 8)) == {}
+    high = network.Limits(memlock_bytes=None, shared_bytes=64 << 30, open_files=1 << 20)
+    assert said(network.check_limits(high, H100, 8)) == {}
 
 
 def test_limits_are_those_of_this_process() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
     try:
-        here = limits.read()
+        here = network.read_limits()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert here.open_files == 300
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    unlimited = locked == resource.RLIM_INFINITY or limits._may_lock(limits.PROCESS)
+    unlimited = locked == resource.RLIM_INFINITY or network._may_lock(network.PROCESS)
     assert here.memlock_bytes == (None if unlimited else locked)
     free = shutil.disk_usage("/dev/shm").free
     assert here.shared_bytes == pytest.approx(free, abs=256 << 20)  # other processes use it at the same time
@@ -358,13 +358,13 @@ def test_directories(tmp_path: Path) -> None:
 
 def test_data_that_is_missing_or_unequal(tmp_path: Path) -> None:
     recipe = tiny_on(tmp_path / "nowhere")
-    found = said(data.check(recipe, tmp_path))
+    found = said(storage.check_data(recipe, tmp_path))
     assert "warn data" in found
     assert any(name.startswith("fail source") for name in found)
     for number, lines in enumerate((1, 1, 200)):
         (tmp_path / f"{number}.jsonl").write_text('{"text": "words"}\n' * lines, "utf-8")
     sources = {"sources": [{"type": "jsonl", "path": f"{tmp_path}/*.jsonl"}]}
-    found = said(data.check(tiny_on(tmp_path, data=sources), tmp_path))
+    found = said(storage.check_data(tiny_on(tmp_path, data=sources), tmp_path))
     assert any("200 times the median size" in what for what in found.values())
 
 
@@ -493,8 +493,8 @@ def test_the_capability_lifts_the_limit_of_locked_memory(tmp_path: Path) -> None
     status = tmp_path / "status"
     for effective, may in (("0000000000004000", True), ("0000000000000000", False), ("000001ffffffffff", True)):
         status.write_text(f"Name:\tpython\nCapPrm:\t0\nCapEff:\t{effective}\n")
-        assert limits._may_lock(status) is may
-    assert limits._may_lock(tmp_path / "none") is False
+        assert network._may_lock(status) is may
+    assert network._may_lock(tmp_path / "none") is False
 
 
 def test_a_pod_of_a_run_that_is_done_waits_for_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

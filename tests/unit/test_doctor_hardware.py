@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.doctor import differing, gpudirect, gpus, kernel, nvlink, roce, storage
+from llmrecipes.doctor import fabric, gpus, nodes, storage
 from llmrecipes.doctor.finding import Finding, ok
-from llmrecipes.hardware.adapters import Port
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.nics import Port
 from llmrecipes.units import GIB
 
 H100 = load_profile("h100-ib")
@@ -41,20 +41,20 @@ KMSG = """\
 
 def test_xid_errors_are_read_from_the_kernels_log(tmp_path: Path) -> None:
     (tmp_path / "kmsg").write_text(KMSG, "utf-8")
-    log = kernel.records(tmp_path / "kmsg")
-    found = list(kernel.check(log, now=7_980.0))
+    log = gpus.kernel_records(tmp_path / "kmsg")
+    found = list(gpus.check_kernel_log(log, now=7_980.0))
     assert [each.status for each in found] == ["fail", "warn"]  # 31 is the program's
     assert all(word in found[0].what for word in ("Xid 79", "0000:18:00", "2 times", "12 min"))
     assert "reboot" in found[0].fix
     assert all(word in found[1].what for word in ("Xid 92", "0000:b9:00"))
     # The log keeps what has been mended since.
-    assert {each.status for each in kernel.check(log, now=7_980.0 + 3 * 86400)} == {"warn"}
-    assert [each.status for each in kernel.check(["6,1,1,-;usb 1-1: new device"], 10.0)] == ["ok"]
+    assert {each.status for each in gpus.check_kernel_log(log, now=7_980.0 + 3 * 86400)} == {"warn"}
+    assert [each.status for each in gpus.check_kernel_log(["6,1,1,-;usb 1-1: new device"], 10.0)] == ["ok"]
 
 
 def test_a_kernel_log_that_cannot_be_read_is_no_fault(tmp_path: Path) -> None:
-    assert kernel.records(tmp_path / "none") is None
-    assert [each.status for each in kernel.check(None, 10.0)] == ["skip"]
+    assert gpus.kernel_records(tmp_path / "none") is None
+    assert [each.status for each in gpus.check_kernel_log(None, 10.0)] == ["skip"]
 
 
 # -- GPUs ------------------------------------------------------------------------------------------------------------
@@ -114,14 +114,17 @@ def links(*states: str) -> str:
 
 def test_nvlinks_that_are_down() -> None:
     up, one_down = "1" * 18, "1" * 17 + "0"
-    assert said(nvlink.check(nvlink.parse(links(up, up)), H100)) == {}
-    found = said(nvlink.check(nvlink.parse(links(up, one_down)), H100))
+    assert said(gpus.check_nvlink(gpus.parse_nvlink(links(up, up)), H100)) == {}
+    found = said(gpus.check_nvlink(gpus.parse_nvlink(links(up, one_down)), H100))
     assert found == {"fail gpu 1": "17 of 18 NVLinks are up, but 18 of another GPU"}
-    assert list(said(nvlink.check(nvlink.parse(links(one_down, one_down)), H100))) == ["warn gpu 0", "warn gpu 1"]
-    assert "fail NVLink" in said(nvlink.check(nvlink.parse(links("0" * 18, "0" * 18)), H100))
-    assert said(nvlink.check(nvlink.parse(links("0" * 12)), load_profile("ethernet"))) == {}
+    assert list(said(gpus.check_nvlink(gpus.parse_nvlink(links(one_down, one_down)), H100))) == [
+        "warn gpu 0",
+        "warn gpu 1",
+    ]
+    assert "fail NVLink" in said(gpus.check_nvlink(gpus.parse_nvlink(links("0" * 18, "0" * 18)), H100))
+    assert said(gpus.check_nvlink(gpus.parse_nvlink(links("0" * 12)), load_profile("ethernet"))) == {}
     unsupported = "GPU 0: NVIDIA RTX A4000 (UUID: GPU-aaaa)\nNVML: Unable to retrieve Nvlink information\n"
-    assert nvlink.parse(unsupported) == [(0, 0)]
+    assert gpus.parse_nvlink(unsupported) == [(0, 0)]
 
 
 # -- GPUDirect -------------------------------------------------------------------------------------------------------
@@ -151,10 +154,10 @@ def test_adapters_reach_gpu_memory_by_peermem_or_dma_buf(
     version = tmp_path / "version"
     if driver:
         version.write_text(driver, "ascii")
-    here = gpudirect.support(tmp_path / "module", version, release)
-    (found,) = gpudirect.check(here, H100)
+    here = fabric.support(tmp_path / "module", version, release)
+    (found,) = fabric.check_gpudirect(here, H100)
     assert found.status == status and (found.fix or status != "fail")
-    assert list(gpudirect.check(here, LAPTOP)) == []
+    assert list(fabric.check_gpudirect(here, LAPTOP)) == []
 
 
 def bridge(port_type: int, acs: int | None) -> bytes:
@@ -196,10 +199,10 @@ def test_access_control_that_redirects_gpudirect(
     listed = tmp_path / "bus"
     listed.mkdir()
     (listed / device.name).symlink_to(device)
-    (found,) = gpudirect.access_control(listed)
+    (found,) = fabric.access_control(listed)
     assert found.status == status
     (folder / "config").write_bytes(bridge(*ports[-1])[:64])  # what others than root can read
-    assert next(iter(gpudirect.access_control(listed))).status == "skip"
+    assert next(iter(fabric.access_control(listed))).status == "skip"
 
 
 # -- RoCE ------------------------------------------------------------------------------------------------------------
@@ -213,7 +216,8 @@ def test_roce_addresses_and_packet_sizes(tmp_path: Path) -> None:
     net = tmp_path / "net" / "net1"
     local = "fe80:0000:0000:0000:9cbb:b7ff:feb3:937a"
     gids = {
-        "0": (local, "IB/RoCE v1"), "1": (local, "RoCE v2"), "2": (V2[0], "IB/RoCE v1"), "3": V2, "4": (roce.EMPTY, ""),
+        "0": (local, "IB/RoCE v1"), "1": (local, "RoCE v2"), "2": (V2[0], "IB/RoCE v1"), "3": V2,
+        "4": (fabric.EMPTY_GID, ""),
     }  # fmt: skip
     for name in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
         (port / name).mkdir(parents=True)
@@ -226,7 +230,7 @@ def test_roce_addresses_and_packet_sizes(tmp_path: Path) -> None:
 
     def found(**user: str) -> dict[str, str]:
         ports = [Port("mlx5_0/1", "ACTIVE", 25, "Ethernet")]
-        return said(roce.check(ports, ROCE, user, tmp_path / "infiniband", tmp_path / "net"))
+        return said(fabric.check_roce(ports, ROCE, user, tmp_path / "infiniband", tmp_path / "net"))
 
     assert found() == {}  # the profile has index 3
     assert found(NCCL_IB_GID_INDEX="2") == {"fail RoCE mlx5_0/1": "GID 2 is of IB/RoCE v1, not RoCE v2"}
@@ -234,7 +238,7 @@ def test_roce_addresses_and_packet_sizes(tmp_path: Path) -> None:
     assert "warn RoCE mlx5_0/1" in found(NCCL_IB_GID_INDEX="1")
     (net / "mtu").write_text("1500\n", "ascii")
     assert "1500" in found()["warn RoCE mlx5_0/1"]
-    assert said(roce.check([], H100, {})) == {}
+    assert said(fabric.check_roce([], H100, {})) == {}
 
 
 # -- several nodes, and storage --------------------------------------------------------------------------------------
@@ -245,16 +249,16 @@ def test_versions_that_differ_between_nodes(tmp_path: Path) -> None:
         versions = {"torch": "2.13.0+cu130", "nvidia-nccl-cu13": "2.28.3", "driver": "580.95.05"} | changes
         return replace(ok("software", "; ".join(f"{name} = {text}" for name, text in versions.items())), node=node)
 
-    assert list(differing.differing([on("n1"), on("n2")])) == []
+    assert list(nodes.differing([on("n1"), on("n2")])) == []
     odd = on("n3", **{"driver": "535.104.05", "nvidia-nccl-cu13": "2.27.5"})
-    found = list(differing.differing([on("n1"), on("n2"), odd]))
+    found = list(nodes.differing([on("n1"), on("n2"), odd]))
     assert {(each.node, each.status) for each in found} == {("n3", "warn"), ("n3", "fail")}
     assert "driver 535.104.05, but 580.95.05 on 2 of 3 nodes" in said(found)["warn software"]
     for adapter, version in (("mlx5_0", "28.39.1002"), ("mlx5_1", "28.39.1002"), ("mlx5_2", "28.36.1010")):
         (tmp_path / adapter).mkdir()
         (tmp_path / adapter / "fw_ver").write_text(f"{version}\n", "ascii")
-    assert differing.firmware(tmp_path) == ["28.36.1010", "28.39.1002"]
-    own = differing.inventory({"torch": "2.13.0"}, None)
+    assert nodes.firmware(tmp_path) == ["28.36.1010", "28.39.1002"]
+    own = nodes.inventory({"torch": "2.13.0"}, None)
     assert "torch = 2.13.0" in own.what and "Linux = " in own.what
 
 

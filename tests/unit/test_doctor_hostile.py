@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.doctor import fabric, gpudirect, gpus, kernel, network, nodes, nvlink, roce, storage, versions
+from llmrecipes.doctor import fabric, gpus, network, nodes, storage, versions
 from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware import nvidia
-from llmrecipes.hardware.adapters import ports
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.nics import ports
 from llmrecipes.launch import rendezvous
 from tests.refusals import refused
 from tests.unit.test_doctor import adapter, report, said
@@ -76,8 +76,8 @@ def findings_of_gpus(text: str) -> list[Finding]:
 def test_damaged_outputs_of_programs_are_findings(seed: int) -> None:
     found = findings_of_gpus(mangled(report(), seed))
     assert found
-    list(nvlink.check(nvlink.parse(mangled(NVLINKS, seed)), H100))
-    list(kernel.check(mangled(KMSG, seed).splitlines(), 8000.0))
+    list(gpus.check_nvlink(gpus.parse_nvlink(mangled(NVLINKS, seed)), H100))
+    list(gpus.check_kernel_log(mangled(KMSG, seed).splitlines(), 8000.0))
     list(versions.check({"torch": "2.13.0"}, (3, 11), mangled("580.95.05", seed), 8, {}, mangled("13.0", seed)))
 
 
@@ -92,7 +92,7 @@ def test_damaged_files_of_the_kernel_are_findings(seed: int, tmp_path: Path) -> 
     chance.choice(files).unlink(missing_ok=True)
     for profile in (H100, ROCE, None):
         list(fabric.check(ports(tmp_path), profile, {}))
-        list(roce.check(ports(tmp_path), profile, {}, tmp_path, tmp_path))
+        list(fabric.check_roce(ports(tmp_path), profile, {}, tmp_path, tmp_path))
 
 
 def test_a_report_that_is_cut_off_is_no_pass() -> None:
@@ -119,8 +119,8 @@ def test_another_jobs_process_does_not_make_the_report_unreadable() -> None:
 
 def test_an_xid_of_a_gpu_that_was_reset_or_is_another_jobs_does_not_fail_the_node() -> None:
     log, now = KMSG.splitlines(), 7_980.0
-    assert "fail kernel log" in said(kernel.check(log, now))
-    assert set(said(kernel.check(log, now, {"0000:18:00"}))) == {"warn kernel log"}
+    assert "fail kernel log" in said(gpus.check_kernel_log(log, now))
+    assert set(said(gpus.check_kernel_log(log, now, {"0000:18:00"}))) == {"warn kernel log"}
     assert nvidia.pci_address("00000000:1B:00.0") == "0000:1b:00.0"
     action = "<gpu_recovery_action>Drain and Reset</gpu_recovery_action>"
     asks = report().replace("<product_name>", f"{action}<product_name>", 1)
@@ -129,9 +129,9 @@ def test_an_xid_of_a_gpu_that_was_reset_or_is_another_jobs_does_not_fail_the_nod
 
 def test_bridges_between_some_gpus_do_not_fail_a_site_without_nvlink() -> None:
     links = [(4, 4), (4, 4), (0, 4), (0, 4)]
-    assert [each.status for each in nvlink.check(links, load_profile("ethernet"))] == ["warn", "warn"]
-    assert [each.status for each in nvlink.check(links, H100)] == ["fail", "fail"]
-    assert list(nvlink.check(links, H100, own={0, 1})) == []
+    assert [each.status for each in gpus.check_nvlink(links, load_profile("ethernet"))] == ["warn", "warn"]
+    assert [each.status for each in gpus.check_nvlink(links, H100)] == ["fail", "fail"]
+    assert list(gpus.check_nvlink(links, H100, own={0, 1})) == []
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_linux_of_any_name(tmp_path: Path) -> None:
     driver = tmp_path / "version"
     driver.write_bytes(b"NVRM version: NVIDIA UNIX Open Kernel Module \xff\n")
     for release, kernel_version in (("6", (6, 0)), ("6.8.0-rc1+", (6, 8)), ("custom", (0, 0))):
-        assert gpudirect.support(tmp_path, driver, release).kernel == kernel_version
+        assert fabric.support(tmp_path, driver, release).kernel == kernel_version
 
 
 NUMBERED = [

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.doctor import zero
+from llmrecipes.doctor import versions
 from llmrecipes.engine.deepspeed.swap import swap_files
 from llmrecipes.engine.requirements import require_packages
-from llmrecipes.hardware import operators, torch_build
+from llmrecipes.hardware import builds
 from llmrecipes.hardware.cluster import Gpu
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules import check
@@ -36,7 +36,7 @@ def with_zero(corpus: Path, **keys: object) -> Recipe:
 def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed as not installed."""
     found: Found = importlib.util.find_spec
-    for module in ("llmrecipes.engine.requirements", "llmrecipes.hardware.operators"):
+    for module in ("llmrecipes.engine.requirements", "llmrecipes.hardware.builds"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == "deepspeed" else found(name))
 
 
@@ -50,7 +50,7 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return importlib.util.spec_from_file_location(name, tmp_path / name / "__init__.py")  # type: ignore[return-value]
 
     monkeypatch.setattr("llmrecipes.engine.requirements.find_spec", spec)
-    monkeypatch.setattr("llmrecipes.hardware.operators.find_spec", spec)
+    monkeypatch.setattr("llmrecipes.hardware.builds.find_spec", spec)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     for name in ("CXX", "CFLAGS", "LDFLAGS"):
         monkeypatch.delenv(name, raising=False)
@@ -126,12 +126,12 @@ def test_what_offload_cannot_compile_is_refused(
     recipe = with_zero(corpus, **offload)
     with refused(key, rule=token):
         require_packages(recipe)
-    (finding,) = [each for each in zero.check("0.19.8", recipe) if each.status == "fail"]
+    (finding,) = [each for each in versions.check_zero("0.19.8", recipe) if each.status == "fail"]
     assert key in finding.what and token in finding.fix
     record = "installed_ops={'async_io': 1, 'cpu_adam': True, 'fused_adam': False}\naccelerator_name='cpu'\n"
     (shown / "git_version_info_installed.py").write_text(record)
     require_packages(recipe)
-    assert [each.status for each in zero.check("0.19.8", recipe)] == ["ok", "ok", "ok"]
+    assert [each.status for each in versions.check_zero("0.19.8", recipe)] == ["ok", "ok", "ok"]
 
 
 def test_offload_to_nvme_needs_a_fast_local_disk(shown: Path, corpus: Path, tmp_path: Path) -> None:
@@ -160,12 +160,12 @@ def test_runs_on_one_node_do_not_share_files_of_offload(tmp_path: Path) -> None:
 
 def test_headers_and_a_writable_folder_are_needed(shown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", tools(tmp_path / "bin", ninja="", c__=COMPILER.format(libaio=0)))
-    assert operators.obstacle(operators.ASYNC_IO) is None
+    assert builds.operator_obstacle(builds.ASYNC_IO) is None
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/proc/self/built")
-    found = operators.obstacle(operators.CPU_ADAM)
+    found = builds.operator_obstacle(builds.CPU_ADAM)
     assert found and "TORCH_EXTENSIONS_DIR" in found.fix
     (tmp_path / "torch" / "include").rmdir()
-    found = operators.obstacle(operators.CPU_ADAM)
+    found = builds.operator_obstacle(builds.CPU_ADAM)
     assert found and "torch" in found.what and found.fix
 
 
@@ -175,18 +175,18 @@ def test_ninja_of_an_environment_that_is_not_activated_is_found(
     scripts = tools(tmp_path / "scripts", ninja="")
     monkeypatch.setattr(sysconfig, "get_path", lambda _name: scripts)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert operators.search_path() == f"{tmp_path}{os.pathsep}{scripts}"
-    monkeypatch.setenv("PATH", operators.search_path())
-    assert operators.search_path() == os.environ["PATH"]
+    assert builds.search_path() == f"{tmp_path}{os.pathsep}{scripts}"
+    monkeypatch.setenv("PATH", builds.search_path())
+    assert builds.search_path() == os.environ["PATH"]
 
 
 def test_the_doctor_does_not_require_deepspeed(corpus: Path) -> None:
-    assert [each.status for each in zero.check(None, tiny_on(corpus))] == ["skip"]
+    assert [each.status for each in versions.check_zero(None, tiny_on(corpus))] == ["skip"]
 
 
 @pytest.mark.usefixtures("hidden")
 def test_the_doctor_fails_a_recipe_whose_engine_is_missing(corpus: Path) -> None:
-    (finding,) = [each for each in zero.check(None, with_zero(corpus)) if each.status == "fail"]
+    (finding,) = [each for each in versions.check_zero(None, with_zero(corpus)) if each.status == "fail"]
     assert "deepspeed" in finding.what and "setup-zero" in finding.fix
 
 
@@ -196,16 +196,16 @@ def test_a_cpu_build_of_torch_is_refused_on_gpus_before_data_is_prepared(
     recipe = write_recipe(tiny_on(corpus), tmp_path)
     data = tmp_path / "data"
     gpu = Gpu("NVIDIA H100 80GB HBM3", 80 << 30, 79 << 30, None)
-    monkeypatch.setattr(torch_build, "visible_gpus", lambda: (gpu,) * 8)
-    monkeypatch.setattr(torch_build.metadata, "version", lambda _: "2.13.0+cpu")
-    monkeypatch.setattr(torch_build, "cuda_version", lambda: None)
+    monkeypatch.setattr(builds, "visible_gpus", lambda: (gpu,) * 8)
+    monkeypatch.setattr(builds.metadata, "version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr(builds, "cuda_version", lambda: None)
     assert run(["train", recipe, "--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data)]) == 2
     require_message(capfd.readouterr().err, "torch.cuda", rule=("8", "2.13.0+cpu", "LOCK=py311-cuda"))
     assert not data.exists() and not (tmp_path / "runs").exists()
     # NVIDIA's own build: its version names no CUDA.
-    monkeypatch.setattr(torch_build.metadata, "version", lambda _: "2.13.0a0+8145d630e8.nv26.06")
-    monkeypatch.setattr(torch_build, "cuda_version", lambda: "13.0")
-    torch_build.require_gpu_build()
+    monkeypatch.setattr(builds.metadata, "version", lambda _: "2.13.0a0+8145d630e8.nv26.06")
+    monkeypatch.setattr(builds, "cuda_version", lambda: "13.0")
+    builds.require_gpu_build()
 
 
 @pytest.mark.parametrize(
@@ -222,10 +222,10 @@ def test_torchs_cuda_is_read_from_its_version_file(tmp_path: Path, line: str, cu
     """The file is generated by torch's tools/generate_torch_version.py; this is the one of 2.13, shortened."""
     file = tmp_path / "version.py"
     file.write_text(f"from typing import Optional\n__version__ = '2.13.0a0+8145d630e8.nv26.06'\n{line}\n", "utf-8")
-    assert torch_build.cuda_of(file) == cuda
+    assert builds.cuda_of(file) == cuda
 
 
 def test_the_installed_torch_says_the_same_as_its_file() -> None:
     import torch
 
-    assert torch_build.cuda_version() == torch.version.cuda
+    assert builds.cuda_version() == torch.version.cuda

@@ -25,8 +25,8 @@ from llmrecipes.data.marked import SPECIAL
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.plan.check import fitted
 from llmrecipes.plan.derive import LEAST_HEADROOM, derive
-from llmrecipes.plan.fitting import fitted
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Parallelism

@@ -14,7 +14,7 @@ import typer.main
 import yaml
 
 from llmrecipes.cli.app import app
-from llmrecipes.hardware import pods
+from llmrecipes.hardware import profile
 from llmrecipes.hardware.load import load_profile, names
 from llmrecipes.launch.base import PlannedForCluster, Submission
 from llmrecipes.launch.hosts import job_hosts
@@ -37,7 +37,7 @@ QUEUE = Path(__file__).parents[2] / "k8s" / "queue" / "queue.yaml"
 def planned(cluster: str, nodes: int = 2, ranks_per_node: int | None = None, **kubernetes: Any) -> PlannedForCluster:
     """A small recipe on a site, with changes to the site's section `kubernetes`."""
     found = plan_for("gpt-tiny", SMALL, cluster, nodes, ranks_per_node)
-    wanted = pods.Kubernetes.model_validate(
+    wanted = profile.Kubernetes.model_validate(
         {**found.profile.kubernetes.model_dump(exclude_defaults=True), **kubernetes}
     )
     return replace(found, profile=found.profile.model_copy(update={"kubernetes": wanted}))

@@ -12,7 +12,7 @@ from llmrecipes.engine.base import Implementation, Progress
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.table import rows
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.scaled import scaled
+from llmrecipes.recipe.proxy import scaled
 from llmrecipes.train.reporting import describe
 from llmrecipes.verify.report import layout_words
 from llmrecipes.verify.result import Result

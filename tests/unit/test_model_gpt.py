@@ -22,7 +22,7 @@ from llmrecipes.engine.megatron.model.config import transformer_config
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 from llmrecipes.engine.megatron.model.spec import choose
 from llmrecipes.engine.megatron.versions import SENDS_BEFORE_FREEING
-from llmrecipes.hardware import transformer_engine
+from llmrecipes.hardware import builds
 from llmrecipes.plan.derive import derive
 from tests.helpers import LLAMA, MODEL, ROOMY, ROOT, built, engine_of, environment, steps, tiny
 from tests.refusals import refused
@@ -153,10 +153,10 @@ def broken(tmp_path: Path) -> Iterator[Path]:
     package = tmp_path / "broken" / "transformer_engine"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise OSError('libcublas.so.99: cannot open shared object file')\n")
-    transformer_engine.obstacle.cache_clear()
+    builds.transformer_engine_obstacle.cache_clear()
     yield package.parent
     sys.modules.pop("transformer_engine", None)
-    transformer_engine.obstacle.cache_clear()
+    builds.transformer_engine_obstacle.cache_clear()
 
 
 def test_auto_survives_a_broken_transformer_engine_and_tells_why(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.model import config as engine_config
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.table import rows
-from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Parallelism, Recipe
+from llmrecipes.recipe.shape import mup
 from tests.helpers import LLAMA, ROOMY, engine_of, steps, tiny
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from llmrecipes.cli import app as cli
-from llmrecipes.hardware.adapters import Port
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nccl_log import fault, log_of, proving, read, shown
+from llmrecipes.hardware.nics import Port
 from llmrecipes.launch.environment import FABRIC, environment
 from llmrecipes.train import nccl_output, network
 from llmrecipes.train.network import Report, judge, report

@@ -15,10 +15,9 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import default_world_size, derive
-from llmrecipes.plan.flops import flops_per_token
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import GIB, Memory, estimate
-from llmrecipes.plan.parameters import count
+from llmrecipes.plan.parameters import count, flops_per_token
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Model, Recipe

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.recipe.document import MAX_DEPTH
-from llmrecipes.recipe.files import MAX_SHOWN
+from llmrecipes.recipe.document import MAX_DEPTH, MAX_SHOWN
 from llmrecipes.recipe.load import Loaded, load, names, recipe_hash, recipes_dir, short, to_yaml
 from llmrecipes.recipe.proxy import proxy
 from tests.refusals import has_token, refused

@@ -15,9 +15,8 @@ from llmrecipes.nested import leaves
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
-from llmrecipes.recipe.proxy import proxy
+from llmrecipes.recipe.proxy import proxy, scaled
 from llmrecipes.recipe.rules import check
-from llmrecipes.recipe.scaled import scaled
 from llmrecipes.recipe.schema import Recipe
 
 GIB = 1 << 30

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.recipe.hints import hint
-from llmrecipes.recipe.keys import keys
+from llmrecipes.recipe.keys import generated, hint, json_schema, keys, reference
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.reference import generated, json_schema, reference
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
 

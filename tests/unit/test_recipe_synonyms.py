@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.recipe.hints import hint
-from llmrecipes.recipe.keys import keys
+from llmrecipes.recipe.keys import hint, keys
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.overrides import parse_override
 from llmrecipes.recipe.synonyms import NOTES, SAME, SYNONYMS

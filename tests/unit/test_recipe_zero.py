@@ -14,8 +14,7 @@ from llmrecipes.recipe.keys import keys
 from llmrecipes.recipe.load import load, to_yaml
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.zero import Zero
-from llmrecipes.recipe.zero_extra import DETERMINED, INSIDE
+from llmrecipes.recipe.zero import DETERMINED, INSIDE, Zero
 from tests.refusals import has_token, refused
 
 NAME = "gpt-tiny"

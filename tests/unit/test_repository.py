@@ -237,6 +237,40 @@ def test_modules_are_small() -> None:
     assert not {name: length for name, length in lengths.items() if length > limits.get(name, 500)}
 
 
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    arguments = node.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    return {argument.arg for argument in every if argument is not None}
+
+
+def documented(docstring: str) -> list[str]:
+    """Names in the section `Args:`; a line may have several, with commas."""
+    section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE)
+    heads = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*):", section[1], re.MULTILINE) if section else []
+    return [name.strip(" *") for head in heads for name in head.split(",")]
+
+
+def test_documented_arguments_exist() -> None:
+    """Of functions in their signature, of classes among their fields or the parameters of `__init__`."""
+    wrong, number = [], 0
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names = parameters_of(node)
+            elif isinstance(node, ast.ClassDef):
+                fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+                names = {field.id for field in fields if isinstance(field, ast.Name)}
+                methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
+                names |= {name for method in methods if method.name == "__init__" for name in parameters_of(method)}
+            else:
+                continue
+            listed = documented(ast.get_docstring(node) or "")
+            number += len(listed)
+            wrong += [f"{relative(path)}:{node.lineno}: {node.name}: {name}" for name in listed if name not in names]
+    assert number > 100, "no section was seen: this test has gone blind"
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)
 def test_lock_pins_and_hashes_everything(lock: Path) -> None:
     text = lock.read_text()

@@ -481,7 +481,7 @@ def test_the_prolog_drains_a_node_whose_gpu_hangs(lab: Lab, python: str, smi: st
 def test_the_prolog_waits_longer_than_the_doctor_does_for_nvidia_smi(lab: Lab) -> None:
     program(lab.programs, "timeout", 'echo "$*" >&2; exit 1')
     limit = float(prolog(lab, "exit 0", None).stderr.split()[2])
-    assert limit > 30 + 20  # doctor.gpus.query and doctor.nvlink.query
+    assert limit > 30 + 20  # doctor.gpus: query and query_nvlink
 
 
 def test_the_prolog_checks_the_gpus_of_its_job_only(lab: Lab) -> None:

@@ -12,8 +12,7 @@ from llmrecipes.engine.megatron import random_states
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.scaled import scaled
+from llmrecipes.recipe.proxy import proxy, scaled
 from llmrecipes.workflow.smoke import SmokeResult
 from tests.helpers import ROOMY, tiny, tiny_on, write_recipe
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from llmrecipes.hardware.adapters import SYSTEM, Port
 from llmrecipes.hardware.binding import parse_ranges, ranges
 from llmrecipes.hardware.cluster import allowed_cpus
+from llmrecipes.hardware.nics import SYSTEM, Port
 
 What = Literal["latency", "bandwidth"]
 PROGRAMS: dict[What, str] = {"latency": "ib_send_lat", "bandwidth": "ib_write_bw"}
@@ -63,7 +63,6 @@ def command(what: What, local: Local, seconds: float, tcp: int, peer: str | None
     """The command line of one end.
 
     Args:
-        what: to be measured.
         local: port of this node.
         seconds: of the bandwidth.
         tcp: on which the receiver listens.
@@ -99,7 +98,6 @@ class Process:
     """A running program; `timeout` ends it even if this process is gone, because over a cut link it may wait forever.
 
     Args:
-        words: command line.
         limit: seconds.
     """
 
@@ -138,9 +136,9 @@ def failure(output: str) -> str:
     if _NO_CLOCK in output:
         return NO_CLOCK
     if "#bytes" in output:
-        return "perftest has measured nothing"
+        return "perftest produced no result"
     lines = [line.strip() for line in output.splitlines() if re.search(r"[A-Za-z]", line)]
-    return lines[-1][:200] if lines else "perftest ended without a word"
+    return lines[-1][:200] if lines else "perftest exited without output"
 
 
 def free_ports(count: int) -> list[int]:

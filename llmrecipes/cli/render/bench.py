@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from llmrecipes.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
-    from llmrecipes.bench.compare import Comparison
-    from llmrecipes.bench.spec import Collectives, RankSpeeds
+    from llmrecipes.bench.results import Collectives, Comparison, RankSpeeds
 
 
 def bandwidths(found: Collectives) -> str:
@@ -30,7 +29,7 @@ def bandwidths(found: Collectives) -> str:
 
 def rank_speeds(found: RankSpeeds) -> str:
     """The speeds of all ranks in one line, and one for each that is slow."""
-    from llmrecipes.bench.compare import slow_ranks
+    from llmrecipes.bench.results import slow_ranks
 
     speeds = [found.flops / seconds / 1e12 for seconds in found.seconds]
     middle = statistics.median(speeds)
@@ -44,7 +43,7 @@ def rank_speeds(found: RankSpeeds) -> str:
 
 def comparison(name: str, compared: list[Comparison]) -> str:
     """Results below those of the profile, one line each."""
-    from llmrecipes.bench.compare import LEAST
+    from llmrecipes.bench.results import LEAST
     from llmrecipes.hardware.profile import LINK_BYTES
 
     if not compared:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from llmrecipes.bench.compare import LEAST
-from llmrecipes.bench.fabric.pairs import Kind
-from llmrecipes.bench.fabric.result import percent
+from llmrecipes.bench.fabric.transfers import Kind, percent
+from llmrecipes.bench.results import LEAST
 from llmrecipes.cli.render.table import aligned
 
 if TYPE_CHECKING:
-    from llmrecipes.bench.fabric.result import Report, Transfer
+    from llmrecipes.bench.fabric.transfers import Report, Transfer
 
 SHOWN = 24
 """Transfers and findings that are printed; 16,384 GPUs have tens of thousands."""

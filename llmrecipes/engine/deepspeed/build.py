@@ -27,8 +27,8 @@ from llmrecipes.engine.megatron.model.mup import hidden_group, is_hidden
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.document import clip
-from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.schema import Recipe, Zero
+from llmrecipes.recipe.shape import mup
 
 
 def build(

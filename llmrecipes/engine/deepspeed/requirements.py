@@ -7,8 +7,8 @@ from pathlib import Path
 
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.builds import ASYNC_IO, CPU_ADAM, operator_obstacle
 from llmrecipes.hardware.disk import unfit_for_offload
-from llmrecipes.hardware.operators import ASYNC_IO, CPU_ADAM, obstacle
 from llmrecipes.recipe.schema import Recipe, Zero
 
 
@@ -67,7 +67,7 @@ def _operators(zero: Zero) -> Iterator[tuple[str, str]]:
 
 
 def _require_operator(key: str, operator: str) -> None:
-    found = obstacle(operator)
+    found = operator_obstacle(operator)
     if found is not None:
         raise UserError(
             f"needs DeepSpeed's {operator}, but {found.what}",

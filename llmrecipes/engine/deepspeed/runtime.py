@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from llmrecipes.engine.base import Platform
-from llmrecipes.hardware.operators import search_path
+from llmrecipes.hardware.builds import search_path
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _MPU = {

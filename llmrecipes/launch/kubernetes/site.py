@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from llmrecipes.hardware.pod_rules import CHANNEL
-from llmrecipes.hardware.pods import PAGES, Kubernetes, ResourceClaim, Volume, mebibytes
-from llmrecipes.hardware.profile import Profile, Slurm
+from llmrecipes.hardware.load import CHANNEL
+from llmrecipes.hardware.profile import PAGES, Kubernetes, Profile, ResourceClaim, Slurm, Volume, mebibytes
 
 INTERFACE = re.compile(r"_(IFNAME|CTRL_DEV)$")
 """Ends of the variables that name network interfaces, of NCCL, gloo, TensorPipe and Google's plugins."""

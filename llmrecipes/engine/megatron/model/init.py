@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from llmrecipes.engine.megatron.model import lora, philox
-from llmrecipes.recipe.mup import mup
 from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.shape import mup
 
 OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 EMBEDDINGS = ("word_embeddings.weight", "position_embeddings.weight")

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from llmrecipes.recipe.adapters import EXPERTS, is_target
-from llmrecipes.recipe.lora import Lora
+from llmrecipes.recipe.schema import Lora
 
 SUFFIX = "_lora"
 """Follows the name of a layer in that of its adapter."""

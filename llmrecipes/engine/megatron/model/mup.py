@@ -13,8 +13,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
 from llmrecipes.engine.megatron import versions
-from llmrecipes.recipe.mup import Mup, mup
 from llmrecipes.recipe.schema import Model, Optimizer
+from llmrecipes.recipe.shape import Mup, mup
 
 
 def own_mup(model: Model) -> Mup | None:

@@ -18,7 +18,7 @@ from llmrecipes.engine.megatron.model.attention import SdpaCoreAttention
 from llmrecipes.engine.megatron.model.latent import LatentAttention
 from llmrecipes.engine.megatron.model.norm import TorchNorm
 from llmrecipes.errors import UserError
-from llmrecipes.hardware import transformer_engine
+from llmrecipes.hardware.builds import transformer_engine_obstacle
 
 Implementation = Literal["transformer_engine", "local"]
 
@@ -58,7 +58,7 @@ def _transformer_engine_obstacle() -> str | None:
         return "no GPU"
     if torch.cuda.get_device_capability() < MINIMUM_CAPABILITY:
         return f"{torch.cuda.get_device_name()} is older than compute capability 8.0"
-    return transformer_engine.obstacle()
+    return transformer_engine_obstacle()
 
 
 def block_spec(

@@ -10,8 +10,8 @@ import torch
 from llmrecipes.engine.base import Platform
 from llmrecipes.errors import UserError
 from llmrecipes.hardware import nvidia
+from llmrecipes.hardware.builds import unusable
 from llmrecipes.hardware.cluster import visible_gpus
-from llmrecipes.hardware.torch_build import unusable
 
 NVIDIA_SMI_SECONDS = 20.0
 

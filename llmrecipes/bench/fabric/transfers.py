@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from llmrecipes.bench.compare import LEAST
-from llmrecipes.bench.fabric.pairs import Kind
 from llmrecipes.bench.fabric.perftest import What
+from llmrecipes.bench.results import LEAST
 from llmrecipes.doctor.finding import Finding, bad_nodes, fail, warn
 
 End = tuple[str, str]
@@ -93,10 +92,8 @@ def judge(
     A port is to blame if nothing with it worked: a good one is fine with its other neighbour.
 
     Args:
-        transfers: all.
         expected_gb_per_s: of a port; None: nothing is slow.
-        profile: its name.
-        known: failures that the nodes have found themselves; they explain the transfers of those ports and nodes.
+        known: failures that the nodes reported; they explain the transfers of those ports and nodes.
     """
     explained = {(each.node, each.check.removeprefix("adapter ")) for each in known if each.status == "fail"}
     gone = {each.node for each in known if each.status == "fail" and each.check == "node"}
@@ -106,10 +103,10 @@ def judge(
 
     # A slow one too: over a link that goes down, perftest ends with a small figure after its time.
     open_ones = [each for each in transfers if not is_explained(each)]
-    found = list(_failed(open_ones))
+    findings = list(_failed(open_ones))
     if expected_gb_per_s is not None:
-        found += _slow(open_ones, expected_gb_per_s, profile or "the profile")
-    return found
+        findings += _slow(open_ones, expected_gb_per_s, profile or "the profile")
+    return findings
 
 
 def _failed(transfers: Sequence[Transfer]) -> Iterator[Finding]:
@@ -157,3 +154,30 @@ def _count(some: Sequence[Transfer], every: Sequence[Transfer]) -> str:
 
 def _at(host: str, finding: Finding) -> Finding:
     return Finding(finding.check, finding.status, finding.what, finding.fix, host)
+
+
+Kind = Literal["neighbours", "halves"]
+Pairs = list[tuple[int, int]]
+
+
+def rounds(nodes: Sequence[int]) -> list[tuple[Kind, Pairs]]:
+    """Rounds of pairs (sender, receiver); in each, a node is in one pair at most, and all pairs measure at once.
+
+    A ring first, so that every node sends to one neighbour and receives from the other: a bad port is slow with both.
+    Then the first half with the second one, across the switches above them. The number of rounds does not depend on
+    that of the nodes: 2 to 4.
+
+    Args:
+        nodes: numbers of the nodes that take part, in the order of the job.
+    """
+    count = len(nodes)
+    if count < 2:
+        return []
+    ring = [(nodes[at], nodes[(at + 1) % count]) for at in range(count)]
+    odd = ring[-1:] if count % 2 else []
+    even = ring[: count - len(odd)]
+    stages: list[tuple[Kind, Pairs]] = [("neighbours", pairs) for pairs in (even[::2], even[1::2], odd) if pairs]
+    if count >= 4:
+        half = count // 2
+        stages.append(("halves", [(nodes[at], nodes[at + half]) for at in range(half)]))
+    return stages

@@ -1,13 +1,78 @@
-"""Comparison of measured bandwidths with those of a cluster profile: pure functions."""
+"""Spec and results of a benchmark's ranks, and their comparison with a cluster profile."""
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from llmrecipes.bench.spec import Collectives, RankSpeeds
-from llmrecipes.hardware.profile import LINK_BYTES, Measured, Profile
+from pydantic import BaseModel, Field
+
+from llmrecipes.hardware.profile import LINK_BYTES, Group, Measured, Profile
+from llmrecipes.train.spec import RankSpec
+
+ANSWER = "answer.json"
+
+
+class BenchSpec(RankSpec):
+    """One benchmark."""
+
+    what: Literal["collectives", "step", "data", "ranks"]
+    out: Path
+    """Folder that receives `answer.json`."""
+    sizes: tuple[int, ...] = ()
+    """Bytes of collectives."""
+    repeats: Annotated[int, Field(gt=0)] = 5
+    """Measured repetitions of each collective or step, after warm-up."""
+
+
+class Collectives(BaseModel):
+    """Bandwidth of every operation, group and size."""
+
+    backend: str
+    world_size: int
+    ranks_per_node: int
+    reach: dict[Group, int]
+    """Highest rank of the first rank's group of each kind."""
+    rows: tuple[Measured, ...]
+
+
+class StepTimes(BaseModel):
+    """Optimizer steps on random tokens."""
+
+    world_size: int
+    layout: dict[str, int]
+    seconds: tuple[float, ...]
+    """Of each step, on the slowest rank."""
+    tokens_per_step: int
+    flops_per_token: float
+    peak_memory_bytes: int
+    """Of the rank with the highest peak."""
+    peak_tflops: float | None
+    """Of one GPU; None if unknown."""
+
+
+class RankSpeeds(BaseModel):
+    """Matrix products of each rank by itself."""
+
+    hosts: tuple[str, ...]
+    seconds: tuple[float, ...]
+    """Of one product, by rank."""
+    flops: float
+    """Of one product."""
+
+
+class Reading(BaseModel):
+    """Global batches of prepared data."""
+
+    world_size: int
+    seconds: tuple[float, ...]
+    """Of each global batch, on the slowest rank."""
+    tokens_per_batch: int
+    first_seconds: float
+    """Until the first batch, including opening the data and starting loader processes."""
+
 
 LEAST = 0.8
 """Fraction of the expected bandwidth below which something is wrong."""
@@ -47,29 +112,28 @@ class Comparison:
         return f"{what}: {row.bus_gb_per_s:.3g} GB/s, {self.share:.0%} of {expected}"
 
 
-def slow_ranks(found: RankSpeeds) -> dict[int, float]:
+def slow_ranks(speeds: RankSpeeds) -> dict[int, float]:
     """Speed relative to the median, of the ranks that are slower than `LEAST_OF_MEDIAN` of it."""
-    middle = statistics.median(found.seconds)
-    shares = {rank: middle / seconds for rank, seconds in enumerate(found.seconds)}
+    middle = statistics.median(speeds.seconds)
+    shares = {rank: middle / seconds for rank, seconds in enumerate(speeds.seconds)}
     return {rank: share for rank, share in shares.items() if share < LEAST_OF_MEDIAN}
 
 
-def compare(found: Collectives, profile: Profile) -> list[Comparison]:
+def compare(measured: Collectives, profile: Profile) -> list[Comparison]:
     """Compare with an earlier measurement, or else, from `LINK_BYTES` on, with the slowest link that a group uses.
 
     Args:
-        found: the measurement.
         profile: of the site; a `measured` row applies if operation, group, ranks and bytes are the same, and the
             ranks on a node, where the row has them.
     """
     before = {row.key: row.bus_gb_per_s for row in profile.measured}
     compared = []
-    for row in found.rows:
+    for row in measured.rows:
         if (known := before.get(row.key, before.get(row.unplaced.key))) is not None:
             compared.append(Comparison(row, known, "measured"))
         elif row.bytes >= LINK_BYTES:
-            near = profile.nvlink_domain or found.ranks_per_node
-            if found.reach[row.group] < near:
+            near = profile.nvlink_domain or measured.ranks_per_node
+            if measured.reach[row.group] < near:
                 compared.append(Comparison(row, profile.intra_node.gb_per_s, "intra_node"))
             else:
                 compared.append(Comparison(row, profile.inter_node.gb_per_s, "inter_node"))

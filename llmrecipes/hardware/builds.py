@@ -1,0 +1,196 @@
+"""What the installed torch, TransformerEngine and DeepSpeed can do on this machine; imports TransformerEngine only."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import visible_gpus
+
+
+def cuda_version() -> str | None:
+    """`torch.version.cuda` of the installed torch, such as `13.0`; None for a build without CUDA, or without torch.
+
+    The version of the package does not tell: NVIDIA's own builds are called `2.13.0a0+8145d630e8.nv26.06`.
+    """
+    spec = find_spec("torch")
+    return None if spec is None or spec.origin is None else cuda_of(Path(spec.origin).with_name("version.py"))
+
+
+def cuda_of(version_file: Path) -> str | None:
+    """The value of `cuda` in torch's `version.py`, which is generated at build time; None if it has none."""
+    try:
+        tree = ast.parse(version_file.read_text("utf-8"))
+    except (OSError, SyntaxError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets, value = [node.target], node.value
+        else:
+            continue
+        if any(isinstance(target, ast.Name) and target.id == "cuda" for target in targets):
+            return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+    return None
+
+
+def require_gpu_build() -> None:
+    """Refuse a CPU build of torch on a machine with GPUs, before anything else is done.
+
+    Raises:
+        UserError: it is one.
+    """
+    if cuda_version() is None and find_spec("torch") is not None and (gpus := visible_gpus()):
+        raise unusable(f"{len(gpus)} × {gpus[0].name}, and torch {metadata.version('torch')} is a CPU build")
+
+
+def unusable(what: str) -> UserError:
+    """The error about GPUs that torch cannot use."""
+    return UserError(
+        f"this machine has {what}",
+        where="torch.cuda",
+        rule="a machine with a GPU trains on the CPU only if CUDA_VISIBLE_DEVICES is empty",
+        fix="llmrecipes doctor; make setup LOCK=py311-cuda where torch is a CPU build; or CUDA_VISIBLE_DEVICES= in "
+        "front of the command, to train on the CPU",
+    )
+
+
+TRANSFORMER_ENGINE = "transformer_engine"
+
+
+@cache
+def transformer_engine_obstacle() -> str | None:
+    """Why TransformerEngine cannot be imported; None if it can. To be called before megatron-core is imported.
+
+    One that was built for another torch or CUDA raises anything: OSError, RuntimeError, AssertionError. megatron-core
+    imports it in many modules and handles only ImportError; so after any error, later imports of it raise that.
+    """
+    if find_spec(TRANSFORMER_ENGINE) is None:
+        return "TransformerEngine is not installed"
+    try:
+        import_module(f"{TRANSFORMER_ENGINE}.pytorch")
+    except Exception as error:
+        for name in [name for name in sys.modules if name.partition(".")[0] == TRANSFORMER_ENGINE]:
+            del sys.modules[name]
+        sys.modules[TRANSFORMER_ENGINE] = None  # type: ignore[assignment]  # what the import system raises ImportError for
+        reason = " ".join(str(error).split("\n")[0].split())
+        return f"TransformerEngine cannot be imported: {type(error).__name__}: {reason}"
+    return None
+
+
+CPU_ADAM = "cpu_adam"
+ASYNC_IO = "async_io"
+_COMPILE_TIMEOUT_S = 60
+_PYTHON_PROGRAM = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() < 0; }\n"
+_LIBAIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Why an operator cannot be used, and what to do about it."""
+
+    what: str
+    fix: str
+
+
+def operator_obstacle(operator: str) -> Unsupported | None:
+    """What prevents an operator from being loaded here; None if nothing does.
+
+    Args:
+        operator: `CPU_ADAM` or `ASYNC_IO`.
+    """
+    if operator in precompiled():
+        return None
+    torch = _folder("torch")
+    if torch is None or not (torch / "include").is_dir():
+        return Unsupported("torch's headers are not installed", "make setup-zero on a machine, or the CUDA image")
+    if ninja_folder() is None:
+        return Unsupported("ninja is not installed", "make setup-zero, or pip install ninja")
+    compiler = shlex.split(os.environ.get("CXX", "c++"))  # torch's choice
+    if not compiler or shutil.which(compiler[0]) is None:
+        return Unsupported(f"no C++ compiler ({' '.join(compiler) or 'CXX is empty'})", "apt-get install g++")
+    if not _compiles(compiler, _PYTHON_PROGRAM, f"-I{sysconfig.get_path('include')}", "-fopenmp"):
+        what = f"{' '.join(compiler)} does not compile a program with Python.h and OpenMP"
+        return Unsupported(what, "apt-get install g++ libgomp1 python3-dev")
+    if operator == ASYNC_IO and not _compiles(compiler, _LIBAIO_PROGRAM, "-laio"):
+        return Unsupported("libaio.h or libaio.so is missing", "apt-get install libaio-dev")
+    folder = build_folder()
+    if not _holds_programs(folder):
+        what = f"{folder} is not writable, or its file system is mounted with noexec"
+        return Unsupported(what, "TORCH_EXTENSIONS_DIR=DIR, a folder on this node's own disk")
+    return None
+
+
+def precompiled() -> frozenset[str]:
+    """Operators that were compiled when DeepSpeed was installed."""
+    package = _folder("deepspeed")
+    record = package / "git_version_info_installed.py" if package else None
+    if record is None or not record.is_file():
+        return frozenset()
+    operators = re.search(r"^installed_ops=(\{.*\})$", record.read_text("utf-8"), re.MULTILINE)
+    return (
+        frozenset(name for name, compiled in ast.literal_eval(operators[1]).items() if compiled)
+        if operators
+        else frozenset()
+    )
+
+
+def ninja_folder() -> Path | None:
+    """Folder of the ninja program: on the PATH, or else in this environment, which need not be activated."""
+    program = shutil.which("ninja") or shutil.which("ninja", path=sysconfig.get_path("scripts"))
+    return Path(program).parent if program else None
+
+
+def search_path() -> str:
+    """A PATH with ninja, which torch looks for nowhere else."""
+    path, folder = os.environ.get("PATH", os.defpath), ninja_folder()
+    return path if folder is None or str(folder) in path.split(os.pathsep) else f"{path}{os.pathsep}{folder}"
+
+
+def build_folder() -> Path:
+    """Where torch keeps compiled operators."""
+    if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
+
+
+def _folder(package: str) -> Path | None:
+    spec = find_spec(package)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _compiles(compiler: Sequence[str], program: str, *flags: str) -> bool:
+    """Whether a C++ program compiles and links, with the user's CFLAGS and LDFLAGS as DeepSpeed reads them."""
+    user_flags = [*shlex.split(os.environ.get("CFLAGS", "")), *shlex.split(os.environ.get("LDFLAGS", ""))]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "program.cpp"
+            source.write_text(program, "ascii")
+            command = [*compiler, str(source), "-o", str(source.with_suffix("")), *user_flags, *flags]
+            done = subprocess.run(command, capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _holds_programs(folder: Path) -> bool:
+    """Whether libraries can be written to a folder, which need not exist yet, and loaded from it."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return os.access(folder, os.W_OK | os.X_OK) and not os.statvfs(folder).f_flag & os.ST_NOEXEC
