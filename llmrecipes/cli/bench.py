@@ -139,9 +139,8 @@ def fabric(
     from llmrecipes.bench.fabric.node import Limits
     from llmrecipes.cli.render import fabric as render
     from llmrecipes.hardware.load import load_profile
-    from llmrecipes.launch.hosts import job_hosts, own_number
     from llmrecipes.launch.ranks import FIRST_PORT, port_of
-    from llmrecipes.launch.rendezvous import token_of
+    from llmrecipes.launch.rendezvous import job_hosts, own_number, token_of
 
     profile = None if cluster is None else load_profile(cluster)
     hosts = job_hosts(nodes)

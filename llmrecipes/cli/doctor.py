@@ -24,8 +24,8 @@ from llmrecipes.cli.options import (
 )
 from llmrecipes.doctor.finding import Finding, bad_nodes
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.launch.hosts import job_hosts, own_number
 from llmrecipes.launch.ranks import FIRST_PORT, port_of
+from llmrecipes.launch.rendezvous import job_hosts, own_number
 from llmrecipes.recipe.schema import Recipe
 
 CRASHED = 70  # EX_SOFTWARE

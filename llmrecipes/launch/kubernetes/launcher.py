@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.base import (
-    Given,
     JobHandle,
     JobRef,
     JobState,
     JobStatus,
+    LauncherOptions,
     Logs,
     PlannedForCluster,
     Rendering,
     Submission,
 )
 from llmrecipes.launch.job import Job
-from llmrecipes.launch.kubernetes import objects, pod, prepare, security, site
+from llmrecipes.launch.kubernetes import objects, pod, prepare, site
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options, object_name, parse_secrets
 from llmrecipes.launch.kubernetes.pod import Object, Run
 from llmrecipes.launch.programs import ask, require_program, run, tell
@@ -55,13 +55,13 @@ class Kubernetes:
     shares_disk: ClassVar = False
     poll_seconds: ClassVar = 10.0
 
-    def render(self, submission: Submission, given: Given) -> Rendering:
+    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
         """The objects, as YAML; and those of the Job which tokenizes, if GPUs would wait for it."""
         options = _options(given)
         run = _run(submission.planned_for_cluster, submission.run_id, submission.accept_changes)
         rendered = objects.render(run, options)
         workload = rendered[-1]["metadata"]
-        level, reasons = security.level(pod_spec(rendered[-1]))
+        level, reasons = pod.security_level(pod_spec(rendered[-1]))
         apply, text = ("kubectl", "apply", "--filename", "-"), objects.to_yaml(rendered)
         first: list[Object] = []
         if run.profile.gpus_per_node and not submission.prepared and not options.prepared:
@@ -204,7 +204,7 @@ def _require_admission(namespace: str, needed: Mapping[str, Any]) -> None:
         return
     label = "jsonpath={.metadata.labels.pod-security\\.kubernetes\\.io/enforce}"
     code, enforced, _ = run(("kubectl", "get", "namespace", namespace, "--output", label))
-    if code == 0 and not security.admits(enforced.strip(), needed["level"]):
+    if code == 0 and not pod.admits(enforced.strip(), needed["level"]):
         raise UserError(
             f"{namespace} enforces {enforced.strip()}",
             where="--namespace",
@@ -252,7 +252,7 @@ def _get(namespace: str, kind: str, names: list[str], label: str = INSTANCE) -> 
         yield from json.loads(answer)["items"]
 
 
-def _options(given: Given) -> Options:
+def _options(given: LauncherOptions) -> Options:
     image = given.get("image")
     if image is None:
         raise UserError(

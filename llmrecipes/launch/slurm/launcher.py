@@ -15,8 +15,7 @@ from llmrecipes.launch import record
 from llmrecipes.launch.base import Given, JobHandle, JobRef, JobState, JobStatus, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
-from llmrecipes.launch.slurm.command import Options, Request, after, command, prepare_command, script_text
-from llmrecipes.launch.slurm.warning import warning
+from llmrecipes.launch.slurm.command import Options, Request, after, command, notice, prepare_command, script_text
 
 DRY_RUN = "--dry-run prints the command"
 SCRIPTS = Path(__file__).parents[3] / "slurm"
@@ -55,7 +54,7 @@ class Slurm:
     def render(self, submission: Submission, given: Given) -> Rendering:
         """sbatch's command line; and that of the job which tokenizes, if GPUs would wait for it."""
         planned = submission.planned_for_cluster
-        warned = warning(planned.plan, planned.profile, submission.runs_dir, given.get("warning"))
+        warned = notice(planned.plan, planned.profile, submission.runs_dir, given.get("warning"))
         options = _options(submission, given, warned.seconds)
         request = Request(
             planned.asked, planned.cluster, planned.nodes, submission.run_id, submission.runs_dir,
