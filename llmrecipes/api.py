@@ -97,7 +97,7 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         """The resolved recipe it was started with."""
-        from llmrecipes.workflow.recorded import run_recipe
+        from llmrecipes.workflow.stored_recipe import run_recipe
 
         return run_recipe(self.path)
 

@@ -84,7 +84,7 @@ def export(
 
 def _export_adapter(run: str, out: Path | None, runs_dir: Path, *, as_json: bool) -> None:
     from llmrecipes.console import number
-    from llmrecipes.workflow.export_adapter import export_adapter
+    from llmrecipes.workflow.export import export_adapter
 
     made = export_adapter(run, out, runs_dir)
     if as_json:
@@ -184,7 +184,7 @@ def _import_megatron(
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number
     from llmrecipes.units import GIB
-    from llmrecipes.workflow.import_megatron import import_megatron as make
+    from llmrecipes.workflow.importing import import_megatron as make
 
     if of != "megatron":
         raise UserError(f"{of!r}", where="--from", rule="one of hf, megatron")

@@ -28,8 +28,7 @@ from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
     from llmrecipes.launch.base import JobHandle, JobResult, JobStatus, Launcher
-    from llmrecipes.workflow.preview import Preview
-    from llmrecipes.workflow.submit import Submitted
+    from llmrecipes.workflow.submit import Preview, Submitted
 
 LONGEST_REASON = 200
 
@@ -135,9 +134,8 @@ def submit(
     """Submit a recipe to a scheduler, once its plan fits the nodes."""
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.registry import launcher
-    from llmrecipes.workflow.preview import preview
     from llmrecipes.workflow.run import Paths
-    from llmrecipes.workflow.submit import plan_for, plan_here
+    from llmrecipes.workflow.submit import plan_for, plan_here, preview
     from llmrecipes.workflow.submit import submit as hand_over
 
     setup_logging()
@@ -193,7 +191,7 @@ def cancel(
     runs_dir: RunsOption = RUNS,
 ) -> None:
     """Cancel the job of a run; its checkpoints are kept."""
-    from llmrecipes.workflow.jobs import find_job
+    from llmrecipes.workflow.submit import find_job
 
     job = find_job(name, runs_dir)
     before = job.state

@@ -225,8 +225,8 @@ def coordinates(
     from llmrecipes.console import console, setup_logging
     from llmrecipes.recipe.load import load
     from llmrecipes.verify.coordinates import MOST_GROWTH
-    from llmrecipes.workflow.coordinates import coordinates as measure
     from llmrecipes.workflow.run import Paths
+    from llmrecipes.workflow.verify import coordinates as measure
 
     setup_logging()
     try:

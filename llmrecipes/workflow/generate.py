@@ -13,8 +13,8 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.workflow.pretrained import base_weights
-from llmrecipes.workflow.recorded import run_recipe
 from llmrecipes.workflow.run import on_one_rank, require_checkpoint
+from llmrecipes.workflow.stored_recipe import run_recipe
 
 
 @dataclass(frozen=True)

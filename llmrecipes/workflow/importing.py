@@ -1,4 +1,4 @@
-"""`llmrecipes import`: a Hugging Face model becomes a run before its first step."""
+"""`llmrecipes import`: a Hugging Face model or a Megatron-LM checkpoint becomes a run before its first step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from llmrecipes.io import write_atomic
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.engines import engine_name
-from llmrecipes.recipe.load import DEFAULTS_NOTE, RESOLVED_NAME, load_values, recipe_hash, short
+from llmrecipes.recipe.files import error_of
+from llmrecipes.recipe.load import DEFAULTS_NOTE, RESOLVED_NAME, load, load_values, recipe_hash, short
+from llmrecipes.recipe.megatron_lm import check, notes
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import Note
 from llmrecipes.tracking.status import StatusSink
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from llmrecipes.engine.base import WeightSource
     from llmrecipes.hf.source import Found
     from llmrecipes.tracking.progress import Counted
+
 
 ORIGIN = "imported.json"
 SEQ_LENGTH = 2048
@@ -296,3 +299,77 @@ def write_checkpoint(
         store.publish(temporary, info, versions=versions, known=written.files)
     finally:
         store.release()
+
+
+@dataclass(frozen=True)
+class ImportedFromMegatron:
+    """A run before its first step.
+
+    Attributes:
+        run_dir: its directory, with recipe.yaml and the checkpoint of step 0.
+        source: folder of the checkpoint that it was made from.
+        iteration: of that; None if it does not say.
+        parameters: of the model, with padding of the vocabulary.
+        notes: what differs from the training that was saved.
+        checkpoint_bytes: size of the new checkpoint.
+        peak_memory_bytes: of this process.
+        seconds: that it took.
+    """
+
+    run_dir: str
+    source: str
+    iteration: int | None
+    parameters: int
+    notes: tuple[str, ...]
+    checkpoint_bytes: int
+    peak_memory_bytes: int
+    seconds: float
+
+
+def import_megatron(
+    source: Path, recipe: str, overrides: Sequence[str], runs_dir: Path, run_id: str
+) -> ImportedFromMegatron:
+    """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
+
+    Only weights are taken: the optimizer, the schedule and the data start from the beginning. One process reads and
+    writes them box by box, with the parts of one weight in memory. Any layout, engine and ZeRO stage loads the result.
+
+    Args:
+        source: folder of the checkpoint, or the one with `latest_checkpointed_iteration.txt`.
+        recipe: name or path of the recipe that describes the model.
+        overrides: `key.path=value` of the recipe.
+        runs_dir: where runs are kept.
+        run_id: of the new run.
+
+    Raises:
+        UserError: an invalid recipe; a checkpoint that is incomplete, not plain data, or of another model than the
+            recipe's (with the keys and both values, or the weights); a run id in use; or a full disk. Nothing that
+            looks like a run is left behind.
+    """
+    from llmrecipes.engine.megatron.megatron_lm.folder import open_saved
+    from llmrecipes.engine.megatron.megatron_lm.weights import SavedWeights
+    from llmrecipes.hf.folder import published
+
+    started = time.monotonic()
+    loaded = load(recipe, overrides)
+    saved = open_saved(source)
+    if problems := list(check(saved.arguments, loaded.recipe)):
+        raise error_of(problems, [], loaded.path, loaded.lines, loaded.overridden)
+    weights = SavedWeights(saved)
+    run_dir = runs_dir / loaded.recipe.name / run_id
+    plan = derive(on_one_rank(loaded.recipe), 1, detect())
+    require_disk(runs_dir, plan.num_parameters.total * (4 if loaded.recipe.train.precision == "fp32" else 2))
+    with published(run_dir, "--runs-dir DIR") as hidden:
+        write_checkpoint(loaded.recipe, weights, hidden, weights.require_fit)
+        result = ImportedFromMegatron(
+            run_dir=str(run_dir),
+            source=str(saved.path),
+            iteration=saved.iteration,
+            parameters=plan.num_parameters.total,
+            notes=tuple(notes(saved.arguments, loaded.recipe)),
+            checkpoint_bytes=sum(path.stat().st_size for path in hidden.rglob("*") if path.is_file()),
+            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        finish_run(hidden, loaded.recipe, asdict(result))
+    return result

@@ -22,7 +22,7 @@ from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.tracking.status import read
 from llmrecipes.train.history import require_complete
 from llmrecipes.train.spec import RunOptions, RunSpec
-from llmrecipes.workflow.recorded import require_same_recipe
+from llmrecipes.workflow.stored_recipe import require_same_recipe
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry

@@ -1,4 +1,4 @@
-"""A model by its reference on the command line: a run, a checkpoint of it, or a folder as transformers has it."""
+"""Models by their reference on the command line: a run, one of its checkpoints, or a Hugging Face folder; adapters merged."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.workflow.recorded import run_recipe
+from llmrecipes.workflow.pretrained import base_folder
 from llmrecipes.workflow.runs import find_run
+from llmrecipes.workflow.stored_recipe import run_recipe
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
+    from llmrecipes.hf.adapter import Merged
     from llmrecipes.hf.table import Family
     from llmrecipes.hf.tensors import TensorSource
+    from llmrecipes.recipe.lora import Lora
     from llmrecipes.recipe.schema import Recipe
 
 
@@ -82,8 +85,6 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
     recipe = run_recipe(run)
     found = family_of(recipe.model, family)
     if recipe.lora is not None:
-        from llmrecipes.workflow.adapters import merged
-
         weights: TensorSource = merged(run, entry, recipe, averaged=averaged)
     else:
         weights = backend(recipe).tensors(entry, averaged=averaged)
@@ -125,3 +126,69 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
         return run, inspect(path, full=False)
     except InvalidCheckpoint as problem:
         raise UserError(f"this checkpoint is damaged: {problem}", where=str(path), fix=fix) from problem
+
+
+def merged(run: Path, entry: Entry, recipe: Recipe, *, averaged: bool = False) -> Merged:
+    """Weights of a run's model with its adapters added, by the names of megatron-core.
+
+    With `averaged`, the adapters are their moving average (`optimizer.ema_decay`).
+
+    Raises:
+        UserError: the run has no base model, or that has changed.
+    """
+    from llmrecipes.engine.registry import backend
+    from llmrecipes.hf.adapter import Merged
+    from llmrecipes.hf.weights import open_weights
+
+    base = open_weights(base_of(run, recipe), recipe.model)
+    return Merged(base, backend(recipe).tensors(entry, averaged=averaged), recipe.model, lora_of(recipe, run))
+
+
+def require_merge(recipe: Recipe, run: Path, *, asked: bool) -> None:
+    """A whole model of a run with adapters is written when it is asked for, and of no other run.
+
+    Raises:
+        UserError: it is not so.
+    """
+    if recipe.lora is None and asked:
+        raise _without(run, "--merge-adapter", "without it: the checkpoint has all weights")
+    if recipe.lora is not None and not asked:
+        raise UserError(
+            "this run has trained adapters alone",
+            where=str(run),
+            rule="a whole model has them added to the weights of their base model",
+            fix="--merge-adapter; or --to peft, which writes the adapters for their base model",
+        )
+
+
+def lora_of(recipe: Recipe, run: Path) -> Lora:
+    """The section `lora` of a run.
+
+    Raises:
+        UserError: it has none.
+    """
+    if recipe.lora is None:
+        raise _without(run, "--to", "--to hf, which writes all weights")
+    return recipe.lora
+
+
+def base_of(run: Path, recipe: Recipe) -> Path:
+    """Folder of the model that a run's adapters belong to.
+
+    Raises:
+        UserError: they belong to initial values, or the model has changed.
+    """
+    if recipe.train.pretrained is None:
+        raise UserError(
+            "not set: the adapters belong to initial values",
+            where="train.pretrained",
+            rule="adapters are exported for a model that others have too",
+            fix="train them with train.pretrained, a folder or a name on the Hub",
+        )
+    return base_folder(run, recipe)
+
+
+def _without(run: Path, option: str, fix: str) -> UserError:
+    return UserError(
+        f"{run} has no adapters", where=option, rule="adapters are those of a run whose recipe has lora", fix=fix
+    )
