@@ -137,7 +137,7 @@ def fabric(
     """
     from llmrecipes.bench.fabric.meeting import Meeting, meet, require_sensible
     from llmrecipes.bench.fabric.node import Limits
-    from llmrecipes.cli.render import fabric as render
+    from llmrecipes.cli.render import bench as render
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.launch.ranks import FIRST_PORT, port_of
     from llmrecipes.launch.rendezvous import job_hosts, own_number, token_of
@@ -150,7 +150,7 @@ def fabric(
     limits, token = Limits(seconds, seconds + limit), token_of(os.environ)
     outcome = meet(Meeting(hosts, own_number(hosts), port, patience, limits, token), profile)
     if outcome.report is not None:
-        print(json.dumps(outcome.report.as_dict(), indent=2) if as_json else render.as_text(outcome.report))
+        print(json.dumps(outcome.report.as_dict(), indent=2) if as_json else render.fabric_report(outcome.report))
     return 1 if outcome.bad else int(ExitCode.DONE)
 
 

@@ -167,7 +167,7 @@ def layout(
     nodes: NodesOption = None,
 ) -> None:
     """Show which part of model and data each rank holds."""
-    from llmrecipes.cli.render import layout as render
+    from llmrecipes.cli.render import plan as render
     from llmrecipes.hardware.machine import planned
     from llmrecipes.plan.placement import place
     from llmrecipes.recipe.degrees import smallest_world
@@ -176,16 +176,16 @@ def layout(
     loaded = load(recipe, overrides or []).recipe
     ranks = smallest_world(loaded.parallelism) if nproc is None else nproc
     found = place(loaded, ranks, None if cluster_name is None else planned(cluster_name, nodes, ranks))
-    print(json.dumps(render.as_dict(*found), indent=2) if as_json else render.as_text(*found))
+    print(json.dumps(render.layout_as_dict(*found), indent=2) if as_json else render.layout_as_text(*found))
 
 
 def clusters(as_json: JsonOption = False) -> None:
     """List cluster profiles."""
-    from llmrecipes.cli.render import clusters as render
+    from llmrecipes.cli.render import recipes as render
     from llmrecipes.hardware.load import clusters_dir, names
 
-    rows = render.summaries(names(clusters_dir()))
-    print(json.dumps(rows, indent=2) if as_json else render.table(rows))
+    rows = render.cluster_summaries(names(clusters_dir()))
+    print(json.dumps(rows, indent=2) if as_json else render.cluster_table(rows))
 
 
 def schema() -> None:

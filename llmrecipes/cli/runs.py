@@ -42,7 +42,7 @@ def compare(
     runs_dir: RunsOption = RUNS,
 ) -> None:
     """Compare runs: recipes, loss curves and final figures."""
-    from llmrecipes.cli.render.comparison import AXES, LETTERS, default_axis, lines
+    from llmrecipes.cli.render.comparison import AXES, LETTERS, comparison_lines, default_axis
     from llmrecipes.console import console
     from llmrecipes.workflow.compare import compare as read
     from llmrecipes.workflow.runs import find_run
@@ -57,7 +57,7 @@ def compare(
         return
     out = console()
     axis = x or default_axis(comparison)
-    for line in lines(comparison, axis, width=min(out.width, 110), colours=out.is_terminal):
+    for line in comparison_lines(comparison, axis, width=min(out.width, 110), colours=out.is_terminal):
         out.print(line, markup=False, soft_wrap=True)
 
 
@@ -92,7 +92,7 @@ def scaling(
 
     Loss against parameters and tokens, with the optimal size for a budget.
     """
-    from llmrecipes.cli.render.scaling import lines
+    from llmrecipes.cli.render.comparison import scaling_lines
     from llmrecipes.console import console
     from llmrecipes.workflow.scaling import scaling as fit
 
@@ -104,7 +104,7 @@ def scaling(
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
-        for line in lines(found):
+        for line in scaling_lines(found):
             console().print(line, markup=False, soft_wrap=True)
     if plot is not None:
         draw(found.fit, plot)

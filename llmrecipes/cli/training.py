@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,8 +27,12 @@ from llmrecipes.cli.options import (
     RunIdOption,
     RunsOption,
 )
+from llmrecipes.cli.render.table import aligned
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
+
+if TYPE_CHECKING:
+    from llmrecipes.verify.coordinates import Coordinates
 
 
 @early_signals()
@@ -221,7 +226,6 @@ def coordinates(
 
     Trains small models in one process. With model.use_mup activations are flat; otherwise they grow.
     """
-    from llmrecipes.cli.render.coordinates import lines
     from llmrecipes.console import console, setup_logging
     from llmrecipes.recipe.load import load
     from llmrecipes.verify.coordinates import MOST_GROWTH
@@ -239,7 +243,7 @@ def coordinates(
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
-        for line in lines(found, MOST_GROWTH):
+        for line in coordinate_lines(found, MOST_GROWTH):
             console().print(line, markup=False, soft_wrap=True)
     return int(ExitCode.DONE if found.ok else 1)
 
@@ -319,3 +323,22 @@ def _say(line: str) -> None:
 
 def _silent(_line: str) -> None:
     pass
+
+
+def coordinate_lines(found: Coordinates, most: float) -> Iterator[str]:
+    """Activations in the first and the last step, and how they grow with the width."""
+    steps = sorted({0, found.steps - 1})
+    for step in steps:
+        rows = [("hidden_size", *map(str, found.widths), "growth")]
+        rows += [
+            (name, *(f"{value:.4g}" for value in values[step]), f"{found.growth(name, step):+.2f}")
+            for name, values in found.values.items()
+        ]
+        yield f"mean absolute activation in step {step + 1}, and its growth (exponent of the width)"
+        yield from aligned(rows, right=range(1, len(rows[0])))
+        yield ""
+    worst = found.growth(found.worst)
+    if found.ok:
+        yield f"flat: after {found.steps} steps nothing grows faster than width^{most:g} ({found.worst}: {worst:+.2f})"
+    else:
+        yield f"growing: {found.worst} grows with width^{worst:.2f}, above {most:g}"

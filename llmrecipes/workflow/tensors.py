@@ -1,4 +1,4 @@
-"""Models by their reference on the command line: a run, one of its checkpoints, or a Hugging Face folder; adapters merged."""
+"""Models by reference (a run, one of its checkpoints, or a Hugging Face folder), with their adapters merged."""
 
 from __future__ import annotations
 
