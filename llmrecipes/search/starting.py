@@ -22,9 +22,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.budget import EARLIER_SEEDS, RANK_SECONDS, RANKS, RUN_ID, TOKENS, recorded_seconds
-from llmrecipes.search.heartbeat import Heartbeat
-from llmrecipes.search.metrics import MetricsReader, Reader
-from llmrecipes.search.remote import MlflowReader
+from llmrecipes.search.metrics import MetricsReader, MlflowReader, Reader
 from llmrecipes.search.space import Values, suggest, trial_recipe
 from llmrecipes.search.study import Place
 from llmrecipes.search.target import Infeasible, Target, headroom
@@ -34,6 +32,7 @@ from llmrecipes.search.trials import (
     OUTCOME,
     SEEDS,
     WORKER,
+    Heartbeat,
     beat,
     continues,
     discard,

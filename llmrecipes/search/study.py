@@ -24,9 +24,18 @@ from llmrecipes.errors import UserError
 from llmrecipes.recipe.names import suffixed
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
-from llmrecipes.search.length import evaluations, trial_tokens
 from llmrecipes.search.samplers import grid, pruner, sampler
-from llmrecipes.search.space import SUFFIX, applies, distribution, own_point, parameters, value_at, values_of
+from llmrecipes.search.space import (
+    SUFFIX,
+    applies,
+    distribution,
+    evaluations,
+    own_point,
+    parameters,
+    trial_tokens,
+    value_at,
+    values_of,
+)
 from llmrecipes.search.storage import (
     address,
     file_of,

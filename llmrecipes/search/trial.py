@@ -17,9 +17,8 @@ from llmrecipes.launch.base import JobHandle, JobState, JobStatus
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Objective
-from llmrecipes.search.length import evaluation, evaluations
 from llmrecipes.search.metrics import Progress, Reader
-from llmrecipes.search.space import Values
+from llmrecipes.search.space import Values, evaluation, evaluations
 
 if TYPE_CHECKING:
     import optuna

@@ -1,4 +1,4 @@
-"""Trials of a study in its storage: who runs them, which were lost, and how they get back into the queue."""
+"""Trials of a study in its storage: who runs them, their heartbeats, which were lost and return to the queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from threading import Event, Lock, Thread
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import optuna
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
@@ -202,3 +204,57 @@ def unheard(study: optuna.Study, watch: Watch, seconds: float) -> set[int]:
     workers = {each.number: each.user_attrs[WORKER] for each in running if WORKER in each.user_attrs}
     unknown = {number for number, worker in workers.items() if is_alive(worker) is None}
     return set() if watch.unchanged("unheard", frozenset(unknown)) > seconds else unknown
+
+
+LONGEST_END = 5.0
+"""Seconds to wait for the last heartbeat."""
+
+
+class Heartbeat:
+    """Sends heartbeats of the trials that were added, while the block runs.
+
+    A storage that does not respond is not reported here: whoever waits for it in the main thread does. A trial that
+    was taken over by another process gets none any more.
+
+    Args:
+        study: of the trials.
+        seconds: between heartbeats.
+    """
+
+    def __init__(self, study: optuna.Study, seconds: float) -> None:
+        self._study, self._seconds = study, seconds
+        self._trials: dict[int, optuna.Trial] = {}
+        self._lock, self._ended = Lock(), Event()
+        self._thread = Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(LONGEST_END)  # it may wait for a storage that does not respond
+
+    def add(self, trial: optuna.Trial) -> None:
+        """From now on send heartbeats of a trial."""
+        with self._lock:
+            self._trials[trial.number] = trial
+
+    def remove(self, number: int) -> None:
+        """Send none of a trial any more; nothing if there were none."""
+        with self._lock:
+            self._trials.pop(number, None)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._seconds):
+            with self._lock:
+                trials = list(self._trials.values())
+            for trial in trials:
+                try:
+                    beat(self._study, trial)
+                except UpdateFinishedTrialError:
+                    self.remove(trial.number)
+                except Exception as error:  # of the storage, its network or its disk
+                    logger.debug("no heartbeat of trial %d: %s", trial.number, error)

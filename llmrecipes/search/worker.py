@@ -1,12 +1,16 @@
-"""The search process: asks Optuna, starts trials as jobs, follows what they report, and ends those that do badly."""
+"""The search process: asks Optuna, starts trials as jobs, follows their reports, and ends bad ones and itself."""
 
 from __future__ import annotations
 
 import logging
+import os
+import select
+import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import TypeVar
 
 import optuna
@@ -14,6 +18,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.signals import STOPPING
 from llmrecipes.hardware.process import Watch
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.launch.job import PATIENCE_SECONDS, statuses
@@ -22,10 +27,8 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.best import Keeper
 from llmrecipes.search.budget import ENDED, RANK_SECONDS, TOKENS, Budget, Used, recorded_seconds, used
-from llmrecipes.search.heartbeat import Heartbeat
-from llmrecipes.search.length import tokens_of_point
+from llmrecipes.search.space import tokens_of_point
 from llmrecipes.search.starting import MACHINE, REASON, VALUES, Starter
-from llmrecipes.search.stop import Stop, stop_signals
 from llmrecipes.search.storage import address, patiently
 from llmrecipes.search.study import Place, require_section
 from llmrecipes.search.target import Target
@@ -35,6 +38,7 @@ from llmrecipes.search.trials import (
     OUTCOME,
     SEEDS,
     STANDARD_ERRORS,
+    Heartbeat,
     give_back,
     given_up,
     own_trials,
@@ -42,6 +46,52 @@ from llmrecipes.search.trials import (
     unbegun,
     unheard,
 )
+
+
+class Stop:
+    """Whether a stop signal has arrived; waits for one."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._final = False
+        self._read, self._written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def receive(self, number: int, _frame: FrameType | None) -> None:
+        """The signal handler."""
+        if self._final and number == signal.SIGINT:
+            os._exit(128 + number)  # jobs save by themselves, and are found by --resume
+        self.requested = True
+        with suppress(BlockingIOError):
+            os.write(self._written, b"s")
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long, or until a signal arrives."""
+        select.select([self._read], [], [], seconds)
+
+    def again(self) -> None:
+        """From now on wait for something else; another Ctrl-C ends this process."""
+        self._final = True
+        with suppress(BlockingIOError):
+            os.read(self._read, 4096)
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self._read)
+        os.close(self._written)
+
+
+@contextmanager
+def stop_signals() -> Iterator[Stop]:
+    """Turn stop signals into a flag while the block runs."""
+    stop = Stop()
+    before = {number: signal.signal(number, stop.receive) for number in STOPPING}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        stop.close()
+
 
 logger = logging.getLogger(__name__)
 
