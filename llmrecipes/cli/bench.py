@@ -33,7 +33,7 @@ app = typer.Typer(
     invoke_without_command=True,
 )
 
-RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Measured repetitions.")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Repeat each measurement N times.")]
 
 
 @app.callback()
@@ -60,7 +60,7 @@ def collectives(
         typer.Option(
             "--sizes",
             metavar="SIZES",
-            help="Buffer sizes; default: 64KiB,1MiB,16MiB, and 256MiB with a --cluster that has GPUs.",
+            help="Measure these buffer sizes; default: 64KiB,1MiB,16MiB, and 256MiB with a --cluster that has GPUs.",
         ),
     ] = None,
     repeats: RepeatsOption = 5,
@@ -116,16 +116,20 @@ def collectives(
 def fabric(
     cluster: Annotated[
         str | None,
-        site_option("Measure the adapters of this cluster profile, and compare with it. Default: all adapters."),
+        site_option("Measure the adapters of this cluster profile and compare with it. Default: all adapters."),
     ] = None,
     nodes: HostsOption = None,
     seconds: Annotated[
-        int, typer.Option("--seconds", metavar="S", min=3, max=600, help="Seconds of each measurement of bandwidth.")
+        int, typer.Option("--seconds", metavar="S", min=3, max=600, help="Measure each bandwidth for S seconds.")
     ] = 5,
     limit: Annotated[
         int,
         typer.Option(
-            "--limit", metavar="S", min=1, max=600, help="Seconds beyond these after which a transfer failed."
+            "--limit",
+            metavar="S",
+            min=1,
+            max=600,
+            help="Fail a transfer S seconds after its measurement should have ended.",
         ),
     ] = 20,
     patience: PatienceOption = 60.0,
@@ -160,7 +164,7 @@ def ranks(
     repeats: RepeatsOption = 5,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure each rank by itself, to find the one that slows the others down."""
+    """Measure every rank separately, to find slow ones."""
     from llmrecipes.bench.compare import slow_ranks
     from llmrecipes.bench.spec import RankSpeeds
     from llmrecipes.cli.render import bench as render

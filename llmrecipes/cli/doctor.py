@@ -50,7 +50,7 @@ def doctor(
         typer.Option(
             "--run-id",
             metavar="ID",
-            help="Run of RECIPE on these nodes: once it has done all its steps, nothing is checked.",
+            help="Check nothing if this run of RECIPE has done all its steps.",
         ),
     ] = None,
     patience: PatienceOption = 60.0,
@@ -65,10 +65,10 @@ def doctor(
         typer.Option(
             "--gpus",
             metavar="N,...",
-            help="Check only these GPUs one by one, as on a node that jobs share; empty: none. Default: all.",
+            help="Check only these GPUs, as on a node that jobs share; empty: none. Default: all.",
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print problems only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only problems.")] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -128,7 +128,7 @@ def _is_done(recipe: Recipe | None, runs_dir: Path, run_id: str) -> bool:
     from llmrecipes.workflow.run import checked_run_id, finished
 
     if recipe is None:
-        raise UserError("given without a recipe", where="--run-id", rule="a run belongs to a recipe")
+        raise UserError("set without RECIPE", where="--run-id", rule="a run belongs to a recipe")
     run_dir = runs_dir / recipe.name / checked_run_id(run_id)
     if not finished(run_dir, recipe.train.train_iters):
         return False
@@ -161,5 +161,5 @@ def _own(gpus: str | None) -> frozenset[int] | None:
         return None
     words = [word for word in gpus.split(",") if word]
     if not all(word.isascii() and word.isdecimal() for word in words):
-        raise UserError(f"{gpus!r}", where="--gpus", rule="numbers of GPUs with commas between them", fix="--gpus 0,1")
+        raise UserError(f"{gpus!r}", where="--gpus", rule="comma-separated GPU numbers", fix="--gpus 0,1")
     return frozenset(map(int, words))

@@ -24,10 +24,11 @@ def dryrun(
     overrides: OverridesArgument = None,
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
-    rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Rank of the world; default: 0.")] = None,
-    stages: Annotated[bool, typer.Option("--stages", help="The first rank of each pipeline stage.")] = False,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Measure this rank; default: 0.")] = None,
+    stages: Annotated[bool, typer.Option("--stages", help="Measure the first rank of each pipeline stage.")] = False,
     skew: Annotated[
-        float, typer.Option("--skew", metavar="F", help="Tokens of the rank's first expert, times its even share.")
+        float,
+        typer.Option("--skew", metavar="F", help="Send F times the even share of tokens to the rank's first expert."),
     ] = 1.0,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,

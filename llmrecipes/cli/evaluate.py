@@ -30,71 +30,83 @@ def evaluate(
     ],
     task: Annotated[
         list[str] | None,
-        typer.Option("--task", metavar="NAME", help="lm-evaluation-harness task or group, or task file; repeatable."),
+        typer.Option(
+            "--task", metavar="NAME", help="Run this lm-evaluation-harness task, group or task file; repeatable."
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
             metavar="SOURCE",
-            help="Perplexity on valid, test, train, stdlib, or TYPE:PATH with a type of data.sources; repeatable. "
-            "Default if nothing is asked for: valid.",
+            help="Measure perplexity on valid, test, train, stdlib, or TYPE:PATH (a type of data.sources); repeatable. "
+            "Default without --task and --check: valid.",
         ),
     ] = None,
     check: Annotated[
         list[str] | None,
-        typer.Option("--check", metavar="NAME", help=f"Check what it writes: {', '.join(CHECKS)}; repeatable."),
+        typer.Option("--check", metavar="NAME", help=f"Check generated text for: {', '.join(CHECKS)}; repeatable."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", min=1, help="Documents of each task and source.")
+        int | None, typer.Option("--limit", metavar="N", min=1, help="Maximum documents per task or source.")
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option("--num-fewshot", metavar="N", min=0, help="Examples in a task's context.")
+        int | None,
+        typer.Option(
+            "--num-fewshot", metavar="N", min=0, help="Put N examples before each question; default: the task's."
+        ),
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option("--include-path", metavar="DIR", help="Folder with more task files.")
+        Path | None, typer.Option("--include-path", metavar="DIR", help="Look for task files in this folder too.")
     ] = None,
     trust_code: Annotated[
         bool,
         typer.Option(
-            "--trust-code", help="Run the code that task files name, in a process without network and credentials."
+            "--trust-code", help="Run code that task files name, in a process without network and credentials."
         ),
     ] = False,
     text_key: Annotated[
-        str, typer.Option("--text-key", metavar="NAME", help="Column of the text in a jsonl or parquet source.")
+        str,
+        typer.Option("--text-key", metavar="NAME", help="Read the text of a jsonl or parquet source from this column."),
     ] = "text",
     window: Annotated[
         int | None,
-        typer.Option("--window", metavar="N", min=1, help="Tokens that perplexity reads at once; default: seq_length."),
+        typer.Option(
+            "--window", metavar="N", min=1, help="Context length of perplexity in tokens; default: seq_length."
+        ),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option("--stride", metavar="N", min=1, help="Tokens that a window scores; default: half a window."),
+        typer.Option("--stride", metavar="N", min=1, help="Score N tokens of a window; default: half a window."),
     ] = None,
-    prefix: Annotated[int, typer.Option("--prefix", metavar="N", min=1, help="Tokens of a check's prompts.")] = 50,
-    length: Annotated[
-        int, typer.Option("--length", metavar="N", min=1, help="Tokens of a check's continuations.")
+    prefix: Annotated[
+        int, typer.Option("--prefix", metavar="N", min=1, help="Prompt length of --check in tokens.")
     ] = 50,
-    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Continuations in a check.")] = 200,
+    length: Annotated[
+        int, typer.Option("--length", metavar="N", min=1, help="Continuation length of --check in tokens.")
+    ] = 50,
+    samples: Annotated[
+        int, typer.Option("--samples", metavar="N", min=1, help="Number of continuations per --check.")
+    ] = 200,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0, help="Of a check's sampled continuations.")
+        float, typer.Option("--temperature", metavar="T", min=0, help="Sampling temperature for --check.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of a check's draws.")] = 1234,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed for --check.")] = 1234,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", min=1, help="Rows in a forward pass of one replica.")
+        int, typer.Option("--batch-size", metavar="N", min=1, help="Sequences per forward pass of a replica.")
     ] = 8,
-    tensor: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Ranks that share the model.")] = 1,
+    tensor: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks.")] = 1,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", min=1, help="All ranks; default: those of --tp.")
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="Number of ranks; default: --tp.")
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Evaluate nothing; show the run's evaluations over its steps.")
+        bool, typer.Option("--compare", help="Only print the run's earlier evaluations, by step.")
     ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Evaluate a model: perplexity, harness tasks, its own texts.
+    """Evaluate a model: perplexity, harness tasks, text checks.
 
     The model is a run's checkpoint or a Hugging Face folder. Tasks are those of lm-evaluation-harness; checks are of
     repetition, memorisation and bias.

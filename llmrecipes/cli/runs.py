@@ -13,7 +13,7 @@ from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunArgume
 from llmrecipes.engine.sampling import SAMPLING, Sampling
 from llmrecipes.errors import UserError
 
-PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="TCP port.")]
+PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="Serve on this TCP port.")]
 
 
 def runs(as_json: JsonOption = False, runs_dir: RunsOption = RUNS) -> None:
@@ -36,7 +36,9 @@ def compare(
     ],
     x: Annotated[
         str | None,
-        typer.Option("--x", metavar="AXIS", help="step or tokens; default: tokens if the batch sizes differ."),
+        typer.Option(
+            "--x", metavar="AXIS", help="Plot over step or tokens; default: tokens if the batch sizes differ."
+        ),
     ] = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -50,7 +52,7 @@ def compare(
     if x is not None and x not in AXES:
         raise UserError(f"{x!r}", where="--x", rule=f"one of {', '.join(AXES)}")
     if len(names) > len(LETTERS):
-        raise UserError(f"{len(names)} runs", where="RUN", rule=f"at most {len(LETTERS)} runs are compared")
+        raise UserError(f"{len(names)} runs", where="RUN", rule=f"at most {len(LETTERS)} runs can be compared")
     comparison = read([find_run(name, runs_dir) for name in names])
     if as_json:
         print(json.dumps(comparison.as_dict(), indent=2))
@@ -71,19 +73,17 @@ def scaling(
         ),
     ] = None,
     experiment: Annotated[
-        str | None, typer.Option("--experiment", metavar="NAME", help="Take the runs of this MLflow experiment.")
+        str | None, typer.Option("--experiment", metavar="NAME", help="Fit the runs of this MLflow experiment.")
     ] = None,
     flops: Annotated[
         list[float] | None,
-        typer.Option(
-            "--flops", metavar="C", help="Budget to divide between size and tokens; may be given several times."
-        ),
+        typer.Option("--flops", metavar="C", help="Divide a budget of C FLOPs between size and tokens; repeatable."),
     ] = None,
     embeddings: Annotated[
-        bool, typer.Option("--embeddings/--no-embeddings", help="Whether N includes embeddings and output layer.")
+        bool, typer.Option("--embeddings/--no-embeddings", help="Count embeddings and output layer in N.")
     ] = True,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write a figure: .svg, .png or .pdf.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write a figure to FILE (.svg, .png or .pdf).")
     ] = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -112,26 +112,28 @@ def scaling(
 
 def generate(
     run: RunArgument,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")] = "def ",
+    prompt: Annotated[str, typer.Option("--prompt", help="Continue this text.")] = "def ",
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Maximum length of the continuation.")
+        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Generate at most N tokens.")
     ] = 128,
     temperature: Annotated[
         float, typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 is greedy decoding.")
     ] = SAMPLING.temperature,
     top_k: Annotated[
-        int, typer.Option("--top-k", metavar="K", help="Sample from the K likeliest tokens; 0: from all.")
+        int, typer.Option("--top-k", metavar="K", help="Sample from the K most likely tokens; 0: from all.")
     ] = SAMPLING.top_k,
     top_p: Annotated[
-        float, typer.Option("--top-p", metavar="P", help="Sample from the likeliest tokens of total probability P.")
+        float, typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens of total probability P.")
     ] = SAMPLING.top_p,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = SAMPLING.seed,
-    num_samples: Annotated[int, typer.Option("--num-samples", metavar="N", min=1, help="Number of continuations.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = SAMPLING.seed,
+    num_samples: Annotated[
+        int, typer.Option("--num-samples", metavar="N", min=1, help="Generate N continuations.")
+    ] = 1,
     ema: Annotated[
         bool, typer.Option("--ema", help="Use the moving average of the weights (`optimizer.ema_decay`).")
     ] = False,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message; the model answers it by the run's chat template.")
+        bool, typer.Option("--chat", help="Send the prompt as a message, by the run's chat template.")
     ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,

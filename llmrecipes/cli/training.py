@@ -42,13 +42,15 @@ def train(
     nproc: RanksOption = None,
     run_id: RunIdOption = None,
     overfit_batch: Annotated[
-        bool, typer.Option("--overfit-batch", help="Overfit a single global batch (sanity check).")
+        bool, typer.Option("--overfit-batch", help="Overfit one global batch (sanity check).")
     ] = False,
     anomaly: Annotated[
         bool, typer.Option("--anomaly", help="Name the first module that outputs a NaN or infinity (slow).")
     ] = False,
-    profile_steps: Annotated[int, typer.Option("--profile", metavar="N", min=0, help="Profile N steps.")] = 0,
-    sample: Annotated[bool, typer.Option(help="Generate a text sample at the end.")] = True,
+    profile_steps: Annotated[
+        int, typer.Option("--profile", metavar="N", min=0, help="Profile N steps with torch.profiler.")
+    ] = 0,
+    sample: Annotated[bool, typer.Option(help="Generate sample text at the end.")] = True,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", min=0, help="Restart failed ranks at most N times.")
     ] = 0,
@@ -59,22 +61,24 @@ def train(
     ] = False,
     nnodes: Annotated[
         int,
-        typer.Option("--nnodes", metavar="N", min=1, help="Nodes of this run; start the command on each of them."),
+        typer.Option("--nnodes", metavar="N", min=1, help="Number of nodes; start the command on every one."),
     ] = 1,
     node_rank: Annotated[
         int | None,
-        typer.Option("--node-rank", metavar="K", help="Index of this node, from 0; set automatically in pods."),
+        typer.Option("--node-rank", metavar="K", help="Index of this node, from 0; default in pods: the pod's index."),
     ] = None,
     rdzv: Annotated[
         str | None,
-        typer.Option("--rdzv", metavar="HOST:PORT", help="Rendezvous address on node 0; set automatically in pods."),
+        typer.Option(
+            "--rdzv", metavar="HOST:PORT", help="Address of node 0 for the rendezvous; default in pods: the first pod."
+        ),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             "--cluster",
             metavar="NAME",
-            help="Cluster profile of this machine.",
+            help="Use the environment of this cluster profile.",
             autocompletion=completion.clusters,
         ),
     ] = None,
@@ -117,10 +121,11 @@ def prepare(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check the hash of every file and the splits of existing data.")
+        bool, typer.Option("--verify", help="Check the hash of every file, and that no document is in two splits.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", min=1, help="Worker processes; default: all cores.")
+        int | None,
+        typer.Option("--workers", metavar="N", min=1, help="Number of worker processes; default: all cores."),
     ] = None,
     as_json: JsonOption = False,
     data_dir: DataOption = DATA,
@@ -174,12 +179,11 @@ def smoke(
 def verify(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Steps to compare.")] = 5,
-    tolerance: Annotated[
-        float, typer.Option("--tolerance", metavar="T", help="Largest relative difference allowed.")
-    ] = 1e-5,
+    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Number of steps to compare.")] = 5,
+    tolerance: Annotated[float, typer.Option("--tolerance", metavar="T", help="Maximum relative difference.")] = 1e-5,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", help="Ranks; default: two replicas of the smallest layout.")
+        int | None,
+        typer.Option("--nproc", metavar="N", help="Number of ranks; default: two replicas of the smallest layout."),
     ] = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -187,7 +191,7 @@ def verify(
 ) -> int:
     """Compare a recipe's parallel layout with a single process.
 
-    Both train the same small model; losses, gradients and weights have to agree.
+    Trains the same small model in both; losses, gradients and weights must agree.
     """
     from llmrecipes.console import console, setup_logging
     from llmrecipes.recipe.load import load
@@ -215,9 +219,9 @@ def coordinates(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     widths: Annotated[
-        str, typer.Option("--widths", metavar="N,N,...", help="Values of hidden_size.")
+        str, typer.Option("--widths", metavar="N,N,...", help="Values of hidden_size to compare.")
     ] = "64,128,256,512",
-    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Steps at each width.")] = 5,
+    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Number of steps per width.")] = 5,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -236,7 +240,7 @@ def coordinates(
     try:
         chosen = [int(width) for width in widths.split(",")]
     except ValueError:
-        raise UserError(widths, where="--widths", rule="numbers with commas between them", fix="64,128,256") from None
+        raise UserError(widths, where="--widths", rule="comma-separated numbers", fix="64,128,256") from None
     found = measure(
         load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), chosen, iters, _silent if as_json else _say
     )

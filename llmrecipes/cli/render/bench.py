@@ -53,11 +53,9 @@ def comparison(name: str, compared: list[Comparison]) -> str:
     from llmrecipes.hardware.profile import LINK_BYTES
 
     if not compared:
-        return (
-            f"nothing to compare with {name}: no such row in its measured, and links count from {_size(LINK_BYTES)} on"
-        )
+        return f"{name} has no measurement of this group and size; link figures apply from {_size(LINK_BYTES)}"
     short = [f"warning: {each.as_text()}" for each in compared if not each.ok]
-    summary = f"{len(compared) - len(short)} of {len(compared)} have at least {LEAST:.0%} of what {name} says"
+    summary = f"{len(compared) - len(short)} of {len(compared)} have at least {LEAST:.0%} of the figure in {name}"
     return "\n".join([*short, summary])
 
 
