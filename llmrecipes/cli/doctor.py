@@ -102,7 +102,7 @@ def doctor(
         gathered = (
             meet(Meeting(hosts, number, port, runs_dir, token, patience), found)
             if several
-            else Gathered(alone := compared(found), bad_nodes(alone))
+            else Gathered(local := compared(found), bad_nodes(local))
         )
     except UserError:
         raise

@@ -165,7 +165,7 @@ def submit(
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.registry import launcher
     from llmrecipes.workflow.run import Paths
-    from llmrecipes.workflow.submit import plan_for, plan_here, preview
+    from llmrecipes.workflow.submit import plan_for, plan_on_this_machine, preview
     from llmrecipes.workflow.submit import submit as hand_over
 
     setup_logging()
@@ -182,7 +182,7 @@ def submit(
     if dry_run and wait:
         raise UserError("given with --dry-run", where="--wait", rule="a dry run submits nothing", fix="leave it out")
     if cluster is None and not place.needs_cluster:
-        planned = plan_here(recipe, overrides or [], nodes, ranks_per_node)
+        planned = plan_on_this_machine(recipe, overrides or [], nodes, ranks_per_node)
     else:
         planned = plan_for(recipe, overrides or [], cluster, nodes, ranks_per_node)
     done = hand_over(

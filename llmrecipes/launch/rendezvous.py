@@ -34,7 +34,7 @@ def job_hosts(nodes: str | None) -> tuple[str, ...]:
     """Hosts of the job, in the same order on each.
 
     Args:
-        nodes: value of --nodes; None: those of the Slurm step, else this host alone.
+        nodes: value of --nodes; None: those of the Slurm step, else only this host.
 
     Raises:
         UserError: the list is invalid, or Slurm cannot be asked.
@@ -42,7 +42,7 @@ def job_hosts(nodes: str | None) -> tuple[str, ...]:
     if nodes is not None:
         hosts = tuple(host for word in nodes.split(",") if word for host in _expanded(word))
         if len(set(hosts)) != len(hosts) or not hosts:
-            rule = "host names or ranges n[0-3] with commas between them, each once"
+            rule = "comma-separated host names or ranges n[0-3], without duplicates"
             raise UserError(f"{nodes!r}", where="--nodes", rule=rule)
         return hosts
     if int(os.environ.get("SLURM_NNODES", "1")) == 1 or "SLURM_PROCID" not in os.environ:
@@ -52,9 +52,9 @@ def job_hosts(nodes: str | None) -> tuple[str, ...]:
         return tuple(subprocess.run(listing, capture_output=True, text=True, check=True, timeout=60).stdout.split())
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(
-            f"which hosts are {os.environ['SLURM_JOB_NODELIST']}? scontrol cannot be asked: {error}",
+            f"cannot expand the node list {os.environ['SLURM_JOB_NODELIST']}: scontrol failed: {error}",
             where="--nodes",
-            rule="a check of several nodes needs their names; a container usually has no scontrol",
+            rule="a check of several nodes needs their names from scontrol, which containers usually lack",
             fix="outside of the container: --nodes $(scontrol show hostnames $SLURM_JOB_NODELIST | paste -sd,)",
         ) from error
 
@@ -73,7 +73,7 @@ def own_number(hosts: tuple[str, ...]) -> int:
     if found := [number for number, host in enumerate(hosts) if host in names or host.partition(".")[0] in names]:
         return found[0]
     raise UserError(
-        f"{own} is not among {', '.join(hosts)}", where="--nodes", rule="the command runs on each of the nodes"
+        f"{own} is not among {', '.join(hosts)}", where="--nodes", rule="the command runs on every node of --nodes"
     )
 
 
@@ -121,7 +121,7 @@ def token_of(environment: Mapping[str, str]) -> bytes:
         raise UserError(
             "is not set" if not token else f"has {len(token)} characters",
             where=TOKEN,
-            rule=f"the nodes of a job recognise each other by the same secret of at least {LEAST_TOKEN} characters",
+            rule=f"the nodes of a job share one secret of at least {LEAST_TOKEN} characters",
             fix=f"export {TOKEN}=$(openssl rand -hex 32) before srun, or the same value on every node",
         )
     return token.encode()
@@ -354,7 +354,7 @@ def joined(hosts: tuple[str, ...], number: int, port: int, token: bytes, patienc
         raise UserError(
             f"lost the connection to the first node: {error}",
             where=f"{hosts[0]}:{port}",
-            fix="see its messages; check the network that host names resolve to",
+            fix="read its messages; check the network that host names resolve to",
         ) from error
     finally:
         channel.close()

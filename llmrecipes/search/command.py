@@ -36,7 +36,7 @@ class Result:
         study: its name.
         storage: where it is, without password.
         folder: with the best recipe and the report.
-        code: 0, or 75 if it was told to stop.
+        code: 0, or 75 if it was stopped by a signal.
         trials: how many trials have ended, by outcome.
         best: number, values of the objectives and values of the keys of each best trial.
         recipes: files with their recipes.
@@ -205,10 +205,10 @@ def earlier_overrides(recipe: Recipe, runs_dir: Path) -> list[str]:
     if (file := storage.file_of(where)) is not None and not file.is_file():
         return []
     kept = storage.open_storage(where, section)
-    if place.name not in storage.patiently(lambda: [each.study_name for each in kept.get_all_studies()], where):
+    if place.name not in storage.with_retries(lambda: [each.study_name for each in kept.get_all_studies()], where):
         return []
     study = load(recipe, place)
-    return [str(each) for each in storage.patiently(lambda: study.user_attrs, where).get(OVERRIDES, ())]
+    return [str(each) for each in storage.with_retries(lambda: study.user_attrs, where).get(OVERRIDES, ())]
 
 
 def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:
@@ -322,7 +322,7 @@ def serve(place: str, study_id: int, port: int = 8080) -> None:
         study_id: of the study in its storage, which may have many.
         port: of the dashboard, if it is free.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # here a signal ends the server, it is no early end of a search
+    for number in (signal.SIGINT, signal.SIGTERM):  # a signal ends the server, not a search
         signal.signal(number, signal.default_int_handler)
     with server(place, port) as (address, process):
         print(

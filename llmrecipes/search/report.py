@@ -309,34 +309,34 @@ def labelled(name: str) -> str:
 
 
 def _of_objective(study: optuna.Study, complete: list[FrozenTrial], name: str, index: int | None) -> Iterator[Plot]:
-    told: dict[str, Any] = {"target_name": labelled(name)}
+    options: dict[str, Any] = {"target_name": labelled(name)}
     if index is not None:
-        told["target"] = partial(_value, index)
-    yield Plot(f"History of {name}", partial(visualization.plot_optimization_history, study, **told))
+        options["target"] = partial(_value, index)
+    yield Plot(f"History of {name}", partial(visualization.plot_optimization_history, study, **options))
     searched = sorted({key for each in complete for key in each.params})
     if not any(len({str(each.params.get(key)) for each in complete}) > 1 for key in searched):
         return
     width = WIDTH_OF_A_KEY * (len(searched) + 1)
-    importance = partial(visualization.plot_param_importances, study, **told)
+    importance = partial(visualization.plot_param_importances, study, **options)
     yield Plot(f"Importance for {name}", importance, note=IMPORTANCE)
-    yield Plot(f"Parallel coordinates, {name}", partial(_parallel, study, searched, told), width)
-    yield Plot(f"Slices, {name}", partial(_slices, study, told), width)
+    yield Plot(f"Parallel coordinates, {name}", partial(_parallel, study, searched, options), width)
+    yield Plot(f"Slices, {name}", partial(_slices, study, options), width)
 
 
 def _value(index: int, trial: FrozenTrial) -> float:
     return float(trial.values[index])
 
 
-def _parallel(study: optuna.Study, keys: list[str], told: dict[str, Any]) -> Figure:
-    figure = visualization.plot_parallel_coordinate(study, **told)
+def _parallel(study: optuna.Study, keys: list[str], options: dict[str, Any]) -> Figure:
+    figure = visualization.plot_parallel_coordinate(study, **options)
     # Optuna cuts names after 17 characters; its axes are sorted by name.
-    figure.update_xaxes(ticktext=[told["target_name"].replace(" ", "<br>"), *map(_in_two_lines, keys)])
+    figure.update_xaxes(ticktext=[options["target_name"].replace(" ", "<br>"), *map(_in_two_lines, keys)])
     figure.update_layout(showlegend=False)  # of infeasible trials, of which none is complete
     return figure
 
 
-def _slices(study: optuna.Study, told: dict[str, Any]) -> Figure:
-    figure = visualization.plot_slice(study, **told)
+def _slices(study: optuna.Study, options: dict[str, Any]) -> Figure:
+    figure = visualization.plot_slice(study, **options)
     figure.for_each_xaxis(lambda axis: axis.update(title_text=_in_two_lines(axis.title.text)))
     for points in figure.data:
         axis = figure.layout[(points.xaxis or "x").replace("x", "xaxis")]

@@ -42,7 +42,7 @@ class Outcome(StrEnum):
     INFEASIBLE = "infeasible"
     """The plan has said that it cannot run, or it ran out of memory all the same."""
     FAILED = "failed"
-    GIVEN_BACK = "given back"
+    RETURNED = "given back"
     """Not ended: another process resumes it."""
     LOST = "lost"
     """Its job was interrupted, and can be resumed here."""

@@ -23,7 +23,7 @@ from llmrecipes.search.trial import Outcome
 
 logger = logging.getLogger(__name__)
 
-WORKER, GIVEN_BACK, SOURCE, OUTCOME = WORKER_ATTRIBUTE, "given_back", "source_study", "outcome"
+WORKER, RETURNED, SOURCE, OUTCOME = WORKER_ATTRIBUTE, "given_back", "source_study", "outcome"
 """Attributes of trials: who runs it, which trials it continues, the earlier study it is from, and how it ended."""
 SEEDS, STANDARD_ERRORS = "seeds", "standard_errors"
 """Attributes of trials with several seeds: values of the objectives of each, and the standard errors of their means."""
@@ -92,10 +92,10 @@ def take_back(study: optuna.Study, grace: float, watch: Watch, jobs: Jobs) -> No
 def _forget(study: optuna.Study, trial: FrozenTrial) -> None:
     """End a trial that was asked for and never began: as if it had never been, unless it was queued."""
     if is_queued(trial):
-        give_back(study, trial.number)
+        return_to_queue(study, trial.number)
         return
     with suppress(UpdateFinishedTrialError):
-        study._storage.set_trial_user_attr(trial._trial_id, GIVEN_BACK, [trial.number])
+        study._storage.set_trial_user_attr(trial._trial_id, RETURNED, [trial.number])
     _end(study, trial)
 
 
@@ -123,7 +123,7 @@ def continues(trial: FrozenTrial) -> list[int]:
     """The trials that a trial continues, parts of one run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return [*RetryHeartbeatStaleTrialCallback.retry_history(trial), *trial.user_attrs.get(GIVEN_BACK, ())]
+        return [*RetryHeartbeatStaleTrialCallback.retry_history(trial), *trial.user_attrs.get(RETURNED, ())]
 
 
 def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
@@ -135,15 +135,15 @@ def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
     return True
 
 
-def give_back(study: optuna.Study, number: int) -> None:
+def return_to_queue(study: optuna.Study, number: int) -> None:
     """Put a trial of this process back into the queue: whoever asks next resumes its run."""
     trial = study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
-    earlier = [*trial.user_attrs.get(GIVEN_BACK, ()), trial.number]
+    earlier = [*trial.user_attrs.get(RETURNED, ()), trial.number]
     kept = {key: value for key, value in trial.user_attrs.items() if key != WORKER}
     study.add_trial(
         create_trial(
             state=TrialState.WAITING, params=trial.params, distributions=trial.distributions,
-            user_attrs={**kept, GIVEN_BACK: earlier}, system_attrs=without_heartbeat(trial),
+            user_attrs={**kept, RETURNED: earlier}, system_attrs=without_heartbeat(trial),
             intermediate_values=trial.intermediate_values,
         )
     )  # fmt: skip
@@ -151,7 +151,7 @@ def give_back(study: optuna.Study, number: int) -> None:
 
 def discard(study: optuna.Study, trial: optuna.Trial) -> None:
     """End a trial that was one too many, as if it had never been."""
-    trial.set_user_attr(GIVEN_BACK, [trial.number])
+    trial.set_user_attr(RETURNED, [trial.number])
     study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
 
 

@@ -223,7 +223,7 @@ def _written(output: Path) -> _Written | None:
 
 
 def _require_intact(run_dir: Path, entry: Entry) -> None:
-    """A damaged file would give numbers that look like others."""
+    """A corrupt file would give numbers that look like others."""
     from llmrecipes.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(run_dir / "checkpoints")
@@ -231,9 +231,9 @@ def _require_intact(run_dir: Path, entry: Entry) -> None:
         return
     others = [f"{run_dir}@{each.step}" for each in store.entries() if each.step != entry.step]
     raise UserError(
-        "a file of this checkpoint is damaged",
+        "a file of this checkpoint is corrupt",
         where=str(entry.path),
-        rule="every file has its recorded SHA-256",
+        rule="every file must match its recorded SHA-256",
         fix=f"one of {', '.join(others)}" if others else "restore it from a backup",
     )
 
@@ -242,7 +242,7 @@ def on_ranks(recipe: Recipe, layout: Layout) -> Recipe:
     """The recipe on the ranks of an evaluation; checkpoints are the same in every layout.
 
     Raises:
-        UserError: the ranks are no multiple of those that share the model, or these do not divide its heads.
+        UserError: the ranks are not a multiple of the tensor-parallel size, or these do not divide its heads.
     """
     tensor, ranks = layout.tensor, layout.ranks or layout.tensor
     groups = recipe.model.num_query_groups or recipe.model.num_attention_heads
@@ -264,7 +264,7 @@ def on_ranks(recipe: Recipe, layout: Layout) -> Recipe:
 def _require_memory(plan: Plan, layout: Layout) -> None:
     if plan.memory.weights > plan.memory_capacity_bytes:
         raise UserError(
-            f"its weights take {gib(plan.memory.weights)} a rank, and there are {gib(plan.memory_capacity_bytes)}",
+            f"weights need {gib(plan.memory.weights)} per rank, {gib(plan.memory_capacity_bytes)} available",
             where=f"recipe {plan.recipe.name}",
             rule="--tp ranks hold the whole model",
             fix=f"--tp {2 * layout.tensor}, or a machine with more memory",

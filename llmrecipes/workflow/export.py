@@ -33,7 +33,7 @@ class Options:
         family: `model_type`; None: the first that has the model's form.
         tokenizer: also write the tokenizer.
         averaged: write the moving average of the weights in their place.
-        merge_adapter: add the adapters of a run that has trained them alone to the weights of its base model.
+        merge_adapter: add the adapters of a run with LoRA to the weights of its base model.
     """
 
     dtype: str | None = None
@@ -93,7 +93,7 @@ def export(
 
     Raises:
         UserError: no such run or checkpoint, a model without a form in transformers (with the key in the way), a
-            damaged checkpoint, a folder that exists, or a full disk. Nothing is left behind.
+            corrupt checkpoint, a folder that exists, or a full disk. Nothing is left behind.
     """
     from llmrecipes.hf.card import card
     from llmrecipes.hf.export import write, write_json

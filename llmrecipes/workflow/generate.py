@@ -85,7 +85,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
 def _require_memory(plan: Plan) -> None:
     if plan.memory.weights > plan.memory_capacity_bytes:
         raise UserError(
-            f"its weights take {gib(plan.memory.weights)}, and there are {gib(plan.memory_capacity_bytes)} here",
+            f"weights need {gib(plan.memory.weights)}, {gib(plan.memory_capacity_bytes)} available",
             where=f"recipe {plan.recipe.name}",
             rule="one process holds the whole model",
             fix="generate on a machine with more memory",

@@ -215,7 +215,7 @@ def require_tokenizer(found: Found, recipe: Recipe, overrides: Sequence[str]) ->
     tokenizer = recipe.data.tokenizer
     if tokenizer.type == "bpe" and not any(each.startswith("data.tokenizer") for each in overrides):
         raise UserError(
-            f"there is no {TOKENIZER_FILE}",
+            f"no {TOKENIZER_FILE}",
             where=str(found.path),
             rule="a model is trained with the tokenizer that gave its token ids their meaning",
             fix="data.tokenizer.type=huggingface data.tokenizer.path=FOLDER; or data.tokenizer.type=bpe for a new one",
@@ -232,11 +232,11 @@ def require_disk(runs_dir: Path, needed: int) -> None:
     Raises:
         UserError: there are fewer than `needed` bytes.
     """
-    there = next(folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(
-            f"the checkpoint needs {gib(needed)}, and there are {gib(free)} free",
+            f"the checkpoint needs {gib(needed)}, {gib(free)} free",
             where=str(runs_dir),
             fix="free some disk space, or --runs-dir on another disk",
         )
@@ -276,23 +276,23 @@ def write_checkpoint(
     from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.engine.registry import backend
 
-    alone = on_one_rank(recipe)
-    plan = derive(alone, 1, detect())
-    engines = backend(alone)
+    single = on_one_rank(recipe)
+    plan = derive(single, 1, detect())
+    engines = backend(single)
     info = CheckpointInfo(
         step=0,
         consumed_samples=0,
         consumed_tokens=0,
         layout=plan.layout.as_dict(),
         recipe_hash=recipe_hash(recipe),
-        engine=engine_name(alone),
+        engine=engine_name(single),
         recipe=recipe.model_dump(mode="json"),
     )
     store = CheckpointStore(run_dir / "checkpoints")
     store.claim()
     try:
         temporary = store.temporary_path(0, "import")
-        with engines.join(alone, engines.platform()):
+        with engines.join(single, engines.platform()):
             if check is not None:
                 check(plan)
             written, versions = engines.write_weights(plan, weights, temporary)

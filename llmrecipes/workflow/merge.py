@@ -102,7 +102,7 @@ def merge(
         progress: shows how much is written.
 
     Raises:
-        UserError: an option that the method does not have, a model that is missing, damaged, given twice or of another
+        UserError: an option that the method does not have, a model that is missing, corrupt, named twice or of another
             kind, a value that is not finite, a folder that exists, or a full disk. Nothing is left behind.
     """
     numbers = resolve(options, len(models), base=base is not None)
@@ -162,9 +162,9 @@ def require_different(names: Sequence[str], identities: Sequence[str]) -> None:
         if identity in seen:
             other = seen[identity]
             raise UserError(
-                "the model is given twice" if name == other else f"the same model as {other}",
+                "the model is named twice" if name == other else f"the same model as {other}",
                 where=name,
-                rule="every model, the base among them, is given once",
+                rule="every model, the base among them, is named once",
                 fix="--weights gives a model more weight",
             )
         seen[identity] = name
@@ -317,7 +317,10 @@ def _require_same_models(recipes: Mapping[str, Recipe]) -> None:
     for name, recipe in recipes.items():
         if recipe.lora is not None:
             raise UserError(
-                "it trained an adapter", where=f"{name}: lora", rule="runs that trained all weights", fix="--to hf"
+                "this run trained adapters",
+                where=f"{name}: lora",
+                rule="only runs that trained all weights can be merged",
+                fix="--to hf",
             )
     for name, recipe in others:
         model, other = expected.model.model_dump(mode="json"), recipe.model.model_dump(mode="json")

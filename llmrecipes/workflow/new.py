@@ -156,7 +156,7 @@ def make(wanted: Wanted) -> Made:
     """
     if (wanted.params is None) == (wanted.like is None):
         what = "not set" if wanted.params is None else f"{wanted.params} with --like {wanted.like}"
-        raise UserError(what, where="--params", rule="one of --params and --like says the size of the model",
+        raise UserError(what, where="--params", rule="set one of --params and --like",
                         fix="--params 1b, or --like gpt-1b")  # fmt: skip
     like = wanted.like or nearest(wanted.params or 1)
     base = load(like).recipe
@@ -215,7 +215,7 @@ def write(made: Made, folder: Path, *, force: bool) -> Path:
     """
     path = folder / f"{made.recipe.name}.yaml"
     if path.exists() and not force:
-        raise UserError("this exists already", where=str(path), rule="a recipe is overwritten only with --force",
+        raise UserError("already exists", where=str(path), rule="a recipe is overwritten only with --force",
                         fix="--force, or another name")  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -80,13 +80,13 @@ def scaling(
         embeddings: whether N includes embeddings and the output layer.
 
     Raises:
-        UserError: no such run or experiment, a budget that is no positive number, or runs that do not determine a law.
+        UserError: no such run or experiment, a budget that is not positive, or runs that do not determine a law.
     """
     if bool(names) == (experiment is not None):
         raise UserError(
             "RUN and --experiment" if names else "no runs",
             where="RUN",
-            rule="runs are named, or those of an MLflow experiment are taken",
+            rule="either RUN... or --experiment",
             fix="llmrecipes scaling RUN..., or --experiment NAME",
         )
     for budget in budgets:

@@ -32,7 +32,7 @@ def require_same_recipe(recipe: Recipe, run_dir: Path, data_dir: Path, *, accept
         accept: whether the user has accepted what a different number of steps changes.
 
     Raises:
-        UserError: what differs; its engine cannot load the run's checkpoint; or the recipe of the run is damaged.
+        UserError: what differs; its engine cannot load the run's checkpoint; or the recipe of the run is corrupt.
     """
     entries = CheckpointStore(run_dir / "checkpoints").entries()
     newest = entries[-1] if entries else None
@@ -50,7 +50,7 @@ def run_recipe(run_dir: Path) -> Recipe:
     """The recipe in a run's directory.
 
     Raises:
-        UserError: it is damaged; the fix restores it.
+        UserError: it is corrupt; the fix restores it.
     """
     entries = CheckpointStore(run_dir / "checkpoints").entries()
     return _read(run_dir / RESOLVED_NAME, entries[-1] if entries else None)
@@ -74,7 +74,7 @@ def _read(path: Path, newest: Entry | None) -> Recipe:
         return load(str(path)).recipe
     except UserError as error:
         raise UserError(
-            f"the recipe of this run is damaged: {error.what}",
+            f"the recipe of this run is corrupt: {error.what}",
             where=error.where or str(path),
             rule="it says which model the checkpoints are of",
             fix=_restore(path, newest),

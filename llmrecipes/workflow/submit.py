@@ -14,11 +14,11 @@ from llmrecipes.hardware.load import load_profile, names
 from llmrecipes.hardware.machine import machine
 from llmrecipes.launch import record
 from llmrecipes.launch.base import (
-    Given,
     JobHandle,
     JobRef,
     JobState,
     Launcher,
+    LauncherOptions,
     Planned,
     PlannedForCluster,
     Rendering,
@@ -104,7 +104,7 @@ def plan_for(
     return PlannedForCluster((recipe, *overrides), cluster, profile, site, plan, nodes)
 
 
-def plan_here(recipe: str, overrides: list[str], nodes: int, ranks: int | None = None) -> Planned:
+def plan_on_this_machine(recipe: str, overrides: list[str], nodes: int, ranks: int | None = None) -> Planned:
     """Plan a recipe for this machine; `nodes` is 1, which the launcher checks.
 
     Raises:
@@ -117,7 +117,7 @@ def plan_here(recipe: str, overrides: list[str], nodes: int, ranks: int | None =
 def submit(
     planned: Planned,
     launcher: Launcher,
-    given: Given,
+    given: LauncherOptions,
     paths: Paths,
     *,
     run_id: str | None = None,
@@ -129,7 +129,7 @@ def submit(
     """Render a planned run, and submit it unless this is a dry run.
 
     Args:
-        planned: from `plan_for` or `plan_here`.
+        planned: from `plan_for` or `plan_on_this_machine`.
         launcher: from `launch.registry`.
         given: its options.
         paths: where runs and data are kept.
@@ -295,11 +295,11 @@ def find_job(name: str, runs_dir: Path) -> JobHandle:
             raise UserError(
                 "the run was not submitted as a job",
                 where=str(folder),
-                rule="a training in a terminal ends with Ctrl-C, and saves",
+                rule="stop an interactive run with Ctrl-C; it saves first",
             )
     named = [folder for folder in folders if folder.name == name]
     if len(named) > 1:
-        raise UserError(f"several runs are called {name}: {', '.join(map(str, named))}", fix="give recipe/run-id")
+        raise UserError(f"several runs are called {name}: {', '.join(map(str, named))}", fix="use recipe/run-id")
     for folder in named or folders:
         found = record.read(folder)
         if found is not None and (named or found.ref.job_id == name):
@@ -313,5 +313,5 @@ def find_job(name: str, runs_dir: Path) -> JobHandle:
         f"no run and no job {name}",
         where=str(runs_dir),
         rule="a job is named by its run (directory, recipe/run-id or run id), or by the id that submit printed",
-        fix="llmrecipes runs lists the runs; --runs-dir DIR if they are kept elsewhere",
+        fix="llmrecipes runs lists runs; --runs-dir DIR if they are elsewhere",
     )

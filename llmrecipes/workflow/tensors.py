@@ -113,8 +113,8 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
     if not step:
         if entries:
             return run, entries[-1]
-        damaged = "; ".join(map(str, store.incomplete()))
-        raise UserError(f"no valid checkpoint{': ' + damaged if damaged else ''}", where=str(store.directory))
+        corrupt = "; ".join(map(str, store.incomplete()))
+        raise UserError(f"no valid checkpoint{': ' + corrupt if corrupt else ''}", where=str(store.directory))
     if not step.isdecimal():
         raise UserError(f"step {step!r}", where=reference, rule="RUN@STEP, with the step of a checkpoint")
     steps = ", ".join(str(entry.step) for entry in entries)
@@ -125,7 +125,7 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
     try:
         return run, inspect(path, full=False)
     except InvalidCheckpoint as problem:
-        raise UserError(f"this checkpoint is damaged: {problem}", where=str(path), fix=fix) from problem
+        raise UserError(f"this checkpoint is corrupt: {problem}", where=str(path), fix=fix) from problem
 
 
 def merged(run: Path, entry: Entry, recipe: Recipe, *, averaged: bool = False) -> Merged:
@@ -154,10 +154,10 @@ def require_merge(recipe: Recipe, run: Path, *, asked: bool) -> None:
         raise _without(run, "--merge-adapter", "without it: the checkpoint has all weights")
     if recipe.lora is not None and not asked:
         raise UserError(
-            "this run has trained adapters alone",
+            "this run trained only adapters",
             where=str(run),
-            rule="a whole model has them added to the weights of their base model",
-            fix="--merge-adapter; or --to peft, which writes the adapters for their base model",
+            rule="a complete model is the base model with the adapters merged",
+            fix="--merge-adapter, or --to peft for the adapters only",
         )
 
 
@@ -182,7 +182,7 @@ def base_of(run: Path, recipe: Recipe) -> Path:
         raise UserError(
             "not set: the adapters belong to initial values",
             where="train.pretrained",
-            rule="adapters are exported for a model that others have too",
+            rule="PEFT export needs a published base model (train.pretrained)",
             fix="train them with train.pretrained, a folder or a name on the Hub",
         )
     return base_folder(run, recipe)
@@ -190,5 +190,5 @@ def base_of(run: Path, recipe: Recipe) -> Path:
 
 def _without(run: Path, option: str, fix: str) -> UserError:
     return UserError(
-        f"{run} has no adapters", where=option, rule="adapters are those of a run whose recipe has lora", fix=fix
+        f"{run} has no adapters", where=option, rule="only runs with a lora section have adapters", fix=fix
     )

@@ -137,7 +137,7 @@ def _require_consistent(options: TrainOptions) -> None:
     if options.node is not None and options.max_restarts:
         raise UserError(
             f"{options.max_restarts} on several nodes", where="--max-restarts",
-            rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
+            rule="--max-restarts works on a single node only", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
     if options.run.from_scratch and options.run_id is None:
         raise UserError("given without --run-id", where="--from-scratch", rule="a run without an id is a new one",

@@ -101,19 +101,19 @@ def verify(
     folder = paths.runs_dir / f"{recipe.name}-verify" / new_run_id()
     (folder / "logs").mkdir(parents=True)
     common = {"data_dir": paths.data_dir, "iters": options.iters, "tolerance": options.tolerance}
-    alone = VerifySpec(recipe=one, folder=folder / "one", **common)  # type: ignore[arg-type]
-    spread = VerifySpec(recipe=small, folder=folder / "layout", reference=alone.folder, **common)  # type: ignore[arg-type]
+    single = VerifySpec(recipe=one, folder=folder / "one", **common)  # type: ignore[arg-type]
+    spread = VerifySpec(recipe=small, folder=folder / "layout", reference=single.folder, **common)  # type: ignore[arg-type]
     log(f"verify {recipe.name}: {options.iters} steps in one process")
-    _alone(alone, cluster)
+    _in_one_process(single, cluster)
     log(f"verify {recipe.name}: the same on {plan.layout.world_size} ranks")
     spread.folder.mkdir()
     train_layout(spread, plan.layout.world_size, cluster)
-    result = _compare(recipe.name, alone, spread, cluster, _scaled(recipe, small, plan))
+    result = _compare(recipe.name, single, spread, cluster, _scaled(recipe, small, plan))
     (folder / "verify.json").write_text(json.dumps(result.as_record(), indent=2) + "\n", "utf-8")
     from llmrecipes.verify.drawing import svg
 
     (folder / "verify.svg").write_text(svg(result, f"{recipe.name} on {plan.layout.world_size} ranks"), "utf-8")
-    for records in (alone.folder, spread.folder):
+    for records in (single.folder, spread.folder):
         shutil.rmtree(records)
     return Verification(result, folder)
 
@@ -143,7 +143,7 @@ def _scaled(recipe: Recipe, small: Recipe, plan: Plan) -> Scaled:
     return found.without(Degree("data_parallel_size", None, 1, twice))
 
 
-def _alone(spec: VerifySpec, cluster: Cluster) -> None:
+def _in_one_process(spec: VerifySpec, cluster: Cluster) -> None:
     """Train the reference in this process.
 
     Raises:
@@ -166,12 +166,12 @@ def _alone(spec: VerifySpec, cluster: Cluster) -> None:
             )
 
 
-def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster, degrees: Scaled) -> Result:
+def _compare(name: str, single: VerifySpec, spread: VerifySpec, cluster: Cluster, degrees: Scaled) -> Result:
     from llmrecipes.verify.observe import BEFORE, FINAL, GRADIENTS
     from llmrecipes.verify.tensors import TensorDifference, differences
 
-    one, layout = Record.read(alone.folder), Record.read(spread.folder)
-    final = differences(alone.folder / FINAL, spread.folder / FINAL)
+    one, layout = Record.read(single.folder), Record.read(spread.folder)
+    final = differences(single.folder / FINAL, spread.folder / FINAL)
 
     def first(kind: str, compared: list[TensorDifference]) -> FirstTensor | None:
         beyond = [tensor for tensor in compared if tensor.relative > spread.tolerance]
@@ -184,11 +184,11 @@ def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster,
     if where is not None:
         step, quantity = where
         # Weights and gradients are large; the reference, which is cheap, is retrained to get those of one step.
-        _alone(alone.model_copy(update={"keep_step": step}), cluster)
+        _in_one_process(single.model_copy(update={"keep_step": step}), cluster)
         tensor = None
         # Gradients of different weights differ, so the weights before the step are compared first.
         for kind, part in (("weights before the step", BEFORE), ("gradients", GRADIENTS)):
-            tensor = tensor or first(kind, differences(alone.folder / part, spread.folder / part))
+            tensor = tensor or first(kind, differences(single.folder / part, spread.folder / part))
         expected, got = (getattr(record.steps[step - 1], quantity) for record in (one, layout))
         difference = FirstDifference(step, quantity, expected, got, tensor)
     elif tensor := first("weights after the last step", final):

@@ -23,7 +23,7 @@ from llmrecipes.search.command import require_library
 from llmrecipes.search.metrics import MetricsReader
 from llmrecipes.search.report import plots, write_report
 from llmrecipes.search.storage import open_storage
-from llmrecipes.search.trials import give_back
+from llmrecipes.search.trials import return_to_queue
 from llmrecipes.search.worker import Worker
 from llmrecipes.tracking.store import tracking_uri
 from tests.helpers import tiny_on, write_recipe
@@ -151,7 +151,7 @@ def test_the_report_says_which_trials_continue_others(tmp_path: Path) -> None:
     made = worker(searched(n_trials=1), tmp_path)
     for number in (0, 1):
         made.study.ask()
-        give_back(made.study, number)
+        return_to_queue(made.study, number)
     made.run()
     write_report(made.study, made.recipe, tmp_path / "report.html")
     assert "<td>2 (continues 0)</td>" in (tmp_path / "report.html").read_text("utf-8")

@@ -220,7 +220,7 @@ def test_trials_at_the_same_time_differ() -> None:
 
 
 def lost_and_resumed(study: optuna.Study, trial: optuna.Trial) -> optuna.Trial:
-    trials.give_back(study, trial.number)
+    trials.return_to_queue(study, trial.number)
     return study.ask()
 
 

@@ -217,7 +217,7 @@ def _require_accepted(command: Sequence[str], text: str) -> None:
     """UserError if the cluster rejects an object: the workload is created last, and the others would stay."""
     code, _, words = run((*command, "--dry-run=server"), text)
     if code and NO_DRY_RUN not in words:
-        raise UserError(f"refused:\n{words}", where=command[0], fix=DRY_RUN)
+        raise UserError(f"failed:\n{words}", where=command[0], fix=DRY_RUN)
 
 
 def status_of(workload: Object) -> JobStatus:
@@ -229,9 +229,9 @@ def status_of(workload: Object) -> JobStatus:
     if failed := FAILED & held.keys():
         condition = held[failed.pop()]
         message = str(condition.get("message", ""))
-        told = FAILED_WITH.search(message)
+        code = FAILED_WITH.search(message)
         reason = f"{condition.get('reason', '')}: {message}".strip(": ")
-        return JobStatus(JobState.FAILED, int(told[1]) if told else None, reason)
+        return JobStatus(JobState.FAILED, int(code[1]) if code else None, reason)
     if SUSPENDED & held.keys():
         return JobStatus(JobState.PENDING, reason="suspended")
     restarts = int(status.get("restarts") or 0)  # of a JobSet
@@ -256,7 +256,7 @@ def _options(given: LauncherOptions) -> Options:
     image = given.get("image")
     if image is None:
         raise UserError(
-            "no image is named", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST; make image builds one"
+            "not set", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST; make image builds one"
         )
     names = {"secret", "image"}
     values = {name.replace("-", "_"): value for name, value in given.items() if value is not None and name not in names}

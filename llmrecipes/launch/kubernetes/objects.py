@@ -247,7 +247,7 @@ def _require_patchable(run: Run, options: Options) -> None:
     fix = "--flavor jobset"
     if options.host_network:
         rule = "a TrainJob takes host networking from its runtime"
-        raise UserError("given with --flavor trainjob", where="--host-network", rule=rule, fix=fix)
+        raise UserError("set with --flavor trainjob", where="--host-network", rule=rule, fix=fix)
     kubernetes = run.profile.kubernetes
     wanted = {
         "sidecars": kubernetes.sidecars,
@@ -326,11 +326,11 @@ def patched(template: dict[str, Any], patch: JsonObject, cluster: str) -> dict[s
     command = ("kubectl", "patch", "--local", "--filename", "-", "--type", "strategic", "--output", "json")
     code, answer, words = run((*command, "--patch", json.dumps(patch)), json.dumps(pod))
     if code:
-        raise UserError(f"refused by kubectl:\n{words}", where=where, rule="a strategic merge patch of a pod template")
+        raise UserError(f"rejected by kubectl:\n{words}", where=where, rule="a strategic merge patch of a pod template")
     merged = json.loads(answer)
     if missing := _containers(template["spec"]) - _containers(merged["spec"]):
-        rule = "the containers of a run stay"
-        raise UserError(f"leaves no container {', '.join(sorted(missing))}", where=where, rule=rule)
+        rule = "a patch cannot remove the containers of a run"
+        raise UserError(f"removes the container {', '.join(sorted(missing))}", where=where, rule=rule)
     # kubectl sorts keys; those of the template keep their order.
     return {key: _in_order(merged[key], template[key]) for key in template} | {
         "metadata": _patched_metadata(merged, template)

@@ -94,7 +94,7 @@ def check(options: Options) -> None:
     if options.topology is not None and not NODE_LABEL.fullmatch(options.topology):
         raise UserError(f"{options.topology!r}", where="--topology", rule="the key of a node label")
     if options.topology is not None and options.queue is None:
-        raise UserError("given without --queue", where="--topology", rule="Kueue places pods by topology",
+        raise UserError("set without --queue", where="--topology", rule="Kueue places pods by topology",
                         fix="--queue NAME")  # fmt: skip
     if options.tracking_uri is not None:
         _check_tracking_uri(options.tracking_uri)

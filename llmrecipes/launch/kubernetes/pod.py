@@ -71,14 +71,14 @@ def labels(run: Run) -> dict[str, str]:
 
 def notes(run: Run, options: Options) -> dict[str, str]:
     """Annotations: what the pod runs, and where Kueue should place it."""
-    told = {
+    annotations = {
         "llmrecipes/recipe": run.plan.recipe.name,
         "llmrecipes/recipe-hash": run.recipe_hash,
         "llmrecipes/run-id": run.run_id,
     }
     if options.topology:
-        told["kueue.x-k8s.io/podset-preferred-topology"] = options.topology
-    return told
+        annotations["kueue.x-k8s.io/podset-preferred-topology"] = options.topology
+    return annotations
 
 
 def metadata(run: Run, options: Options) -> Object:

@@ -19,7 +19,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.process import Watch
 from llmrecipes.launch import lease as leases
 from llmrecipes.launch import record
-from llmrecipes.launch.base import Given, JobHandle, JobRef, JobState, JobStatus, Logs, Rendering, Submission
+from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, LauncherOptions, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable
 
@@ -41,7 +41,7 @@ class Local:
     """Child processes, kept to be reaped."""
     _watch: ClassVar = Watch()
 
-    def render(self, submission: Submission, given: Given) -> Rendering:
+    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
         """The command of the process."""
         planned = submission.planned
         if planned.nodes != 1:

@@ -143,7 +143,7 @@ def _wait(ranks: dict[str, subprocess.Popen[bytes]], logs: Path, signals: _Signa
                     continue
                 first_failure = code if code > 0 else 128 - code
                 if first_failure == ExitCode.REQUEUE:
-                    continue  # all were told to stop, and exit by themselves
+                    continue  # all have the stop signal, and exit by themselves
                 if grace is not None and -code in STOP_SIGNALS:
                     # Every rank has handlers for these before any of them runs the first step.
                     logger.warning("asked to stop before training began: nothing is lost, run the same command again")

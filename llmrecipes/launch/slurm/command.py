@@ -277,7 +277,7 @@ def check(request: Request, profile: Profile, options: Options) -> None:
                 option,
                 where="--sbatch",
                 rule="a training is one job: the tasks of an array would share its run directory",
-                fix="submit each run by itself",
+                fix="submit every run separately",
             )
     for path in (request.runs_dir, request.data_dir):
         if not str(path).isprintable() or "\\" in str(path):
@@ -293,7 +293,7 @@ def _check_image(image: str, runtime: str) -> None:
         raise UserError(
             f"{image!r} with pyxis",
             where="--image",
-            rule="a .sqsh file is named by its absolute path; anything else is looked for in a registry",
+            rule="a .sqsh file needs an absolute path; pyxis looks up other names in a registry",
             fix=f"--image {Path(image).absolute()}",
         )
     suffix = {"pyxis": ".sif", "apptainer": ".sqsh"}.get(runtime)

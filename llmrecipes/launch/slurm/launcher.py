@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from llmrecipes.errors import UserError
 from llmrecipes.launch import record
-from llmrecipes.launch.base import Given, JobHandle, JobRef, JobState, JobStatus, Logs, Rendering, Submission
+from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, LauncherOptions, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
 from llmrecipes.launch.slurm.command import Options, Request, after, command, notice, prepare_command, script_text
@@ -51,7 +51,7 @@ class Slurm:
     shares_disk: ClassVar = True
     poll_seconds: ClassVar = 15.0
 
-    def render(self, submission: Submission, given: Given) -> Rendering:
+    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
         """sbatch's command line; and that of the job which tokenizes, if GPUs would wait for it."""
         planned = submission.planned_for_cluster
         warned = notice(planned.plan, planned.profile, submission.runs_dir, given.get("warning"))
@@ -151,9 +151,9 @@ def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) ->
         reason: why the job waits, or why it failed.
         restarts: number of requeues.
     """
-    state, told = word.partition(" ")[0].rstrip("+"), "" if reason in ("None", "") else reason
+    state, pending = word.partition(" ")[0].rstrip("+"), "" if reason in ("None", "") else reason
     if state in PENDING:
-        return JobStatus(JobState.PENDING, reason=told, restarts=restarts)
+        return JobStatus(JobState.PENDING, reason=pending, restarts=restarts)
     if state in RUNNING:
         return JobStatus(JobState.RUNNING, restarts=restarts)
     code, colon, number = exit_code.partition(":")
@@ -193,7 +193,7 @@ def _sacct(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatu
     return {row[0]: status_of(row[1], row[2]) for row in rows}
 
 
-def _options(submission: Submission, given: Given, warning_seconds: int) -> Options:
+def _options(submission: Submission, given: LauncherOptions, warning_seconds: int) -> Options:
     image = given.get("image")
     return Options(
         partition=given.get("partition"),
