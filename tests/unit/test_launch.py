@@ -19,7 +19,7 @@ import pytest
 
 from llmrecipes.errors import ExitCode
 from llmrecipes.launch.local import Grace, rank_environment, run_ranks
-from llmrecipes.launch.local.ranks import reserved_port
+from llmrecipes.launch.local.processes import reserved_port
 from llmrecipes.launch.ranks import FIRST_PORT
 from tests.refusals import refused
 

@@ -14,7 +14,7 @@ import pytest
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.launch.programs import tell
-from llmrecipes.launch.slurm.command import LONGEST, SHORTEST, Options, Request, as_text, command, notice
+from llmrecipes.launch.slurm.sbatch import LONGEST, SHORTEST, Options, Request, as_text, command, notice
 from llmrecipes.workflow.submit import plan_for
 from tests.refusals import refused, require_message
 

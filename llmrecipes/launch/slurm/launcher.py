@@ -15,7 +15,7 @@ from llmrecipes.launch import record
 from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, LauncherOptions, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
-from llmrecipes.launch.slurm.command import Options, Request, after, command, notice, prepare_command, script_text
+from llmrecipes.launch.slurm.sbatch import Options, Request, after, command, notice, prepare_command, script_text
 
 DRY_RUN = "--dry-run prints the command"
 SCRIPTS = Path(__file__).parents[3] / "slurm"
