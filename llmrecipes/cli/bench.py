@@ -97,15 +97,15 @@ def collectives(
     answer = _measure("collectives", loaded, DATA, repeats, nproc, wanted)
     if answer is None:
         return
-    found = Collectives.model_validate_json(answer)
+    measured = Collectives.model_validate_json(answer)
     if write is not None and cluster is not None:
-        bench.write_profile(cluster, found.rows, write)
-    compared = None if profile is None else compare(found, profile)
+        bench.write_profile(cluster, measured.rows, write)
+    compared = None if profile is None else compare(measured, profile)
     if as_json:
         rows = {} if compared is None else {"compared": [each.as_dict() for each in compared]}
         print(json.dumps({**json.loads(answer), **rows}))
         return
-    print(render.bandwidths(found))
+    print(render.bandwidths(measured))
     if profile is not None and compared is not None:
         print(render.comparison(profile.name, compared))
     if write is not None:
@@ -173,11 +173,11 @@ def ranks(
     answer = _measure("ranks", load("gpt-tiny", []).recipe, DATA, repeats, nproc)
     if answer is None:
         return
-    found = RankSpeeds.model_validate_json(answer)
+    speeds = RankSpeeds.model_validate_json(answer)
     if as_json:
-        print(json.dumps({**json.loads(answer), "slow_ranks": sorted(slow_ranks(found))}))
+        print(json.dumps({**json.loads(answer), "slow_ranks": sorted(slow_ranks(speeds))}))
         return
-    print(render.rank_speeds(found))
+    print(render.rank_speeds(speeds))
 
 
 @app.command()
@@ -229,14 +229,14 @@ def data(
     answer = _measure("data", load(recipe, overrides or []).recipe, data_dir, repeats, nproc)
     if answer is None:
         return
-    found = Reading.model_validate_json(answer)
-    speed = found.tokens_per_batch / statistics.median(found.seconds)
+    reading = Reading.model_validate_json(answer)
+    speed = reading.tokens_per_batch / statistics.median(reading.seconds)
     if as_json:
         print(json.dumps({**json.loads(answer), "tokens_per_second": speed}, indent=2))
         return
-    middle = f"a global batch takes {statistics.median(found.seconds):.4f} s"
-    print(f"{found.world_size} ranks, {speed:,.0f} tokens/s; {middle}, at most {max(found.seconds):.4f} s")
-    print(f"the first batch comes after {found.first_seconds:.2f} s")
+    middle = f"a global batch takes {statistics.median(reading.seconds):.4f} s"
+    print(f"{reading.world_size} ranks, {speed:,.0f} tokens/s; {middle}, at most {max(reading.seconds):.4f} s")
+    print(f"the first batch comes after {reading.first_seconds:.2f} s")
 
 
 def _measure(

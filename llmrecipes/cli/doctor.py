@@ -98,11 +98,11 @@ def doctor(
     leads = number == 0 and os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
     try:
         context = DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads, own)
-        found = examine(context)
+        findings = examine(context)
         gathered = (
-            meet(Meeting(hosts, number, port, runs_dir, token, patience), found)
+            meet(Meeting(hosts, number, port, runs_dir, token, patience), findings)
             if several
-            else Gathered(local := compared(found), bad_nodes(local))
+            else Gathered(local := compared(findings), bad_nodes(local))
         )
     except UserError:
         raise
@@ -113,13 +113,15 @@ def doctor(
     code = 1 if bad else int(ExitCode.DONE)
     if gathered.findings is None:
         return code
-    found = gathered.findings
+    findings = gathered.findings
     if bad_nodes_file is not None:
         bad_nodes_file.write_text(",".join(bad), "utf-8")
     if as_json:
-        print(json.dumps({"ok": not bad, "bad_nodes": bad, "findings": [each.as_dict() for each in found]}, indent=2))
+        print(
+            json.dumps({"ok": not bad, "bad_nodes": bad, "findings": [each.as_dict() for each in findings]}, indent=2)
+        )
     else:
-        print(as_text(found, quiet))
+        print(as_text(findings, quiet))
     return code
 
 

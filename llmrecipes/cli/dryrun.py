@@ -42,7 +42,7 @@ def dryrun(
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow.dryrun import dry_run
 
-    found = dry_run(
+    result = dry_run(
         load(recipe, overrides or []).recipe,
         runs_dir,
         lambda line: print(line, file=sys.stderr),
@@ -53,7 +53,7 @@ def dryrun(
         skew=skew,
     )
     if as_json:
-        reports = [report.contract() for report in found.reports]
+        reports = [report.contract() for report in result.reports]
         print(json.dumps(reports if stages else reports[0], indent=2))
     else:
-        print(render.as_text(found.plan, found.reports, found.folder))
+        print(render.as_text(result.plan, result.reports, result.folder))

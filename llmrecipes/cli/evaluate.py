@@ -117,11 +117,11 @@ def evaluate(
     from llmrecipes.workflow.runs import find_run
 
     if compare:
-        found = history.read(find_run(run, runs_dir))
+        records = history.read(find_run(run, runs_dir))
         if as_json:
-            print(json.dumps(found, indent=2))
+            print(json.dumps(records, indent=2))
             return
-        for line in earlier_lines(found):
+        for line in earlier_lines(records):
             console().print(line, markup=False, soft_wrap=True)
         return
     setup_logging()
@@ -203,14 +203,14 @@ def earlier_lines(records: Sequence[dict[str, Any]]) -> list[str]:
     if not records:
         return ["no evaluations yet: llmrecipes eval RUN"]
     steps = sorted({record["step"] for record in records})[-MOST_STEPS:]
-    found: dict[tuple[str, str, str], dict[int, float | None]] = {}
+    by_metric: dict[tuple[str, str, str], dict[int, float | None]] = {}
     for record in records:
         settings = {key: value for key, value in record.get("settings", {}).items() if key != "harness"}
         for name, value in record["metrics"].items():
             key = record["task"], name, json.dumps(settings, sort_keys=True)
-            found.setdefault(key, {})[record["step"]] = value
+            by_metric.setdefault(key, {})[record["step"]] = value
     rows = [("task", "metric", *(f"step {step}" for step in steps))]
-    for (task, name, _), values in found.items():
+    for (task, name, _), values in by_metric.items():
         if values.keys() & set(steps):
             rows.append((task, name, *(number(values[step]) if step in values else "" for step in steps)))
     return aligned(rows, right=range(2, len(steps) + 2))

@@ -185,8 +185,8 @@ def layout(
 
     loaded = load(recipe, overrides or []).recipe
     ranks = smallest_world(loaded.parallelism) if nproc is None else nproc
-    found = place(loaded, ranks, None if cluster_name is None else planned(cluster_name, nodes, ranks))
-    print(json.dumps(render.layout_as_dict(*found), indent=2) if as_json else render.layout_as_text(*found))
+    placed = place(loaded, ranks, None if cluster_name is None else planned(cluster_name, nodes, ranks))
+    print(json.dumps(render.layout_as_dict(*placed), indent=2) if as_json else render.layout_as_text(*placed))
 
 
 def clusters(as_json: JsonOption = False) -> None:

@@ -21,8 +21,8 @@ def runs(as_json: JsonOption = False, runs_dir: RunsOption = RUNS) -> None:
     from llmrecipes.tracking.runs import list_runs
     from llmrecipes.workflow.runs import table
 
-    found = list_runs(runs_dir)
-    print(json.dumps([run.as_dict() for run in found], indent=2) if as_json else table(found))
+    listed = list_runs(runs_dir)
+    print(json.dumps([run.as_dict() for run in listed], indent=2) if as_json else table(listed))
 
 
 def compare(
@@ -100,14 +100,14 @@ def scaling(
         from llmrecipes.scaling.plot import draw, require_file
 
         require_file(plot)
-    found = fit(names or [], experiment, runs_dir, budgets=flops or [], embeddings=embeddings)
+    law = fit(names or [], experiment, runs_dir, budgets=flops or [], embeddings=embeddings)
     if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
+        print(json.dumps(law.as_dict(), indent=2))
     else:
-        for line in scaling_lines(found):
+        for line in scaling_lines(law):
             console().print(line, markup=False, soft_wrap=True)
     if plot is not None:
-        draw(found.fit, plot)
+        draw(law.fit, plot)
 
 
 def generate(

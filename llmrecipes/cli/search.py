@@ -115,17 +115,17 @@ def search(
 
 def _given(options: list[str]) -> dict[str, Any]:
     """Options of `submit`, by name; those that may be repeated are lists."""
-    found: dict[str, Any] = {}
+    options_by_name: dict[str, Any] = {}
     for text in options:
         name, equals, value = text.partition("=")
         if not equals or not name or (name in OF_A_NUMBER and not value.isdecimal()):
             raise UserError(f"{text!r}", where="--submit", rule="NAME=VALUE, an option of llmrecipes submit",
                             fix="--submit time=2:00:00")  # fmt: skip
         if name in OF_A_LIST:
-            found.setdefault(name, []).append(value)
+            options_by_name.setdefault(name, []).append(value)
         else:
-            found[name] = int(value) if name in OF_A_NUMBER else value
-    return found
+            options_by_name[name] = int(value) if name in OF_A_NUMBER else value
+    return options_by_name
 
 
 def _print(result: Result, runs_dir: Path, data_dir: Path) -> None:

@@ -241,15 +241,15 @@ def coordinates(
         chosen = [int(width) for width in widths.split(",")]
     except ValueError:
         raise UserError(widths, where="--widths", rule="comma-separated numbers", fix="64,128,256") from None
-    found = measure(
+    measured = measure(
         load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), chosen, iters, _silent if as_json else _say
     )
     if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
+        print(json.dumps(measured.as_dict(), indent=2))
     else:
-        for line in coordinate_lines(found, MOST_GROWTH):
+        for line in coordinate_lines(measured, MOST_GROWTH):
             console().print(line, markup=False, soft_wrap=True)
-    return int(ExitCode.DONE if found.ok else 1)
+    return int(ExitCode.DONE if measured.ok else 1)
 
 
 def upcycle(
@@ -329,20 +329,21 @@ def _silent(_line: str) -> None:
     pass
 
 
-def coordinate_lines(found: Coordinates, most: float) -> Iterator[str]:
+def coordinate_lines(measured: Coordinates, most: float) -> Iterator[str]:
     """Activations in the first and the last step, and how they grow with the width."""
-    steps = sorted({0, found.steps - 1})
+    steps = sorted({0, measured.steps - 1})
     for step in steps:
-        rows = [("hidden_size", *map(str, found.widths), "growth")]
+        rows = [("hidden_size", *map(str, measured.widths), "growth")]
         rows += [
-            (name, *(f"{value:.4g}" for value in values[step]), f"{found.growth(name, step):+.2f}")
-            for name, values in found.values.items()
+            (name, *(f"{value:.4g}" for value in values[step]), f"{measured.growth(name, step):+.2f}")
+            for name, values in measured.values.items()
         ]
         yield f"mean absolute activation in step {step + 1}, and its growth (exponent of the width)"
         yield from aligned(rows, right=range(1, len(rows[0])))
         yield ""
-    worst = found.growth(found.worst)
-    if found.ok:
-        yield f"flat: after {found.steps} steps nothing grows faster than width^{most:g} ({found.worst}: {worst:+.2f})"
+    worst = measured.growth(measured.worst)
+    if measured.ok:
+        fastest = f"{measured.worst}: {worst:+.2f}"
+        yield f"flat: after {measured.steps} steps nothing grows faster than width^{most:g} ({fastest})"
     else:
-        yield f"growing: {found.worst} grows with width^{worst:.2f}, above {most:g}"
+        yield f"growing: {measured.worst} grows with width^{worst:.2f}, above {most:g}"

@@ -70,8 +70,8 @@ def own_number(hosts: tuple[str, ...]) -> int:
             return int(index)
     own = socket.gethostname()
     names = {own, own.partition(".")[0]}
-    if found := [number for number, host in enumerate(hosts) if host in names or host.partition(".")[0] in names]:
-        return found[0]
+    if matches := [number for number, host in enumerate(hosts) if host in names or host.partition(".")[0] in names]:
+        return matches[0]
     raise UserError(
         f"{own} is not among {', '.join(hosts)}", where="--nodes", rule="the command runs on every node of --nodes"
     )
@@ -79,10 +79,10 @@ def own_number(hosts: tuple[str, ...]) -> int:
 
 def _expanded(word: str) -> list[str]:
     """The hosts of `node[08-11].site`; another word is a host itself."""
-    found = RANGE.fullmatch(word)
-    if found is None:
+    match = RANGE.fullmatch(word)
+    if match is None:
         return [word]
-    before, first, last, after = found.groups()
+    before, first, last, after = match.groups()
     if int(last) - int(first) >= MOST_NODES:
         raise UserError(f"{word!r}", where="--nodes", rule=f"at most {MOST_NODES:,} nodes")
     return [f"{before}{number:0{len(first)}}{after}" for number in range(int(first), int(last) + 1)]

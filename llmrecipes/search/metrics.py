@@ -148,10 +148,10 @@ class MlflowReader:
 
 def find_run(client: MlflowClient, experiment: str, name: str) -> str | None:
     """The id of the newest run with a name; None if there is none."""
-    found = client.get_experiment_by_name(experiment)
-    if found is None:
+    known = client.get_experiment_by_name(experiment)
+    if known is None:
         return None
-    runs = client.search_runs([found.experiment_id], f"attributes.run_name = '{name}'", max_results=1)
+    runs = client.search_runs([known.experiment_id], f"attributes.run_name = '{name}'", max_results=1)
     return str(runs[0].info.run_id) if runs else None
 
 

@@ -290,17 +290,17 @@ def plots(study: optuna.Study) -> list[Plot]:
     names = study.metric_names or ["objective"]
     trials = study.get_trials(deepcopy=False)
     complete = [each for each in trials if each.state == TrialState.COMPLETE]
-    found: list[Plot] = []
+    all_plots: list[Plot] = []
     if len(complete) >= FEWEST:
         for index, name in enumerate(names):
-            found += _of_objective(study, complete, name, None if len(names) == 1 else index)
+            all_plots += _of_objective(study, complete, name, None if len(names) == 1 else index)
         if len(names) > 1:
-            found.append(Plot("Trade-offs", partial(_trade_offs, study, names)))
+            all_plots.append(Plot("Trade-offs", partial(_trade_offs, study, names)))
     if any(each.intermediate_values for each in trials):
-        found.append(Plot("Learning curves", partial(_curves, study, names[0])))
+        all_plots.append(Plot("Learning curves", partial(_curves, study, names[0])))
     if sum(each.datetime_start is not None for each in trials) >= FEWEST:
-        found.append(Plot("Timeline", partial(_timeline, study)))
-    return found
+        all_plots.append(Plot("Timeline", partial(_timeline, study)))
+    return all_plots
 
 
 def labelled(name: str) -> str:

@@ -102,8 +102,8 @@ class Learnt(_View):
         count = len(self._study.directions)
         scales = [_Scale.of([values[number] for values in done if len(values) == count]) for number in range(count)]
         shown = [self._shown(each, scales) if each.state in _ENDED else each for each in trials]
-        found = [each for each in shown if states is None or each.state in states]
-        return copy.deepcopy(found) if deepcopy else found
+        selected = [each for each in shown if states is None or each.state in states]
+        return copy.deepcopy(selected) if deepcopy else selected
 
     def _shown(self, trial: FrozenTrial, scales: Sequence[_Scale]) -> FrozenTrial:
         constraints = violations(trial)
@@ -166,7 +166,7 @@ class GPSampler(_Learning, samplers.GPSampler):
 class _Replayed(samplers.CmaEsSampler):
     """Optuna's, without the state that it keeps in trials as a pickle and loads when a study is resumed.
 
-    Whoever can write to the storage could run code with it. The state follows from the trials: they are told again, in
+    Whoever can write to the storage could run code with it. The state follows from the trials: they are replayed in
     the order in which they ended. Random numbers follow from seed and trial, so that a resumed search proposes what an
     uninterrupted one would have.
     """
@@ -197,14 +197,14 @@ class _Replayed(samplers.CmaEsSampler):
         space = _SearchSpaceTransform(search_space, transform_step=not self._with_margin, transform_0_1=True)
         optimizer = self._init_optimizer(space, study.direction)
         trials.sort(key=lambda each: (each.datetime_complete.timestamp() if each.datetime_complete else 0, each.number))
-        while len(told := self._get_solution_trials(trials, optimizer.generation)) >= optimizer.population_size:
+        while len(replayed := self._get_solution_trials(trials, optimizer.generation)) >= optimizer.population_size:
             optimizer.tell(
                 [
                     (
                         np.array(each.system_attrs[_X]) if self._with_margin else space.transform(each.params),
                         each.values[0],
                     )
-                    for each in told[: optimizer.population_size]
+                    for each in replayed[: optimizer.population_size]
                 ]
             )
         self._reseed(trial, optimizer._rng, 0)
@@ -246,8 +246,8 @@ class Competitors(_View):
     def get_trials(self, deepcopy: bool = True, states: Container[TrialState] | None = None) -> list[FrozenTrial]:
         """The trials that compete; of one that was resumed only the last part."""
         wanted: Iterable[FrozenTrial] = (each for each in own_trials(self._study) if self._takes(each))
-        found = [each for each in wanted if states is None or each.state in states]
-        return copy.deepcopy(found) if deepcopy else found
+        selected = [each for each in wanted if states is None or each.state in states]
+        return copy.deepcopy(selected) if deepcopy else selected
 
 
 class SuccessiveHalvingPruner(pruners.SuccessiveHalvingPruner):

@@ -220,8 +220,8 @@ class Starter:
 
     def _frozen(self, trial: optuna.Trial) -> FrozenTrial:
         """A trial as it is in the storage."""
-        found: FrozenTrial = self.with_retries(lambda: self.study.get_trials(deepcopy=False)[trial.number])
-        return found
+        frozen: FrozenTrial = self.with_retries(lambda: self.study.get_trials(deepcopy=False)[trial.number])
+        return frozen
 
     def _reader(self, recipe: Recipe, run_id: str) -> Reader:
         """Of metrics.jsonl, or of MLflow where the run's directory is not on a disk of this machine."""

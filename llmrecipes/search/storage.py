@@ -166,7 +166,7 @@ def with_retries(call: Callable[[], T], place: str, seconds: float | None = None
     started, pause, warned = time.monotonic(), 0.1, False
     while True:
         try:
-            found = call()
+            result = call()
         except (OSError, SQLAlchemyError, StorageInternalError, json.JSONDecodeError, UnicodeDecodeError) as error:
             cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
             if _is_final(cause):
@@ -190,7 +190,7 @@ def with_retries(call: Callable[[], T], place: str, seconds: float | None = None
         else:
             if warned:
                 logger.warning("the storage of the study responds again")
-            return found
+            return result
 
 
 def _is_final(error: BaseException) -> bool:

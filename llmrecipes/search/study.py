@@ -250,8 +250,8 @@ def changes(study: optuna.Study, recipe: Recipe) -> list[Difference]:
     """
     now = basis(recipe)
     searched = {each.key for each in require_section(recipe).space if not each.when}
-    found = differences(now, _with_defaults(study.user_attrs.get(BASIS, now)))
-    return [each for each in found if each.key not in searched]
+    changed = differences(now, _with_defaults(study.user_attrs.get(BASIS, now)))
+    return [each for each in changed if each.key not in searched]
 
 
 def _require_same(study: optuna.Study, recipe: Recipe, where: str) -> None:
@@ -378,11 +378,11 @@ def _fixed_values(search: Search, then: dict[str, Any], params: dict[str, Any]) 
 
     A trial without a value of a key would take the key out of what samplers model together.
     """
-    found: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
     for dimension in search.space:
-        if dimension.key not in params and applies(dimension, {**values_of(params, search), **found}, then):
-            found[dimension.key] = value_at(then, dimension.key)
-    return parameters(found)
+        if dimension.key not in params and applies(dimension, {**values_of(params, search), **fixed}, then):
+            fixed[dimension.key] = value_at(then, dimension.key)
+    return parameters(fixed)
 
 
 def _inside(space: Mapping[str, BaseDistribution], params: Mapping[str, Any]) -> bool:

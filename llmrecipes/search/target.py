@@ -143,7 +143,7 @@ def local_target(launcher: Launcher, given: Mapping[str, Any], paths: Paths, wor
     if whole.gpus and len(whole.gpus) < workers:
         raise UserError(
             f"{workers} trials at a time on {len(whole.gpus)} GPUs", where="--workers",
-            rule="each trial has GPUs of its own", fix=f"--workers {len(whole.gpus)}",
+            rule="parallel trials do not share GPUs", fix=f"--workers {len(whole.gpus)}",
         )  # fmt: skip
     # Measured once: a later trial is not judged by what earlier ones use at the moment.
     site = replace(

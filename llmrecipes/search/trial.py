@@ -188,8 +188,8 @@ class Running:
         for path in self.job.logs().files:
             with suppress(OSError), path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - LOG_TAIL))
-                if found := OUT_OF_MEMORY.search(file.read()):
-                    return found[1].decode(errors="replace")
+                if match := OUT_OF_MEMORY.search(file.read()):
+                    return match[1].decode(errors="replace")
         return ""
 
     def _objectives(self, progress: Progress, names: tuple[Objective, ...]) -> list[float] | None:

@@ -243,16 +243,16 @@ class Worker:
     def _look(self) -> None:
         self._pause = min(2 * self._pause, max(LOOK_SECONDS, self.target.launcher.poll_seconds))
         try:
-            found = statuses([each.job.ref for each in self.running])
+            by_ref = statuses([each.job.ref for each in self.running])
             self._answered = time.monotonic()
         except SchedulerUnavailable as error:
             if time.monotonic() - self._answered > PATIENCE_SECONDS:
                 raise
             logger.warning("%s; trials are still waited for", error)
-            found = {}
+            by_ref = {}
         for each in list(self.running):
             try:
-                self._look_at(each, found.get(each.job.ref))
+                self._look_at(each, by_ref.get(each.job.ref))
             except UpdateFinishedTrialError:
                 # This process was away for longer than the grace period. The other one follows the same job, unless
                 # the trial had been retried often enough.

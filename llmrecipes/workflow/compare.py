@@ -107,12 +107,12 @@ def compare(run_dirs: Sequence[Path]) -> Comparison:
 
 def _differences(recipes: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, ...]]:
     first, *others = recipes
-    found: dict[str, list[Any]] = {}
+    by_key: dict[str, list[Any]] = {}
     for number, other in enumerate(others, start=1):
         for difference in differences(other, first):
-            values = found.setdefault(difference.key, [difference.then] * len(recipes))
+            values = by_key.setdefault(difference.key, [difference.then] * len(recipes))
             values[number] = difference.now
-    return {key: tuple(found[key]) for key in sorted(found)}
+    return {key: tuple(by_key[key]) for key in sorted(by_key)}
 
 
 def _read(run_dir: Path) -> Run:

@@ -135,23 +135,23 @@ def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layou
     from llmrecipes.hf.source import resolve
     from llmrecipes.workflow.importing import TOKENIZER_FILE, recipe_name, recipe_values
 
-    found = resolve(str(path))
-    config = read_config(found.path)
-    section = section_of(config, found.path)[1]
-    validated(section, 1, str(found.path / CONFIG))
-    open_folder(found.path)  # refuses pickles and missing files before anything is loaded
-    if not (found.path / TOKENIZER_FILE).is_file():
+    source = resolve(str(path))
+    config = read_config(source.path)
+    section = section_of(config, source.path)[1]
+    validated(section, 1, str(source.path / CONFIG))
+    open_folder(source.path)  # refuses pickles and missing files before anything is loaded
+    if not (source.path / TOKENIZER_FILE).is_file():
         raise UserError(
-            "no tokenizer.json", where=str(found.path), rule="text is evaluated with the model's own tokenizer",
+            "no tokenizer.json", where=str(source.path), rule="text is evaluated with the model's own tokenizer",
             fix="copy the tokenizer's files there",
         )  # fmt: skip
-    values = recipe_values(found, section, recipe_name(found.name))
+    values = recipe_values(source, section, recipe_name(source.name))
     precision = PRECISIONS.get(str(config.get("dtype") or config.get("torch_dtype")), "bf16")
-    recipe = load_values(values, found.path / CONFIG, [f"train.precision={precision}"]).recipe
+    recipe = load_values(values, source.path / CONFIG, [f"train.precision={precision}"]).recipe
     spec = EvaluationSpec(
         recipe=on_ranks(recipe, layout),
         data_dir=data_dir,
-        folder=found.path.absolute(),
+        folder=source.path.absolute(),
         request=request,
         progress=progress,
     )
@@ -321,14 +321,14 @@ class EvaluationSpec(RankSpec):
 def run(spec: EvaluationSpec) -> ExitCode:
     """Evaluate, and write the results to the spec's file; of an isolated process, also what the user did wrong."""
     try:
-        found = evaluate(spec)
+        results = evaluate(spec)
     except UserError as error:
         if spec.output is None or not spec.request.trust_code:
             raise
         write_atomic(spec.output, json.dumps({"refused": error.as_dict()}))
         return error.code
     if spec.output is not None and os.environ.get("RANK", "0") == "0":
-        write_atomic(spec.output, json.dumps([asdict(result) for result in found]))
+        write_atomic(spec.output, json.dumps([asdict(result) for result in results]))
     return ExitCode.DONE
 
 

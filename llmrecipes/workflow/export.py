@@ -136,15 +136,15 @@ def export(
 
 def _notes(recipe: Recipe, *, averaged: bool) -> tuple[str, ...]:
     model = recipe.model
-    found = []
+    notes = []
     if averaged:
         decay = recipe.optimizer.ema_decay
-        found.append(f"the weights are their moving average (ema_decay {decay}); losses were measured without it")
+        notes.append(f"the weights are their moving average (ema_decay {decay}); losses were measured without it")
     if model.mtp_num_layers:
-        found.append("the layers of multi-token prediction are left out, transformers does not use them")
+        notes.append("the layers of multi-token prediction are left out, transformers does not use them")
     if model.moe_expert_capacity_factor is not None:
-        found.append("experts had a capacity in training; transformers drops no token")
-    return tuple(found)
+        notes.append("experts had a capacity in training; transformers drops no token")
+    return tuple(notes)
 
 
 def _prepared(recipe: Recipe, data_dir: Path) -> Prepared:

@@ -121,16 +121,16 @@ def import_model(
     from llmrecipes.hf.weights import open_weights
 
     started = time.monotonic()
-    found = resolve(source, revision)
-    config = read_config(found.path)
-    require_ignorable(config, ignored, str(found.path / CONFIG))
-    family, section = section_of(config, found.path, ignored)
-    validated(section, 1, str(found.path / CONFIG))
-    values = recipe_values(found, section, name or recipe_name(found.name))
-    recipe = _recipe(values, found.path / CONFIG, overrides)
+    resolved = resolve(source, revision)
+    config = read_config(resolved.path)
+    require_ignorable(config, ignored, str(resolved.path / CONFIG))
+    family, section = section_of(config, resolved.path, ignored)
+    validated(section, 1, str(resolved.path / CONFIG))
+    values = recipe_values(resolved, section, name or recipe_name(resolved.name))
+    recipe = _recipe(values, resolved.path / CONFIG, overrides)
     run_dir = runs_dir / recipe.name / run_id
-    require_tokenizer(found, recipe, overrides)
-    weights = open_weights(found.path, recipe.model, ignored)
+    require_tokenizer(resolved, recipe, overrides)
+    weights = open_weights(resolved.path, recipe.model, ignored)
     plan = derive(on_one_rank(recipe), 1, detect())
     require_disk(runs_dir, plan.num_parameters.total * (4 if recipe.train.precision == "fp32" else 2))
     with published(run_dir, "--runs-dir DIR") as hidden:
@@ -139,14 +139,14 @@ def import_model(
         weights.close()
         result = Imported(
             run_dir=str(run_dir),
-            source=found.name,
-            commit=found.commit,
+            source=resolved.name,
+            commit=resolved.commit,
             model_type=family.name,
             parameters=plan.num_parameters.total,
             vocab_size=recipe.model.vocab_size,
             new_rows=plan.shape.vocab_size - section["vocab_size"],
             padding_rows=plan.shape.vocab_size - recipe.model.vocab_size,
-            ignored_keys=(*without_effect(config, found.path), *ignored),
+            ignored_keys=(*without_effect(config, resolved.path), *ignored),
             checkpoint_bytes=sum(path.stat().st_size for path in hidden.rglob("*") if path.is_file()),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             seconds=round(time.monotonic() - started, 3),

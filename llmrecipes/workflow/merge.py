@@ -276,11 +276,11 @@ def merge_runs(
     started = time.monotonic()
     names = [*models, *([] if base is None else [base])]
     require_different(names, names)
-    found = {name: find_checkpoint(name, runs_dir) for name in names}
-    require_different(names, [str(entry.path.resolve()) for _, entry in found.values()])
-    recipes = {name: run_recipe(run) for name, (run, _) in found.items()}
+    checkpoints = {name: find_checkpoint(name, runs_dir) for name in names}
+    require_different(names, [str(entry.path.resolve()) for _, entry in checkpoints.values()])
+    recipes = {name: run_recipe(run) for name, (run, _) in checkpoints.items()}
     _require_same_models(recipes)
-    inputs = {name: Input(name, backend(recipes[name]).tensors(entry)) for name, (_, entry) in found.items()}
+    inputs = {name: Input(name, backend(recipes[name]).tensors(entry)) for name, (_, entry) in checkpoints.items()}
     merged = MergedTensors(numbers, [inputs[name] for name in models], None if base is None else inputs[base])
     recipe = recipes[models[0]]
     run_dir = runs_dir / recipe.name / run_id

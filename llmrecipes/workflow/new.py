@@ -132,7 +132,7 @@ def as_values(source: Source) -> dict[str, Any]:
 
 def nearest(params: int) -> str:
     """The recipe in recipes/ for pretraining a dense model whose number of parameters is nearest, as a ratio."""
-    found: list[tuple[float, int, str]] = []
+    candidates: list[tuple[float, int, str]] = []
     for name in names():
         try:
             recipe = load(name).recipe
@@ -141,10 +141,10 @@ def nearest(params: int) -> str:
         plain = not (recipe.lora or recipe.zero or recipe.data.chat or recipe.model.num_moe_experts)
         if plain and recipe.train.pretrained is None:
             ratio = abs(math.log(count(recipe.model, shape(recipe.model)).total / params))
-            found.append((round(ratio, 6), len(name), name))
-    if not found:
+            candidates.append((round(ratio, 6), len(name), name))
+    if not candidates:
         raise UserError("no recipe for pretraining in recipes/", where="--params", fix="--like FILE.yaml")
-    return min(found)[2]
+    return min(candidates)[2]
 
 
 def make(wanted: Wanted) -> Made:
@@ -240,11 +240,11 @@ def _tokenizer(text: str, base: Recipe) -> tuple[dict[str, Any], int]:
 
 def _scheduler(base: Recipe, iters: int) -> dict[str, Any]:
     """The schedule of a recipe over another number of steps: each part keeps its share, warm-up at most its length."""
-    found = base.scheduler.model_dump(mode="json", exclude_defaults=True)
-    found.pop("lr_decay_iters", None)
+    values = base.scheduler.model_dump(mode="json", exclude_defaults=True)
+    values.pop("lr_decay_iters", None)
     share = iters / base.train.train_iters
-    if warmup := found.pop("lr_warmup_iters", 0):
-        found["lr_warmup_iters"] = min(warmup, round(warmup * share))
-    if decay := found.pop("lr_wsd_decay_iters", 0):
-        found["lr_wsd_decay_iters"] = max(1, round(decay * share))
-    return found
+    if warmup := values.pop("lr_warmup_iters", 0):
+        values["lr_warmup_iters"] = min(warmup, round(warmup * share))
+    if decay := values.pop("lr_wsd_decay_iters", 0):
+        values["lr_wsd_decay_iters"] = max(1, round(decay * share))
+    return values

@@ -65,14 +65,14 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
     from llmrecipes.hf.source import resolve
 
     try:
-        found = resolve(_pinned(spec.run_dir, recipe.train.pretrained))
-        record = Record(recipe.train.pretrained, found.pinned, _require_fit(found.path, recipe, log))
+        source = resolve(_pinned(spec.run_dir, recipe.train.pretrained))
+        record = Record(recipe.train.pretrained, source.pinned, _require_fit(source.path, recipe, log))
         write_atomic(spec.run_dir / RECORD, json.dumps(asdict(record), indent=2) + "\n")
     except UserError:
         remove_empty_run_dir(spec)
         raise
-    log(f"starting from the weights of {found.pinned}")
-    return spec.model_copy(update={"pretrained": found.path.absolute()})
+    log(f"starting from the weights of {source.pinned}")
+    return spec.model_copy(update={"pretrained": source.path.absolute()})
 
 
 def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:

@@ -94,10 +94,10 @@ def scaling(
             raise UserError(f"{budget:g}", where="--flops", rule="a number of FLOPs above 0", fix="1e18")
     tracked = from_mlflow(experiment, runs_dir) if experiment is not None else _named(names, runs_dir)
     selection = select(tracked, embeddings=embeddings)
-    found = fit(selection.points)
+    fitted = fit(selection.points)
     largest = max(point.flops for point in selection.points)
     chosen = budgets or [largest * factor for factor in BUDGETS]
-    return ScalingLaw(found, selection, tuple(_optimum(found, budget) for budget in chosen))
+    return ScalingLaw(fitted, selection, tuple(_optimum(fitted, budget) for budget in chosen))
 
 
 def _named(names: Sequence[str], runs_dir: Path) -> list[Tracked]:

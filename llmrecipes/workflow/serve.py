@@ -107,8 +107,8 @@ def prepare(reference: str, runs_dir: Path, data_dir: Path, options: ServeOption
         if not model.exists():
             overrides = {"out": model, "dtype": options.dtype}
             export = command_line("export", reference, options=overrides, runs_dir=runs_dir, data_dir=data_dir)
-    found = server(model, options.backend, options.host, options.port, installed(), options.extra)
-    return Serving(model, export, found, f"http://{_in_url(options.host)}:{options.port}")
+    chosen = server(model, options.backend, options.host, options.port, installed(), options.extra)
+    return Serving(model, export, chosen, f"http://{_in_url(options.host)}:{options.port}")
 
 
 def exported_to(reference: str, runs_dir: Path, dtype: str | None) -> Path:

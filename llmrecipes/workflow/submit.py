@@ -289,8 +289,8 @@ def find_job(name: str, runs_dir: Path) -> JobHandle:
     """
     folders = list(record.submitted(runs_dir))
     for folder in (Path(name), runs_dir / name):
-        if (found := record.read(folder)) is not None:
-            return handle(found.ref)
+        if (recorded := record.read(folder)) is not None:
+            return handle(recorded.ref)
         if (folder / "recipe.yaml").is_file():
             raise UserError(
                 "the run was not submitted as a job",
@@ -301,9 +301,9 @@ def find_job(name: str, runs_dir: Path) -> JobHandle:
     if len(named) > 1:
         raise UserError(f"several runs are called {name}: {', '.join(map(str, named))}", fix="use recipe/run-id")
     for folder in named or folders:
-        found = record.read(folder)
-        if found is not None and (named or found.ref.job_id == name):
-            return handle(found.ref)
+        recorded = record.read(folder)
+        if recorded is not None and (named or recorded.ref.job_id == name):
+            return handle(recorded.ref)
     for each in LAUNCHERS:
         if launcher(each).names_job(name):
             ref = JobRef(each, name, runs_dir / ".unknown")

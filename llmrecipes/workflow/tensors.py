@@ -83,13 +83,13 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
     from llmrecipes.hf.views import AsHuggingFace
 
     recipe = run_recipe(run)
-    found = family_of(recipe.model, family)
+    chosen = family_of(recipe.model, family)
     if recipe.lora is not None:
         weights: TensorSource = merged(run, entry, recipe, averaged=averaged)
     else:
         weights = backend(recipe).tensors(entry, averaged=averaged)
-    source = AsHuggingFace(weights, found, recipe.model)
-    return OpenedRun(source, config_of(found, recipe.model), run, found, recipe, entry)
+    source = AsHuggingFace(weights, chosen, recipe.model)
+    return OpenedRun(source, config_of(chosen, recipe.model), run, chosen, recipe, entry)
 
 
 def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:

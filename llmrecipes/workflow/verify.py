@@ -136,11 +136,11 @@ def _ranks(small: Recipe, nproc: int | None, cluster: Cluster) -> int:
 
 
 def _scaled(recipe: Recipe, small: Recipe, plan: Plan) -> Scaled:
-    found = scaled(recipe, plan.layout.as_dict())
+    degrees = scaled(recipe, plan.layout.as_dict())
     if plan.layout.data_parallel_size > 1:
-        return found
+        return degrees
     twice = f"one replica of the layout ran; --nproc {2 * smallest_world(small.parallelism)} runs two"
-    return found.without(Degree("data_parallel_size", None, 1, twice))
+    return degrees.without(Degree("data_parallel_size", None, 1, twice))
 
 
 def _in_one_process(spec: VerifySpec, cluster: Cluster) -> None:
@@ -192,12 +192,12 @@ def _compare(name: str, single: VerifySpec, spread: VerifySpec, cluster: Cluster
         expected, got = (getattr(record.steps[step - 1], quantity) for record in (one, layout))
         difference = FirstDifference(step, quantity, expected, got, tensor)
     elif tensor := first("weights after the last step", final):
-        worst = next(found for found in final if found.name == tensor.name)
+        worst = next(each for each in final if each.name == tensor.name)
         difference = FirstDifference(len(one.steps), PARAMETERS, worst.reference_norm, worst.norm, tensor)
     elif copy := layout.replicas:
         tensor = FirstTensor(copy.tensor, copy.layer, REPLICAS, math.nan, copy.differing, copy.copies)
         difference = FirstDifference(copy.step, REPLICAS, math.nan, math.nan, tensor)
-    worst_weights = max(found.relative for found in final)
+    worst_weights = max(each.relative for each in final)
     return Result(name, spread.tolerance, one, layout, worst_weights, difference, degrees, spread.recipe.zero)
 
 

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from llmrecipes.bench.spec import Collectives, RankSpeeds
 
 
-def bandwidths(found: Collectives) -> str:
+def bandwidths(measured: Collectives) -> str:
     """Bus bandwidth: a line for each operation and group, a column for each size."""
-    sizes = sorted({row.bytes for row in found.rows})
-    lines = [f"{found.world_size} ranks over {found.backend}; bus bandwidth in GB/s"]
-    if not found.rows:
+    sizes = sorted({row.bytes for row in measured.rows})
+    lines = [f"{measured.world_size} ranks over {measured.backend}; bus bandwidth in GB/s"]
+    if not measured.rows:
         return f"{lines[0]}: no group has more than one rank; try --nproc 2"
     lines.append(f"{'operation':15} {'group':9} ranks" + "".join(f"{_size(size):>10}" for size in sizes))
     rows: dict[tuple[str, str, int], dict[int, float]] = {}
-    for row in found.rows:
+    for row in measured.rows:
         rows.setdefault((row.operation, row.group, row.ranks), {})[row.bytes] = row.bus_gb_per_s
     for (operation, group, ranks), speeds in sorted(rows.items(), key=lambda each: each[0][1]):
         cells = "".join(f"{speeds[size]:10.3f}" if size in speeds else f"{'':10}" for size in sizes)
@@ -33,15 +33,15 @@ def bandwidths(found: Collectives) -> str:
     return "\n".join(lines)
 
 
-def rank_speeds(found: RankSpeeds) -> str:
+def rank_speeds(measured: RankSpeeds) -> str:
     """The speeds of all ranks in one line, and one for each that is slow."""
     from llmrecipes.bench.compare import slow_ranks
 
-    speeds = [found.flops / seconds / 1e12 for seconds in found.seconds]
+    speeds = [measured.flops / seconds / 1e12 for seconds in measured.seconds]
     middle = statistics.median(speeds)
     lines = [
-        f"warning: rank {rank} on {found.hosts[rank]}: {speeds[rank]:.3g} TFLOP/s, {share:.0%} of the median"
-        for rank, share in slow_ranks(found).items()
+        f"warning: rank {rank} on {measured.hosts[rank]}: {speeds[rank]:.3g} TFLOP/s, {share:.0%} of the median"
+        for rank, share in slow_ranks(measured).items()
     ]
     spread = f"{min(speeds):.3g}-{max(speeds):.3g}"
     return "\n".join([*lines, f"{len(speeds)} ranks: {middle:.3g} TFLOP/s in the median, {spread}"])

@@ -76,20 +76,20 @@ def plot(series: Sequence[Series], *, width: int, height: int, braille: bool) ->
 def _dots(series: Series, box: tuple[float, float, float, float], width: int, height: int) -> set[tuple[int, int]]:
     """Dots of the curve from the lower left corner, with straight lines between neighbours."""
     left, right, low, high = box
-    found: set[tuple[int, int]] = set()
+    dots: set[tuple[int, int]] = set()
     before: tuple[int, int] | None = None
     for x, y in zip(series.xs, series.ys, strict=True):
-        here = (_place(x, left, right, width), _place(y, low, high, height))
-        if here == before:
+        dot = (_place(x, left, right, width), _place(y, low, high, height))
+        if dot == before:
             continue
-        across, up = before or here
-        parts = max(abs(here[0] - across), abs(here[1] - up), 1)
-        found |= {
-            (round(across + (here[0] - across) * n / parts), round(up + (here[1] - up) * n / parts))
+        across, up = before or dot
+        parts = max(abs(dot[0] - across), abs(dot[1] - up), 1)
+        dots |= {
+            (round(across + (dot[0] - across) * n / parts), round(up + (dot[1] - up) * n / parts))
             for n in range(parts + 1)
         }
-        before = here
-    return found
+        before = dot
+    return dots
 
 
 def _place(value: float, low: float, high: float, cells: int) -> int:
@@ -188,9 +188,9 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return aligned(rows, right=range(1, len(rows[0])))
 
 
-def scaling_lines(found: ScalingLaw) -> Iterator[str]:
+def scaling_lines(scaling: ScalingLaw) -> Iterator[str]:
     """Human-readable scaling_lines of a fit."""
-    fit, selection = found.fit, found.selection
+    fit, selection = scaling.fit, scaling.selection
     law = fit.law
     rows: list[tuple[str, ...]] = [("run", "parameters", "tokens", "loss", "fitted")]
     for name, point in zip(selection.names, selection.points, strict=True):
@@ -214,7 +214,7 @@ def scaling_lines(found: ScalingLaw) -> Iterator[str]:
     yield ""
     yield f"compute-optimal for C = 6ND FLOPs: N grows with C^{law.parameter_exponent:.2f}, D with the rest"
     rows = [("FLOPs", "parameters", "90 % interval", "tokens", "90 % interval", "loss", "90 % interval")]
-    for optimum in found.optima:
+    for optimum in scaling.optima:
         best = optimum.best
         low, high = optimum.loss
         rows.append(

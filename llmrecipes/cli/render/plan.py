@@ -184,11 +184,11 @@ def layout_as_text(laid_out: Layout, ranks: Sequence[Placement]) -> str:
 
 
 def _groups(laid_out: Layout, ranks: Sequence[Placement]) -> list[str]:
-    found, has_experts = groups(laid_out), ranks[0].experts != (0, 0)
+    by_name, has_experts = groups(laid_out), ranks[0].experts != (0, 0)
     lines = []
     for name, words in GROUP_NAMES.items():
-        if len(found[name][0]) > 1 and (has_experts or not name.startswith("e")):
-            written = [f"({' '.join(map(str, group))})" for group in found[name]]
+        if len(by_name[name][0]) > 1 and (has_experts or not name.startswith("e")):
+            written = [f"({' '.join(map(str, group))})" for group in by_name[name]]
             rest = f" … {len(written)} groups" if len(written) > MOST_GROUPS else ""
             lines.append(f"{words}-parallel: {' '.join(written[:MOST_GROUPS])}{rest}")
     return lines

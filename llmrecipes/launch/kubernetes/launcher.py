@@ -121,18 +121,18 @@ class Kubernetes:
         for ref in refs:
             namespace, kind, name = ref.job_id.split("/")
             groups[namespace, kind][name] = ref
-        found = {}
+        by_ref = {}
         for (namespace, kind), named in groups.items():
             for thing in _get(namespace, kind, list(named)):
                 name = thing["metadata"]["name"]
                 if name in named:
-                    found[named[name]] = status_of(thing)
-            failed = [name for name, ref in named.items() if ref in found and found[ref].state is JobState.FAILED]
+                    by_ref[named[name]] = status_of(thing)
+            failed = [name for name, ref in named.items() if ref in by_ref and by_ref[ref].state is JobState.FAILED]
             if kind != "job" and failed:
                 for thing in _get(namespace, "job", failed, JOBSET_NAME):
                     if (status := status_of(thing)).exit_code:
-                        found[named[thing["metadata"]["labels"][JOBSET_NAME]]] = status
-        return found
+                        by_ref[named[thing["metadata"]["labels"][JOBSET_NAME]]] = status
+        return by_ref
 
     def cancel(self, ref: JobRef) -> None:
         """Delete the workload: its pods get SIGTERM and their grace period to save. Other objects stay for a resume."""
@@ -181,8 +181,8 @@ def pod_spec(workload: Object) -> Object:
     if workload["kind"] == "JobSet":
         spec = spec["replicatedJobs"][0]["template"]["spec"]
     if workload["kind"] != "TrainJob":
-        found: Object = spec["template"]["spec"]
-        return found
+        pod_template: Object = spec["template"]["spec"]
+        return pod_template
     patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     own = patch["template"]["spec"]["template"]["spec"]
     containers = [{**each, "securityContext": pod.container_security()} for each in own["containers"]]

@@ -256,8 +256,8 @@ def _require_patchable(run: Run, options: Options) -> None:
         "priority_class": kubernetes.priority_class,
         "patch": kubernetes.patch,
     }
-    if there := [f"kubernetes.{name}" for name, value in wanted.items() if value]:
-        what = f"{run.profile.name} has {', '.join(there)}"
+    if unsupported := [f"kubernetes.{name}" for name, value in wanted.items() if value]:
+        what = f"{run.profile.name} has {', '.join(unsupported)}"
         raise UserError(what, where="--flavor trainjob", rule="a TrainJob takes these from its runtime", fix=fix)
 
 
@@ -344,8 +344,8 @@ def _containers(spec: dict[str, Any]) -> set[str]:
 
 
 def _patched_metadata(merged: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in merged["metadata"].items() if key not in ("name", "creationTimestamp")}
-    ordered: dict[str, Any] = _in_order(found, template["metadata"])
+    kept = {key: value for key, value in merged["metadata"].items() if key not in ("name", "creationTimestamp")}
+    ordered: dict[str, Any] = _in_order(kept, template["metadata"])
     return ordered
 
 

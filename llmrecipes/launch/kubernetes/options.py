@@ -106,7 +106,7 @@ def parse_secrets(texts: Sequence[str]) -> dict[str, Secret]:
     Raises:
         UserError: another form. The message leaves the value out: it may be a token pasted by mistake.
     """
-    found = {}
+    secrets = {}
     for text in texts:
         variable, equals, place = text.partition("=")
         name, _, key = place.partition(":")
@@ -117,8 +117,8 @@ def parse_secrets(texts: Sequence[str]) -> dict[str, Secret]:
                 rule="--secret takes the name of a Secret in the namespace, never its value",
                 fix="kubectl create secret generic hf --from-file=HF_TOKEN, then --secret HF_TOKEN=hf",
             )
-        found[variable] = Secret(name, key or variable)
-    return found
+        secrets[variable] = Secret(name, key or variable)
+    return secrets
 
 
 def object_name(recipe: str, run_id: str) -> str:

@@ -333,10 +333,10 @@ def security_level(spec: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     Args:
         spec: of the pod.
     """
-    if found := tuple(dict.fromkeys(_privileged(spec))):
-        return "privileged", found
-    if found := tuple(dict.fromkeys(_baseline(spec))):
-        return "baseline", found
+    if violations := tuple(dict.fromkeys(_privileged(spec))):
+        return "privileged", violations
+    if violations := tuple(dict.fromkeys(_baseline(spec))):
+        return "baseline", violations
     return "restricted", ()
 
 

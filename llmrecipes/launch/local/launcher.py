@@ -118,13 +118,13 @@ class Local:
 
 def _status(ref: JobRef, watch: Watch) -> JobStatus | None:
     host, _, token = _parts(ref)
-    here = _is_here(ref)
-    running = here and _process(ref) is not None
+    is_here = _is_here(ref)
+    running = is_here and _process(ref) is not None
     code = record.exit_code(ref.run_dir, token)  # read after checking the process, which writes it before it exits
     if code is not None:
         states = {int(ExitCode.DONE): JobState.COMPLETED, int(ExitCode.REQUEUE): JobState.SAVED}
         return JobStatus(states.get(code, JobState.FAILED), code)
-    if not here:
+    if not is_here:
         lease = _lease(ref)
         if lease is None:
             return None

@@ -42,8 +42,8 @@ def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dic
         port: rendezvous port on the loopback interface.
         threads: OpenMP threads of each rank.
     """
-    here = Rank(rank, world_size, rank, world_size, LOOPBACK, port)
-    return {**here.variables(), "OMP_NUM_THREADS": str(threads)}
+    identity = Rank(rank, world_size, rank, world_size, LOOPBACK, port)
+    return {**identity.variables(), "OMP_NUM_THREADS": str(threads)}
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Slurm:
         for ref in refs:
             number, _, cluster = ref.job_id.partition(";")
             clusters[cluster][number] = ref
-        found = {}
+        by_ref = {}
         for cluster, numbered in clusters.items():
             where = (f"--clusters={cluster}",) if cluster else ()
             known = _squeue(numbered, where)
@@ -118,8 +118,8 @@ class Slurm:
             for number, ref in numbered.items():
                 code = None if number in known else record.exit_code(ref.run_dir, number)
                 if number in known or code is not None:
-                    found[ref] = known[number] if code is None else ended_with(code)
-        return found
+                    by_ref[ref] = known[number] if code is None else ended_with(code)
+        return by_ref
 
     def cancel(self, ref: JobRef) -> None:
         """scancel, which gives the ranks Slurm's `KillWait` to save."""
@@ -164,9 +164,9 @@ def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) ->
     ended = (int(code) if code.isdecimal() else 0) or by_signal
     if state == "FAILED" and ended:
         return replace(ended_with(ended), restarts=restarts)
-    found = ENDED.get(state, JobState.FAILED)
-    code_or_none = ended or (0 if found == JobState.COMPLETED else None)
-    return JobStatus(found, code_or_none, "" if state in ENDED else state, restarts)
+    job_state = ENDED.get(state, JobState.FAILED)
+    code_or_none = ended or (0 if job_state == JobState.COMPLETED else None)
+    return JobStatus(job_state, code_or_none, "" if state in ENDED else state, restarts)
 
 
 def _squeue(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatus]:
