@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.common import ROOT, close, machine, parser, show
-from llmrecipes.launch.slurm.command import Options, Request, as_text, command
+from llmrecipes.launch.slurm.sbatch import Options, Request, as_text, command
 from llmrecipes.workflow.submit import plan_for
 
 NODES, CLUSTER, RECIPE = 2000, "h100-ib", ["gpt-7b", "train.global_batch_size=16000"]

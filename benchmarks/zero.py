@@ -27,7 +27,7 @@ from benchmarks.traffic import Call
 from benchmarks.zero_formulas import BF16_FP32_GRADIENTS, FP32, STAGES, TYPES, Bytes, Types, held, largest, sent
 from benchmarks.zero_rank import TOO_MUCH
 from llmrecipes.hardware.cluster import detect
-from llmrecipes.launch.local.ranks import run_ranks
+from llmrecipes.launch.local.processes import run_ranks
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import GIB

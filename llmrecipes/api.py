@@ -72,7 +72,7 @@ def plan_recipe(
         nodes: nodes of the cluster; default: the fewest that fit the layout.
 
     Raises:
-        UserError: the layout does not divide the ranks. A plan that does not fit is no error: see `Plan.fits`.
+        UserError: the layout does not divide the ranks. A plan that does not fit is not an error: see `Plan.fits`.
     """
     from llmrecipes.workflow.plan import plan_on
 
@@ -97,7 +97,7 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         """The resolved recipe it was started with."""
-        from llmrecipes.workflow.recorded import run_recipe
+        from llmrecipes.workflow.stored_recipe import run_recipe
 
         return run_recipe(self.path)
 
@@ -177,7 +177,7 @@ class Run:
             tokenizer: also write the tokenizer.
 
         Raises:
-            UserError: no such checkpoint, or a damaged one; a model without a form in transformers; a folder that
+            UserError: no such checkpoint, or a corrupt one; a model without a form in transformers; a folder that
                 exists; a full disk.
         """
         from llmrecipes.workflow.export import Options

@@ -93,7 +93,7 @@ def prepare_recipe(
         The prepared folder: `path`, `manifest.counts("train").tokens`, `tokenizer()`.
 
     Raises:
-        UserError: sources or tokenizer that cannot be used, a damaged folder, or one that cannot be written.
+        UserError: sources or tokenizer that cannot be used, a corrupt folder, or one that cannot be written.
     """
     from llmrecipes.data.prepare import prepare
 
@@ -142,13 +142,13 @@ def submit_recipe(
     """
     from llmrecipes.launch.registry import launcher
     from llmrecipes.workflow.run import Paths
-    from llmrecipes.workflow.submit import plan_for, plan_here, submit
+    from llmrecipes.workflow.submit import plan_for, plan_on_this_machine, submit
 
     place_of_jobs = launcher(to)
     given = _options(options, place_of_jobs.takes, to)
     recipe, words = str(name_or_path), list(override_words(overrides))
     if cluster is None and not place_of_jobs.needs_cluster:
-        planned = plan_here(recipe, words, nodes, ranks_per_node)
+        planned = plan_on_this_machine(recipe, words, nodes, ranks_per_node)
     else:
         planned = plan_for(recipe, words, cluster, nodes, ranks_per_node)
     paths = Paths(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR), directory(data_dir, DATA_VARIABLE, DATA_DIR))

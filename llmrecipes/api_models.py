@@ -46,7 +46,7 @@ def merge_models(
         data_dir: default: `LLMRECIPES_DATA`, else `data`.
 
     Raises:
-        UserError: an option that the method does not have; a model that is missing, damaged, given twice or of another
+        UserError: an option that the method does not have; a model that is missing, corrupt, named twice or of another
             kind; values that are not finite; a folder that exists; a full disk.
     """
     from llmrecipes.hf.merge_options import MergeOptions

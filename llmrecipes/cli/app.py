@@ -229,10 +229,10 @@ def _usage_error(error: typer.TyperException) -> UserError:
     if option.startswith("--"):
         from llmrecipes.recipe.keys import namesake
 
-        found = namesake(option)
-        if found.keys:
+        namesakes = namesake(option)
+        if namesakes.keys:
             rule = "recipe keys are set without dashes, as key.path=value"
-            fix = " or ".join(f"{key}=..." for key in found.keys)
+            fix = " or ".join(f"{key}=..." for key in namesakes.keys)
             return UserError("no such option", where=option, rule=rule, fix=fix)
     command = PROGRAM if context is None else context.command_path
     return UserError(error.format_message().rstrip("."), fix=f"{command} --help")

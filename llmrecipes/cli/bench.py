@@ -33,7 +33,7 @@ app = typer.Typer(
     invoke_without_command=True,
 )
 
-RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Measured repetitions.")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Repeat each measurement N times.")]
 
 
 @app.callback()
@@ -60,7 +60,7 @@ def collectives(
         typer.Option(
             "--sizes",
             metavar="SIZES",
-            help="Buffer sizes; default: 64KiB,1MiB,16MiB, and 256MiB with a --cluster that has GPUs.",
+            help="Measure these buffer sizes; default: 64KiB,1MiB,16MiB, and 256MiB with a --cluster that has GPUs.",
         ),
     ] = None,
     repeats: RepeatsOption = 5,
@@ -96,15 +96,15 @@ def collectives(
     answer = _measure("collectives", loaded, DATA, repeats, nproc, wanted)
     if answer is None:
         return
-    found = Collectives.model_validate_json(answer)
+    measured = Collectives.model_validate_json(answer)
     if write is not None and cluster is not None:
-        bench.write_profile(cluster, found.rows, write)
-    compared = None if profile is None else compare(found, profile)
+        bench.write_profile(cluster, measured.rows, write)
+    compared = None if profile is None else compare(measured, profile)
     if as_json:
         rows = {} if compared is None else {"compared": [each.as_dict() for each in compared]}
         print(json.dumps({**json.loads(answer), **rows}))
         return
-    print(render.bandwidths(found))
+    print(render.bandwidths(measured))
     if profile is not None and compared is not None:
         print(render.comparison(profile.name, compared))
     if write is not None:
@@ -115,16 +115,20 @@ def collectives(
 def fabric(
     cluster: Annotated[
         str | None,
-        site_option("Measure the adapters of this cluster profile, and compare with it. Default: all adapters."),
+        site_option("Measure the adapters of this cluster profile and compare with it. Default: all adapters."),
     ] = None,
     nodes: HostsOption = None,
     seconds: Annotated[
-        int, typer.Option("--seconds", metavar="S", min=3, max=600, help="Seconds of each measurement of bandwidth.")
+        int, typer.Option("--seconds", metavar="S", min=3, max=600, help="Measure each bandwidth for S seconds.")
     ] = 5,
     limit: Annotated[
         int,
         typer.Option(
-            "--limit", metavar="S", min=1, max=600, help="Seconds beyond these after which a transfer failed."
+            "--limit",
+            metavar="S",
+            min=1,
+            max=600,
+            help="Fail a transfer S seconds after its measurement should have ended.",
         ),
     ] = 20,
     patience: PatienceOption = 60.0,
@@ -136,11 +140,10 @@ def fabric(
     """
     from llmrecipes.bench.fabric.meeting import Meeting, meet, require_sensible
     from llmrecipes.bench.fabric.node import Limits
-    from llmrecipes.cli.render import fabric as render
+    from llmrecipes.cli.render import bench as render
     from llmrecipes.hardware.load import load_profile
-    from llmrecipes.launch.hosts import job_hosts, own_number
     from llmrecipes.launch.ranks import FIRST_PORT, port_of
-    from llmrecipes.launch.rendezvous import token_of
+    from llmrecipes.launch.rendezvous import job_hosts, own_number, token_of
 
     profile = None if cluster is None else load_profile(cluster)
     hosts = job_hosts(nodes)
@@ -150,7 +153,7 @@ def fabric(
     limits, token = Limits(seconds, seconds + limit), token_of(os.environ)
     outcome = meet(Meeting(hosts, own_number(hosts), port, patience, limits, token), profile)
     if outcome.report is not None:
-        print(json.dumps(outcome.report.as_dict(), indent=2) if as_json else render.as_text(outcome.report))
+        print(json.dumps(outcome.report.as_dict(), indent=2) if as_json else render.fabric_report(outcome.report))
     return 1 if outcome.bad else int(ExitCode.DONE)
 
 
@@ -160,7 +163,7 @@ def ranks(
     repeats: RepeatsOption = 5,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure each rank by itself, to find the one that slows the others down."""
+    """Measure every rank separately, to find slow ones."""
     from llmrecipes.bench.results import RankSpeeds, slow_ranks
     from llmrecipes.cli.render import bench as render
     from llmrecipes.recipe.load import load
@@ -168,11 +171,11 @@ def ranks(
     answer = _measure("ranks", load("gpt-tiny", []).recipe, DATA, repeats, nproc)
     if answer is None:
         return
-    found = RankSpeeds.model_validate_json(answer)
+    speeds = RankSpeeds.model_validate_json(answer)
     if as_json:
-        print(json.dumps({**json.loads(answer), "slow_ranks": sorted(slow_ranks(found))}))
+        print(json.dumps({**json.loads(answer), "slow_ranks": sorted(slow_ranks(speeds))}))
         return
-    print(render.rank_speeds(found))
+    print(render.rank_speeds(speeds))
 
 
 @app.command()
@@ -224,14 +227,14 @@ def data(
     answer = _measure("data", load(recipe, overrides or []).recipe, data_dir, repeats, nproc)
     if answer is None:
         return
-    found = Reading.model_validate_json(answer)
-    speed = found.tokens_per_batch / statistics.median(found.seconds)
+    reading = Reading.model_validate_json(answer)
+    speed = reading.tokens_per_batch / statistics.median(reading.seconds)
     if as_json:
         print(json.dumps({**json.loads(answer), "tokens_per_second": speed}, indent=2))
         return
-    middle = f"a global batch takes {statistics.median(found.seconds):.4f} s"
-    print(f"{found.world_size} ranks, {speed:,.0f} tokens/s; {middle}, at most {max(found.seconds):.4f} s")
-    print(f"the first batch comes after {found.first_seconds:.2f} s")
+    middle = f"a global batch takes {statistics.median(reading.seconds):.4f} s"
+    print(f"{reading.world_size} ranks, {speed:,.0f} tokens/s; {middle}, at most {max(reading.seconds):.4f} s")
+    print(f"the first batch comes after {reading.first_seconds:.2f} s")
 
 
 def _measure(

@@ -94,11 +94,11 @@ def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def runs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """`recipe/run-id` of the runs in `--runs-dir`, or a run id alone."""
+    """`recipe/run-id` of the runs in `--runs-dir`, or only a run id."""
     runs_dir = Path(ctx.params.get("runs_dir") or RUNS_DIR)
-    found = [path.parent for path in runs_dir.glob("*/*/recipe.yaml")]
-    full = _beginning(sorted(f"{path.parent.name}/{path.name}" for path in found), incomplete)
-    return full or _beginning(sorted(path.name for path in found), incomplete)
+    run_dirs = [path.parent for path in runs_dir.glob("*/*/recipe.yaml")]
+    full = _beginning(sorted(f"{path.parent.name}/{path.name}" for path in run_dirs), incomplete)
+    return full or _beginning(sorted(path.name for path in run_dirs), incomplete)
 
 
 def _beginning(words: list[str], incomplete: str) -> list[str]:

@@ -24,8 +24,8 @@ from llmrecipes.cli.options import (
 )
 from llmrecipes.doctor.finding import Finding, bad_nodes
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.launch.hosts import job_hosts, own_number
 from llmrecipes.launch.ranks import FIRST_PORT, port_of
+from llmrecipes.launch.rendezvous import job_hosts, own_number
 from llmrecipes.recipe.schema import Recipe
 
 CRASHED = 70  # EX_SOFTWARE
@@ -50,7 +50,7 @@ def doctor(
         typer.Option(
             "--run-id",
             metavar="ID",
-            help="Run of RECIPE on these nodes: once it has done all its steps, nothing is checked.",
+            help="Check nothing if this run of RECIPE has done all its steps.",
         ),
     ] = None,
     patience: PatienceOption = 60.0,
@@ -65,10 +65,10 @@ def doctor(
         typer.Option(
             "--gpus",
             metavar="N,...",
-            help="Check only these GPUs one by one, as on a node that jobs share; empty: none. Default: all.",
+            help="Check only these GPUs, as on a node that jobs share; empty: none. Default: all.",
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print problems only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only problems.")] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -97,11 +97,11 @@ def doctor(
     leads = number == 0 and os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
     try:
         context = DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads, own)
-        found = examine(context)
+        findings = examine(context)
         gathered = (
-            meet(Meeting(hosts, number, port, runs_dir, token, patience), found)
+            meet(Meeting(hosts, number, port, runs_dir, token, patience), findings)
             if several
-            else Gathered(alone := compared(found), bad_nodes(alone))
+            else Gathered(local := compared(findings), bad_nodes(local))
         )
     except UserError:
         raise
@@ -112,13 +112,15 @@ def doctor(
     code = 1 if bad else int(ExitCode.DONE)
     if gathered.findings is None:
         return code
-    found = gathered.findings
+    findings = gathered.findings
     if bad_nodes_file is not None:
         bad_nodes_file.write_text(",".join(bad), "utf-8")
     if as_json:
-        print(json.dumps({"ok": not bad, "bad_nodes": bad, "findings": [each.as_dict() for each in found]}, indent=2))
+        print(
+            json.dumps({"ok": not bad, "bad_nodes": bad, "findings": [each.as_dict() for each in findings]}, indent=2)
+        )
     else:
-        print(as_text(found, quiet))
+        print(as_text(findings, quiet))
     return code
 
 
@@ -127,7 +129,7 @@ def _is_done(recipe: Recipe | None, runs_dir: Path, run_id: str) -> bool:
     from llmrecipes.workflow.run import checked_run_id, finished
 
     if recipe is None:
-        raise UserError("given without a recipe", where="--run-id", rule="a run belongs to a recipe")
+        raise UserError("set without RECIPE", where="--run-id", rule="a run belongs to a recipe")
     run_dir = runs_dir / recipe.name / checked_run_id(run_id)
     if not finished(run_dir, recipe.train.train_iters):
         return False
@@ -160,5 +162,5 @@ def _own(gpus: str | None) -> frozenset[int] | None:
         return None
     words = [word for word in gpus.split(",") if word]
     if not all(word.isascii() and word.isdecimal() for word in words):
-        raise UserError(f"{gpus!r}", where="--gpus", rule="numbers of GPUs with commas between them", fix="--gpus 0,1")
+        raise UserError(f"{gpus!r}", where="--gpus", rule="comma-separated GPU numbers", fix="--gpus 0,1")
     return frozenset(map(int, words))

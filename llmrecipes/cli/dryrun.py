@@ -24,10 +24,11 @@ def dryrun(
     overrides: OverridesArgument = None,
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
-    rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Rank of the world; default: 0.")] = None,
-    stages: Annotated[bool, typer.Option("--stages", help="The first rank of each pipeline stage.")] = False,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Measure this rank; default: 0.")] = None,
+    stages: Annotated[bool, typer.Option("--stages", help="Measure the first rank of each pipeline stage.")] = False,
     skew: Annotated[
-        float, typer.Option("--skew", metavar="F", help="Tokens of the rank's first expert, times its even share.")
+        float,
+        typer.Option("--skew", metavar="F", help="Send F times the even share of tokens to the rank's first expert."),
     ] = 1.0,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -41,7 +42,7 @@ def dryrun(
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow.dryrun import dry_run
 
-    found = dry_run(
+    result = dry_run(
         load(recipe, overrides or []).recipe,
         runs_dir,
         lambda line: print(line, file=sys.stderr),
@@ -52,7 +53,7 @@ def dryrun(
         skew=skew,
     )
     if as_json:
-        reports = [report.contract() for report in found.reports]
+        reports = [report.contract() for report in result.reports]
         print(json.dumps(reports if stages else reports[0], indent=2))
     else:
-        print(render.as_text(found.plan, found.reports, found.folder))
+        print(render.as_text(result.plan, result.reports, result.folder))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmrecipes.cli import completion
 from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
+from llmrecipes.cli.render.table import aligned
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.request import CHECKS, Check, Request
+
+if TYPE_CHECKING:
+    from llmrecipes.workflow.evaluate import Evaluation
 
 
 def evaluate(
@@ -25,87 +30,98 @@ def evaluate(
     ],
     task: Annotated[
         list[str] | None,
-        typer.Option("--task", metavar="NAME", help="lm-evaluation-harness task or group, or task file; repeatable."),
+        typer.Option(
+            "--task", metavar="NAME", help="Run this lm-evaluation-harness task, group or task file; repeatable."
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
             metavar="SOURCE",
-            help="Perplexity on valid, test, train, stdlib, or TYPE:PATH with a type of data.sources; repeatable. "
-            "Default if nothing is asked for: valid.",
+            help="Measure perplexity on valid, test, train, stdlib, or TYPE:PATH (a type of data.sources); repeatable. "
+            "Default without --task and --check: valid.",
         ),
     ] = None,
     check: Annotated[
         list[str] | None,
-        typer.Option("--check", metavar="NAME", help=f"Check what it writes: {', '.join(CHECKS)}; repeatable."),
+        typer.Option("--check", metavar="NAME", help=f"Check generated text for: {', '.join(CHECKS)}; repeatable."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", min=1, help="Documents of each task and source.")
+        int | None, typer.Option("--limit", metavar="N", min=1, help="Maximum documents per task or source.")
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option("--num-fewshot", metavar="N", min=0, help="Examples in a task's context.")
+        int | None,
+        typer.Option(
+            "--num-fewshot", metavar="N", min=0, help="Put N examples before each question; default: the task's."
+        ),
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option("--include-path", metavar="DIR", help="Folder with more task files.")
+        Path | None, typer.Option("--include-path", metavar="DIR", help="Look for task files in this folder too.")
     ] = None,
     trust_code: Annotated[
         bool,
         typer.Option(
-            "--trust-code", help="Run the code that task files name, in a process without network and credentials."
+            "--trust-code", help="Run code that task files name, in a process without network and credentials."
         ),
     ] = False,
     text_key: Annotated[
-        str, typer.Option("--text-key", metavar="NAME", help="Column of the text in a jsonl or parquet source.")
+        str,
+        typer.Option("--text-key", metavar="NAME", help="Read the text of a jsonl or parquet source from this column."),
     ] = "text",
     window: Annotated[
         int | None,
-        typer.Option("--window", metavar="N", min=1, help="Tokens that perplexity reads at once; default: seq_length."),
+        typer.Option(
+            "--window", metavar="N", min=1, help="Context length of perplexity in tokens; default: seq_length."
+        ),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option("--stride", metavar="N", min=1, help="Tokens that a window scores; default: half a window."),
+        typer.Option("--stride", metavar="N", min=1, help="Score N tokens of a window; default: half a window."),
     ] = None,
-    prefix: Annotated[int, typer.Option("--prefix", metavar="N", min=1, help="Tokens of a check's prompts.")] = 50,
-    length: Annotated[
-        int, typer.Option("--length", metavar="N", min=1, help="Tokens of a check's continuations.")
+    prefix: Annotated[
+        int, typer.Option("--prefix", metavar="N", min=1, help="Prompt length of --check in tokens.")
     ] = 50,
-    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Continuations in a check.")] = 200,
+    length: Annotated[
+        int, typer.Option("--length", metavar="N", min=1, help="Continuation length of --check in tokens.")
+    ] = 50,
+    samples: Annotated[
+        int, typer.Option("--samples", metavar="N", min=1, help="Number of continuations per --check.")
+    ] = 200,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0, help="Of a check's sampled continuations.")
+        float, typer.Option("--temperature", metavar="T", min=0, help="Sampling temperature for --check.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of a check's draws.")] = 1234,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed for --check.")] = 1234,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", min=1, help="Rows in a forward pass of one replica.")
+        int, typer.Option("--batch-size", metavar="N", min=1, help="Sequences per forward pass of a replica.")
     ] = 8,
-    tensor: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Ranks that share the model.")] = 1,
+    tensor: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks.")] = 1,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", min=1, help="All ranks; default: those of --tp.")
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="Number of ranks; default: --tp.")
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Evaluate nothing; show the run's evaluations over its steps.")
+        bool, typer.Option("--compare", help="Only print the run's earlier evaluations, by step.")
     ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Evaluate a model: perplexity, harness tasks, its own texts.
+    """Evaluate a model: perplexity, harness tasks, text checks.
 
     The model is a run's checkpoint or a Hugging Face folder. Tasks are those of lm-evaluation-harness; checks are of
     repetition, memorisation and bias.
     """
-    from llmrecipes.cli.render.evaluation import earlier_lines, lines
     from llmrecipes.console import console, setup_logging
     from llmrecipes.evaluation import history
     from llmrecipes.workflow.evaluate import Layout, evaluate_run
     from llmrecipes.workflow.runs import find_run
 
     if compare:
-        found = history.read(find_run(run, runs_dir))
+        records = history.read(find_run(run, runs_dir))
         if as_json:
-            print(json.dumps(found, indent=2))
+            print(json.dumps(records, indent=2))
             return
-        for line in earlier_lines(found):
+        for line in earlier_lines(records):
             console().print(line, markup=False, soft_wrap=True)
         return
     setup_logging()
@@ -144,3 +160,64 @@ def _check(name: str) -> Check:
 
     near = get_close_matches(name, CHECKS, n=1, cutoff=0.3) or CHECKS[:1]
     raise UserError(f"{name!r}", where="--check", rule=f"one of {', '.join(CHECKS)}", fix=f"--check {near[0]}")
+
+
+MOST_STEPS = 6
+"""Columns of steps, the newest."""
+SHOWN = ("documents", "tokens", "bytes", "window", "stride", "num_fewshot", "version", "pieces", "pairs")
+"""Settings in the table of one evaluation; the record has all."""
+
+
+def lines(done: Evaluation) -> list[str]:
+    """The results of one evaluation, and where they are kept."""
+    rows = [("task", "metric", "value", "on")]
+    for record in done.records:
+        settings = ", ".join(f"{key} {_words(value)}" for key, value in record["settings"].items() if key in SHOWN)
+        for name, value in record["metrics"].items():
+            rows.append((record["task"], name, number(value), settings))
+            settings = ""
+    found = [
+        str(done.model) if done.run_dir is None else f"step {done.step} of {done.run_dir}",
+        "",
+        *aligned(rows, right=(2,)),
+    ]
+    for record in done.records:
+        for example in record["examples"]:
+            found += ["", *(f"{key}: {text!r}" for key, text in example.items())]
+    if done.run_dir is None:
+        return found
+    return [*found, "", *(f"warning  {text}" for text in done.warnings), f"kept in {done.run_dir}/evaluations.jsonl"]
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return " and ".join(f"{inner} {key}" for key, inner in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def earlier_lines(records: Sequence[dict[str, Any]]) -> list[str]:
+    """All evaluations of a run: a row for each metric, a column for each step.
+
+    Results with other settings, such as fewer documents, have rows of their own. Of several at a step, the last counts.
+    """
+    if not records:
+        return ["no evaluations yet: llmrecipes eval RUN"]
+    steps = sorted({record["step"] for record in records})[-MOST_STEPS:]
+    by_metric: dict[tuple[str, str, str], dict[int, float | None]] = {}
+    for record in records:
+        settings = {key: value for key, value in record.get("settings", {}).items() if key != "harness"}
+        for name, value in record["metrics"].items():
+            key = record["task"], name, json.dumps(settings, sort_keys=True)
+            by_metric.setdefault(key, {})[record["step"]] = value
+    rows = [("task", "metric", *(f"step {step}" for step in steps))]
+    for (task, name, _), values in by_metric.items():
+        if values.keys() & set(steps):
+            rows.append((task, name, *(number(values[step]) if step in values else "" for step in steps)))
+    return aligned(rows, right=range(2, len(steps) + 2))
+
+
+def number(value: float | None) -> str:
+    """Four digits after the point, more for small ones; a dash for one that is not finite."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if abs(value) >= 0.001 or value == 0 else f"{value:.3g}"

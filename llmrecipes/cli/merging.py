@@ -24,43 +24,52 @@ def merge(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="Runs, RUN@STEP for an older checkpoint, or folders that transformers can load.",
+            help="Models to merge: runs, RUN@STEP for an older checkpoint, or Hugging Face folders.",
             autocompletion=completion.runs,
         ),
     ],
     method: Annotated[
-        str, typer.Option("--method", metavar="NAME", help="linear, slerp, task-arithmetic, ties, dare or dare-ties.")
+        str,
+        typer.Option(
+            "--method", metavar="NAME", help="Merge by linear, slerp, task-arithmetic, ties, dare or dare-ties."
+        ),
     ],
     to: Annotated[
         str,
-        typer.Option("--to", metavar="FORM", help="hf: a folder for transformers; run: a run before its first step."),
+        typer.Option("--to", metavar="FORM", help="Write hf, a folder for transformers, or run, a run at step 0."),
     ] = "hf",
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Folder to write with --to hf; it must not exist.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Write to this new folder; needed with --to hf.")
     ] = None,
     run_id: NewRunIdOption = None,
     weights: Annotated[
-        str | None, typer.Option("--weights", metavar="W,W,...", help="One for each model; default: 1 each.")
+        str | None, typer.Option("--weights", metavar="W,W,...", help="Weight of each model; default: 1.")
     ] = None,
     base: Annotated[
-        str | None, typer.Option("--base", metavar="MODEL", help="What the models were fine-tuned from.")
+        str | None, typer.Option("--base", metavar="MODEL", help="Base model of the fine-tuned models.")
     ] = None,
     density: Annotated[
         str | None,
-        typer.Option("--density", metavar="P[,P...]", help="Share of each task vector that stays (ties, dare)."),
+        typer.Option("--density", metavar="P[,P...]", help="Fraction of each task vector to keep (ties, dare)."),
     ] = None,
-    t: Annotated[float | None, typer.Option("--t", metavar="T", help="Position between two models (slerp).")] = None,
+    t: Annotated[
+        float | None,
+        typer.Option("--t", metavar="T", help="Interpolation from the first model (0) to the second (1) (slerp)."),
+    ] = None,
     scale: Annotated[
-        float | None, typer.Option("--lambda", metavar="L", help="Factor of the merged task vector; default: 1.")
+        float | None, typer.Option("--lambda", metavar="L", help="Scale the merged task vector by L; default: 1.")
     ] = None,
     normalize: Annotated[
-        bool | None, typer.Option(help="Divide by the sum of the weights; default: linear and ties do.")
+        bool | None, typer.Option(help="Divide by the sum of the weights; default: on for linear and ties.")
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Of what dare drops; default: 0.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Random seed for dare; default: 0.")] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16; default: the first model's.")
+        str | None,
+        typer.Option(
+            "--dtype", metavar="TYPE", help="Write weights as fp32, bf16 or fp16; default: the first model's."
+        ),
     ] = None,
-    tokenizer: Annotated[bool, typer.Option(help="Compare and write tokenizers.")] = True,
+    tokenizer: Annotated[bool, typer.Option(help="Require equal tokenizers and write one.")] = True,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -82,13 +91,13 @@ def merge(
     if to == "run":
         for option, value in (("--out", out), ("--dtype", dtype)):
             if value is not None:
-                raise UserError("a run has no such thing", where=option, rule="for --to hf", fix="leave it out")
+                raise UserError("set with --to run", where=option, rule="only valid with --to hf", fix="leave it out")
         _merge_runs(models, options, base, run_id, runs_dir, as_json=as_json)
         return
     if to != "hf":
         raise UserError(f"{to!r}", where="--to", rule="hf or run")
     if out is None:
-        raise UserError("not given", where="--out", rule="a folder that does not exist", fix="--out DIR, or --to run")
+        raise UserError("not set", where="--out", rule="a folder that does not exist", fix="--out DIR, or --to run")
     output = Output(out, dtype, tokenizer=tokenizer)
     made = make(models, options, output, runs_dir, data_dir, base, None if as_json else Counted())
     if as_json:
@@ -105,7 +114,7 @@ def _merge_runs(
     models: list[str], options: MergeOptions, base: str | None, run_id: str | None, runs_dir: Path, *, as_json: bool
 ) -> None:
     from llmrecipes.commandline import resume_command
-    from llmrecipes.workflow.merge_run import merge_runs
+    from llmrecipes.workflow.merge import merge_runs
     from llmrecipes.workflow.run import checked_run_id, new_run_id
 
     made = merge_runs(models, options, runs_dir, new_run_id() if run_id is None else checked_run_id(run_id), base)
@@ -127,4 +136,4 @@ def _numbers(option: str, text: str | None) -> list[float] | None:
     try:
         return [float(each) for each in text.split(",")]
     except ValueError:
-        raise UserError(f"{text!r}", where=option, rule="numbers with commas between them", fix="0.5,0.5") from None
+        raise UserError(f"{text!r}", where=option, rule="comma-separated numbers", fix="0.5,0.5") from None

@@ -21,33 +21,44 @@ def export(
         str,
         typer.Argument(
             metavar="RUN[@STEP]",
-            help="Run directory, recipe/run-id, run id, or recipe name; @STEP: an older checkpoint.",
+            help="Run directory, recipe/run-id, run id, or recipe name; @STEP selects an older checkpoint.",
             autocompletion=completion.runs,
         ),
     ],
     to: Annotated[
-        str, typer.Option("--to", metavar="FORM", help="hf: Hugging Face transformers; peft: adapters.")
+        str,
+        typer.Option("--to", metavar="FORM", help="Write hf (Hugging Face transformers) or peft (only the adapters)."),
     ] = "hf",
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16; default: the run's precision.")
+        str | None,
+        typer.Option(
+            "--dtype", metavar="TYPE", help="Write weights as fp32, bf16 or fp16; default: the run's precision."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder to write; default: hf/step-STEP in the run directory."),
+        typer.Option(
+            "--out", metavar="DIR", help="Write to this new folder; default: hf/step-STEP in the run directory."
+        ),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file of weights, such as 500MB or 5GB.")
+        str,
+        typer.Option(
+            "--max-shard-size", metavar="SIZE", help="Split weights into files of at most this size, such as 500MB."
+        ),
     ] = "5GB",
     family: Annotated[
         str | None,
-        typer.Option("--family", metavar="NAME", help="model_type of transformers; default: the first that fits."),
+        typer.Option(
+            "--family", metavar="NAME", help="Write this model_type of transformers; default: the first that fits."
+        ),
     ] = None,
     tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer too.")] = True,
     ema: Annotated[
         bool, typer.Option("--ema", help="Write the moving average of the weights (`optimizer.ema_decay`).")
     ] = False,
     merge_adapter: Annotated[
-        bool, typer.Option("--merge-adapter", help="Add the adapters of a LoRA run to its base model.")
+        bool, typer.Option("--merge-adapter", help="Merge the adapters of a LoRA run into its base model.")
     ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -55,7 +66,7 @@ def export(
 ) -> None:
     """Export a checkpoint to Hugging Face transformers, or to PEFT.
 
-    Any layout, without a GPU, one tensor in memory at a time.
+    Reads any layout without a GPU, with one tensor in memory at a time.
     """
     from llmrecipes.console import number, setup_logging
     from llmrecipes.tracking.progress import Counted
@@ -84,7 +95,7 @@ def export(
 
 def _export_adapter(run: str, out: Path | None, runs_dir: Path, *, as_json: bool) -> None:
     from llmrecipes.console import number
-    from llmrecipes.workflow.export_adapter import export_adapter
+    from llmrecipes.workflow.export import export_adapter
 
     made = export_adapter(run, out, runs_dir)
     if as_json:
@@ -108,7 +119,7 @@ def _bytes(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         size = 0
     if size < 1:
-        raise UserError(f"{text!r}", where="--max-shard-size", rule="a number with KB, MB, GB or TB", fix="5GB")
+        raise UserError(f"{text!r}", where="--max-shard-size", rule="a number and KB, MB, GB or TB", fix="5GB")
     return size
 
 
@@ -119,31 +130,32 @@ def import_model(
     ],
     overrides: OverridesArgument = None,
     of: Annotated[
-        str, typer.Option("--from", metavar="FORM", help="hf, or megatron: a torch_dist checkpoint of Megatron-LM.")
+        str,
+        typer.Option("--from", metavar="FORM", help="Format: hf, or megatron, a torch_dist checkpoint of Megatron-LM."),
     ] = "hf",
     recipe: Annotated[
         str | None,
-        typer.Option("--recipe", metavar="RECIPE", help="Recipe that describes the model; for --from megatron."),
+        typer.Option(
+            "--recipe", metavar="RECIPE", help="Describe the model by this recipe; needed with --from megatron."
+        ),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
+        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub; default: main.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Name of the recipe; default: that of the model.")
+        str | None, typer.Option("--name", metavar="NAME", help="Name of the new recipe; default: the model's name.")
     ] = None,
     ignored: Annotated[
         list[str] | None,
-        typer.Option(
-            "--ignore-key", metavar="KEY", help="Unsupported key of config.json that changes nothing; repeatable."
-        ),
+        typer.Option("--ignore-key", metavar="KEY", help="Ignore this unsupported key of config.json; repeatable."),
     ] = None,
     run_id: NewRunIdOption = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
 ) -> None:
-    """Make a run from Hugging Face's or Megatron-LM's model.
+    """Create a run from a Hugging Face or Megatron-LM model.
 
-    The run has a recipe, and a checkpoint of step 0 that any layout loads. Example of overrides: model.seq_length=4096.
+    Writes a recipe and a checkpoint of step 0 that any layout loads. Example of overrides: model.seq_length=4096.
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number, setup_logging
@@ -184,7 +196,7 @@ def _import_megatron(
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number
     from llmrecipes.units import GIB
-    from llmrecipes.workflow.import_megatron import import_megatron as make
+    from llmrecipes.workflow.importing import import_megatron as make
 
     if of != "megatron":
         raise UserError(f"{of!r}", where="--from", rule="one of hf, megatron")
@@ -192,9 +204,8 @@ def _import_megatron(
         raise UserError(
             "not set",
             where="--recipe",
-            rule="a checkpoint of Megatron-LM has no description of data and training, and of its model only weights "
-            "and arguments",
-            fix="--recipe FILE.yaml, with a section model for what was trained",
+            rule="a checkpoint of Megatron-LM has weights and arguments only, no description of data and training",
+            fix="--recipe FILE.yaml, whose model section describes the trained model",
         )
     made = make(Path(source), recipe, overrides, runs_dir, run_id)
     if as_json:
@@ -217,32 +228,42 @@ def finetune(
     data: Annotated[
         str | None,
         typer.Option(
-            "--data", metavar="FILE", help="Conversations: .jsonl or .parquet, or TYPE:PATH such as hub:NAME."
+            "--data",
+            metavar="FILE",
+            help="Train on these conversations: .jsonl, .parquet, or TYPE:PATH such as hub:NAME.",
         ),
     ] = None,
-    lora: Annotated[bool, typer.Option("--lora", help="Train adapters; the exported model has them merged.")] = False,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Train adapters, and merge them into the exported model.")
+    ] = False,
     template: Annotated[
         str | None,
         typer.Option(
-            "--template", metavar="NAME", help="Chat template: chatml, llama3 or qwen3; default: the tokenizer's."
+            "--template",
+            metavar="NAME",
+            help="Use the chat template chatml, llama3 or qwen3; default: the tokenizer's.",
         ),
     ] = None,
-    epochs: Annotated[float, typer.Option("--epochs", metavar="N", min=0.01, help="Passes over the data.")] = 2.0,
+    epochs: Annotated[
+        float, typer.Option("--epochs", metavar="N", min=0.01, help="Number of passes over the data.")
+    ] = 2.0,
     lr: Annotated[
         float | None,
         typer.Option("--lr", metavar="X", min=1e-9, help="Peak learning rate; default: 1e-5, with --lora 2e-4."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder of recipe and exported model; default: MODEL-sft or -lora."),
+        typer.Option(
+            "--out", metavar="DIR", help="Write recipe and model to this folder; default: MODEL-sft or MODEL-lora."
+        ),
     ] = None,
     step: Annotated[
         str | None,
-        typer.Option("--step", metavar="STEP", help="Do only this step: recipe, prepare, train or export."),
+        typer.Option("--step", metavar="STEP", help="Run only this step: recipe, prepare, train or export."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps without doing them.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps; run nothing.")] = False,
     revision: Annotated[
-        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
+        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub; default: main.")
     ] = None,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -250,7 +271,7 @@ def finetune(
     """Fine-tune a Hugging Face model on conversations.
 
     Writes a recipe, prepares the data, trains and exports the model. Repeat the command to continue where it was
-    interrupted; steps that are done are not repeated.
+    interrupted; finished steps are skipped.
     """
     from llmrecipes.commandline import command_line
     from llmrecipes.console import console, setup_logging

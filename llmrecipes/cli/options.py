@@ -15,14 +15,16 @@ RUNS, DATA = RUNS_DIR, DATA_DIR
 RecipeArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="Name in recipes/, or path of a YAML file.", autocompletion=completion.recipes
+        metavar="RECIPE",
+        help="Recipe: a name in recipes/, or the path of a YAML file.",
+        autocompletion=completion.recipes,
     ),
 ]
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY=VALUE]...",
-        help="Recipe keys to change, for example train.train_iters=50.",
+        help="Override recipe keys, for example train.train_iters=50.",
         autocompletion=completion.overrides,
     ),
 ]
@@ -34,33 +36,35 @@ RunArgument = Annotated[
         autocompletion=completion.runs,
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 RunsOption = Annotated[
-    Path, typer.Option("--runs-dir", metavar="DIR", envvar=RUNS_VARIABLE, help="Directory of the runs.")
+    Path, typer.Option("--runs-dir", metavar="DIR", envvar=RUNS_VARIABLE, help="Keep runs in this directory.")
 ]
 DataOption = Annotated[
-    Path, typer.Option("--data-dir", metavar="DIR", envvar=DATA_VARIABLE, help="Directory of prepared data.")
+    Path, typer.Option("--data-dir", metavar="DIR", envvar=DATA_VARIABLE, help="Keep prepared data in this directory.")
 ]
 RanksOption = Annotated[
     int | None,
-    typer.Option("--nproc", metavar="N", help="Ranks; default: all GPUs, else the fewest that the layout needs."),
+    typer.Option(
+        "--nproc", metavar="N", help="Number of ranks; default: all GPUs, else the fewest that the layout needs."
+    ),
 ]
 RunIdOption = Annotated[
     str | None,
-    typer.Option("--run-id", metavar="ID", help="Name of the run; an existing run is resumed. Default: a new name."),
+    typer.Option("--run-id", metavar="ID", help="Run id; an existing run is resumed. Default: a new id."),
 ]
 NewRunIdOption = Annotated[
-    str | None, typer.Option("--run-id", metavar="ID", help="Name of the new run; default: a new name.")
+    str | None, typer.Option("--run-id", metavar="ID", help="Run id of the new run; default: a new id.")
 ]
 AllowSocketOption = Annotated[
     bool,
     typer.Option(
-        "--allow-socket", help="Train although NCCL does not use the cluster's InfiniBand, RoCE or EFA with GPUDirect."
+        "--allow-socket", help="Train even if NCCL does not use the cluster's InfiniBand, RoCE or EFA with GPUDirect."
     ),
 ]
 AcceptChangesOption = Annotated[
     bool,
-    typer.Option("--accept-changes", help="Resume even if this changes the learning rate or the data order."),
+    typer.Option("--accept-changes", help="Resume even if the learning rate or the data order changes."),
 ]
 ClusterOption = Annotated[
     str | None,
@@ -82,16 +86,16 @@ def site_option(text: str) -> Any:
 
 NodesOption = Annotated[
     int | None,
-    typer.Option("--nodes", metavar="N", min=1, help="Nodes of the cluster; default: the fewest that fit the layout."),
+    typer.Option("--nodes", metavar="N", min=1, help="Number of nodes; default: the fewest that fit the layout."),
 ]
 HostsOption = Annotated[
     str | None,
     typer.Option(
         "--nodes",
         metavar="HOST,...",
-        help="All nodes of the job, n[0-3] for a range; run the command on each at once. Detected in a Slurm step.",
+        help="All nodes of the job, n[0-3] for a range; start the command on all at once. Default: the Slurm step's.",
     ),
 ]
 PatienceOption = Annotated[
-    float, typer.Option("--patience", metavar="S", min=1, help="Seconds to wait for the other nodes.")
+    float, typer.Option("--patience", metavar="S", min=1, help="Wait at most S seconds for the other nodes.")
 ]

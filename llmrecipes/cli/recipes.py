@@ -32,36 +32,46 @@ def list_recipes(as_json: JsonOption = False) -> None:
 
 def new(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Name of the recipe; default: asked, with everything else.")
+        str | None,
+        typer.Argument(metavar="NAME", help="Name of the recipe; without it, all values are asked on the terminal."),
     ] = None,
     overrides: OverridesArgument = None,
     params: Annotated[
-        str | None, typer.Option("--params", metavar="N", help="Parameters, such as 350m or 1b: the nearest recipe.")
+        str | None,
+        typer.Option(
+            "--params", metavar="N", help="Take the shape of the recipe nearest to N parameters, such as 350m or 1b."
+        ),
     ] = None,
     like: Annotated[
         str | None,
         typer.Option(
-            "--like", metavar="RECIPE", help="Recipe with the shape of the model.", autocompletion=completion.recipes
+            "--like", metavar="RECIPE", help="Take the shape of this recipe.", autocompletion=completion.recipes
         ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", metavar="TYPE:PATH", help="Source, such as jsonl:FILE or hub:NAME; repeatable."),
+        typer.Option(
+            "--data", metavar="TYPE:PATH", help="Train on this source, such as jsonl:FILE or hub:NAME; repeatable."
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option("--tokenizer", metavar="NAME", help="bpe (trained on the data), or a Hugging Face one."),
+        typer.Option(
+            "--tokenizer",
+            metavar="NAME",
+            help="Use bpe, trained on the data, or the tokenizer of a Hugging Face model.",
+        ),
     ] = None,
     seq_length: Annotated[
-        int | None, typer.Option("--seq-length", metavar="N", min=2, help="Tokens of a sequence.")
+        int | None, typer.Option("--seq-length", metavar="N", min=2, help="Sequence length in tokens.")
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option("--tokens", metavar="N", help="Tokens to train on, such as 20b; default: 20 a parameter."),
+        typer.Option("--tokens", metavar="N", help="Train on N tokens, such as 20b; default: 20 per parameter."),
     ] = None,
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write to.")] = Path(),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the recipe to this folder.")] = Path(),
     force: Annotated[bool, typer.Option("--force", help="Overwrite the recipe if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,7 +86,7 @@ def new(
 
     if name is None:
         if as_json or not sys.stdin.isatty():
-            raise UserError("not set", where="NAME", rule="questions are asked on a terminal",
+            raise UserError("not set", where="NAME", rule="values are asked on a terminal only",
                             fix="llmrecipes new NAME --params 1b")  # fmt: skip
         name = typer.prompt("Name of the recipe")
         if params is None and like is None:
@@ -127,10 +137,10 @@ def show(
     nproc: RanksOption = None,
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
-    plan_only: Annotated[bool, typer.Option("--plan", help="Print the plan without the recipe.")] = False,
+    plan_only: Annotated[bool, typer.Option("--plan", help="Print only the plan.")] = False,
     step_seconds: Annotated[
         float | None,
-        typer.Option("--step-seconds", metavar="S", min=1e-6, help="Measured step time, to plan the total time."),
+        typer.Option("--step-seconds", metavar="S", min=1e-6, help="Plan the total time from this measured step time."),
     ] = None,
 ) -> None:
     """Show a resolved recipe and its plan: memory, FLOPs, fit.
@@ -161,13 +171,13 @@ def layout(
     as_json: JsonOption = False,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", metavar="N", min=1, help="Ranks; default: the fewest that the layout needs."),
+        typer.Option("--nproc", metavar="N", min=1, help="Number of ranks; default: the fewest that the layout needs."),
     ] = None,
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
 ) -> None:
     """Show which part of model and data each rank holds."""
-    from llmrecipes.cli.render import layout as render
+    from llmrecipes.cli.render import plan as render
     from llmrecipes.hardware.machine import planned
     from llmrecipes.plan.placement import place
     from llmrecipes.recipe.degrees import smallest_world
@@ -175,17 +185,17 @@ def layout(
 
     loaded = load(recipe, overrides or []).recipe
     ranks = smallest_world(loaded.parallelism) if nproc is None else nproc
-    found = place(loaded, ranks, None if cluster_name is None else planned(cluster_name, nodes, ranks))
-    print(json.dumps(render.as_dict(*found), indent=2) if as_json else render.as_text(*found))
+    placed = place(loaded, ranks, None if cluster_name is None else planned(cluster_name, nodes, ranks))
+    print(json.dumps(render.layout_as_dict(*placed), indent=2) if as_json else render.layout_as_text(*placed))
 
 
 def clusters(as_json: JsonOption = False) -> None:
     """List cluster profiles."""
-    from llmrecipes.cli.render import clusters as render
+    from llmrecipes.cli.render import recipes as render
     from llmrecipes.hardware.load import clusters_dir, names
 
-    rows = render.summaries(names(clusters_dir()))
-    print(json.dumps(rows, indent=2) if as_json else render.table(rows))
+    rows = render.cluster_summaries(names(clusters_dir()))
+    print(json.dumps(rows, indent=2) if as_json else render.cluster_table(rows))
 
 
 def schema() -> None:
@@ -195,7 +205,9 @@ def schema() -> None:
     print(json_schema(), end="")
 
 
-def docs(check: Annotated[bool, typer.Option("--check", help="Fail if they are out of date.")] = False) -> None:
+def docs(
+    check: Annotated[bool, typer.Option("--check", help="Only check; fail if they are out of date.")] = False,
+) -> None:
     """Generate docs/reference.md and recipes/schema.json."""
     from llmrecipes.recipe.keys import generated
 

@@ -13,7 +13,7 @@ from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunArgume
 from llmrecipes.engine.sampling import SAMPLING, Sampling
 from llmrecipes.errors import UserError
 
-PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="TCP port.")]
+PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="Serve on this TCP port.")]
 
 
 def runs(as_json: JsonOption = False, runs_dir: RunsOption = RUNS) -> None:
@@ -21,8 +21,8 @@ def runs(as_json: JsonOption = False, runs_dir: RunsOption = RUNS) -> None:
     from llmrecipes.tracking.runs import list_runs
     from llmrecipes.workflow.runs import table
 
-    found = list_runs(runs_dir)
-    print(json.dumps([run.as_dict() for run in found], indent=2) if as_json else table(found))
+    listed = list_runs(runs_dir)
+    print(json.dumps([run.as_dict() for run in listed], indent=2) if as_json else table(listed))
 
 
 def compare(
@@ -36,13 +36,15 @@ def compare(
     ],
     x: Annotated[
         str | None,
-        typer.Option("--x", metavar="AXIS", help="step or tokens; default: tokens if the batch sizes differ."),
+        typer.Option(
+            "--x", metavar="AXIS", help="Plot over step or tokens; default: tokens if the batch sizes differ."
+        ),
     ] = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
 ) -> None:
     """Compare runs: recipes, loss curves and final figures."""
-    from llmrecipes.cli.render.comparison import AXES, LETTERS, default_axis, lines
+    from llmrecipes.cli.render.comparison import AXES, LETTERS, comparison_lines, default_axis
     from llmrecipes.console import console
     from llmrecipes.workflow.compare import compare as read
     from llmrecipes.workflow.runs import find_run
@@ -50,14 +52,14 @@ def compare(
     if x is not None and x not in AXES:
         raise UserError(f"{x!r}", where="--x", rule=f"one of {', '.join(AXES)}")
     if len(names) > len(LETTERS):
-        raise UserError(f"{len(names)} runs", where="RUN", rule=f"at most {len(LETTERS)} runs are compared")
+        raise UserError(f"{len(names)} runs", where="RUN", rule=f"at most {len(LETTERS)} runs can be compared")
     comparison = read([find_run(name, runs_dir) for name in names])
     if as_json:
         print(json.dumps(comparison.as_dict(), indent=2))
         return
     out = console()
     axis = x or default_axis(comparison)
-    for line in lines(comparison, axis, width=min(out.width, 110), colours=out.is_terminal):
+    for line in comparison_lines(comparison, axis, width=min(out.width, 110), colours=out.is_terminal):
         out.print(line, markup=False, soft_wrap=True)
 
 
@@ -71,19 +73,17 @@ def scaling(
         ),
     ] = None,
     experiment: Annotated[
-        str | None, typer.Option("--experiment", metavar="NAME", help="Take the runs of this MLflow experiment.")
+        str | None, typer.Option("--experiment", metavar="NAME", help="Fit the runs of this MLflow experiment.")
     ] = None,
     flops: Annotated[
         list[float] | None,
-        typer.Option(
-            "--flops", metavar="C", help="Budget to divide between size and tokens; may be given several times."
-        ),
+        typer.Option("--flops", metavar="C", help="Divide a budget of C FLOPs between size and tokens; repeatable."),
     ] = None,
     embeddings: Annotated[
-        bool, typer.Option("--embeddings/--no-embeddings", help="Whether N includes embeddings and output layer.")
+        bool, typer.Option("--embeddings/--no-embeddings", help="Count embeddings and output layer in N.")
     ] = True,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write a figure: .svg, .png or .pdf.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write a figure to FILE (.svg, .png or .pdf).")
     ] = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -92,7 +92,7 @@ def scaling(
 
     Loss against parameters and tokens, with the optimal size for a budget.
     """
-    from llmrecipes.cli.render.scaling import lines
+    from llmrecipes.cli.render.comparison import scaling_lines
     from llmrecipes.console import console
     from llmrecipes.workflow.scaling import scaling as fit
 
@@ -100,38 +100,40 @@ def scaling(
         from llmrecipes.scaling.plot import draw, require_file
 
         require_file(plot)
-    found = fit(names or [], experiment, runs_dir, budgets=flops or [], embeddings=embeddings)
+    law = fit(names or [], experiment, runs_dir, budgets=flops or [], embeddings=embeddings)
     if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
+        print(json.dumps(law.as_dict(), indent=2))
     else:
-        for line in lines(found):
+        for line in scaling_lines(law):
             console().print(line, markup=False, soft_wrap=True)
     if plot is not None:
-        draw(found.fit, plot)
+        draw(law.fit, plot)
 
 
 def generate(
     run: RunArgument,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")] = "def ",
+    prompt: Annotated[str, typer.Option("--prompt", help="Continue this text.")] = "def ",
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Maximum length of the continuation.")
+        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Generate at most N tokens.")
     ] = 128,
     temperature: Annotated[
         float, typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 is greedy decoding.")
     ] = SAMPLING.temperature,
     top_k: Annotated[
-        int, typer.Option("--top-k", metavar="K", help="Sample from the K likeliest tokens; 0: from all.")
+        int, typer.Option("--top-k", metavar="K", help="Sample from the K most likely tokens; 0: from all.")
     ] = SAMPLING.top_k,
     top_p: Annotated[
-        float, typer.Option("--top-p", metavar="P", help="Sample from the likeliest tokens of total probability P.")
+        float, typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens of total probability P.")
     ] = SAMPLING.top_p,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = SAMPLING.seed,
-    num_samples: Annotated[int, typer.Option("--num-samples", metavar="N", min=1, help="Number of continuations.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = SAMPLING.seed,
+    num_samples: Annotated[
+        int, typer.Option("--num-samples", metavar="N", min=1, help="Generate N continuations.")
+    ] = 1,
     ema: Annotated[
         bool, typer.Option("--ema", help="Use the moving average of the weights (`optimizer.ema_decay`).")
     ] = False,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message; the model answers it by the run's chat template.")
+        bool, typer.Option("--chat", help="Send the prompt as a message, by the run's chat template.")
     ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,

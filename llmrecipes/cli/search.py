@@ -33,34 +33,41 @@ OF_A_NUMBER = ("warning", "max-restarts")
 def search(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    workers: Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Trials at a time.")] = 1,
+    workers: Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Number of parallel trials.")] = 1,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the study, or join the processes that work on it.")
+        bool, typer.Option("--resume", help="Resume the study, or join the processes that work on it.")
     ] = False,
-    to: Annotated[str, typer.Option("--to", metavar="WHERE", help="Where trials run: local, slurm or k8s.")] = "local",
-    cluster: Annotated[str | None, site_option("Cluster profile or YAML file, for slurm, k8s.")] = None,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes of each trial.")] = 1,
+    to: Annotated[str, typer.Option("--to", metavar="WHERE", help="Run trials on local, slurm or k8s.")] = "local",
+    cluster: Annotated[str | None, site_option("Plan for this cluster profile or YAML file (slurm, k8s).")] = None,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Number of nodes per trial.")] = 1,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", metavar="N", min=1, help="Ranks of a trial; with --cluster, on a node."),
+        typer.Option("--nproc", metavar="N", min=1, help="Number of ranks per trial; with --cluster, per node."),
     ] = None,
     proxy: Annotated[
         bool, typer.Option("--proxy", help="Tune the recipe at model.mup_base_hidden_size; needs model.use_mup.")
     ] = False,
     submit: Annotated[
         list[str] | None,
-        typer.Option("--submit", metavar="NAME=VALUE", help="Option of llmrecipes submit, such as time=2:00:00."),
+        typer.Option(
+            "--submit",
+            metavar="NAME=VALUE",
+            help="Pass an option to llmrecipes submit, such as time=2:00:00; repeatable.",
+        ),
     ] = None,
-    report: Annotated[bool, typer.Option("--report", help="Only write the study's report (HTML).")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Only write the HTML report of the study.")] = False,
     ui: Annotated[bool, typer.Option("--ui", help="Only show the study in optuna-dashboard.")] = False,
     port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=1, max=65535, help="Port of --ui, if it is free.")
+        int,
+        typer.Option(
+            "--port", metavar="PORT", min=1, max=65535, help="Serve --ui on this port, or a free one if it is taken."
+        ),
     ] = 8080,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> int:
-    """Search hyperparameters: each trial is a training of its own.
+    """Search hyperparameters; every trial is a run.
 
     The recipe's section search has the space, the sampler and the limits.
     """
@@ -73,7 +80,7 @@ def search(
 
     setup_logging()
     if report and ui:
-        raise UserError("given with --ui", where="--report", fix="one of them")
+        raise UserError("set with --ui", where="--report", fix="one of them")
     changed = overrides or []
     goal = load(recipe, changed).recipe
     loaded = base_width(goal) if proxy else goal
@@ -108,17 +115,17 @@ def search(
 
 def _given(options: list[str]) -> dict[str, Any]:
     """Options of `submit`, by name; those that may be repeated are lists."""
-    found: dict[str, Any] = {}
+    options_by_name: dict[str, Any] = {}
     for text in options:
         name, equals, value = text.partition("=")
         if not equals or not name or (name in OF_A_NUMBER and not value.isdecimal()):
-            raise UserError(f"{text!r}", where="--submit", rule="an option of llmrecipes submit as name=value",
+            raise UserError(f"{text!r}", where="--submit", rule="NAME=VALUE, an option of llmrecipes submit",
                             fix="--submit time=2:00:00")  # fmt: skip
         if name in OF_A_LIST:
-            found.setdefault(name, []).append(value)
+            options_by_name.setdefault(name, []).append(value)
         else:
-            found[name] = int(value) if name in OF_A_NUMBER else value
-    return found
+            options_by_name[name] = int(value) if name in OF_A_NUMBER else value
+    return options_by_name
 
 
 def _print(result: Result, runs_dir: Path, data_dir: Path) -> None:

@@ -16,26 +16,33 @@ def serve(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Run, RUN@STEP, folder that transformers can load, or GGUF file.",
+            help="Model to serve: a run, RUN@STEP, a Hugging Face folder, or a GGUF file.",
             autocompletion=completion.runs,
         ),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="More arguments of the server, after --.")
+        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Pass more arguments to the server, after --.")
     ] = None,
     backend: Annotated[
         str | None,
         typer.Option(
-            "--backend", metavar="NAME", help="vllm, llama.cpp or transformers; default: the first that is installed."
+            "--backend",
+            metavar="NAME",
+            help="Serve with vllm, llama.cpp or transformers; default: the first that is installed.",
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option("--host", metavar="HOST", help="Address to listen on; the default is this machine only.")
+        str,
+        typer.Option(
+            "--host", metavar="HOST", help="Listen on this address; the default is reachable from this machine only."
+        ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="TCP port.")] = 8000,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Listen on this TCP port.")] = 8000,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16 for a run; default: the run's precision."),
+        typer.Option(
+            "--dtype", metavar="TYPE", help="Export a run as fp32, bf16 or fp16; default: the run's precision."
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")] = False,
     as_json: JsonOption = False,

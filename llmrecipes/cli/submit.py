@@ -28,8 +28,7 @@ from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
     from llmrecipes.launch.base import JobHandle, JobResult, JobStatus, Launcher
-    from llmrecipes.workflow.preview import Preview
-    from llmrecipes.workflow.submit import Submitted
+    from llmrecipes.workflow.submit import Preview, Submitted
 
 LONGEST_REASON = 200
 
@@ -37,28 +36,52 @@ LONGEST_REASON = 200
 def submit(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    to: Annotated[str, typer.Option("--to", metavar="WHERE", help="slurm, k8s or local (this machine).")] = "slurm",
+    to: Annotated[
+        str, typer.Option("--to", metavar="WHERE", help="Launcher: slurm, k8s or local (this machine).")
+    ] = "slurm",
     nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, help="Nodes; more of them add data-parallel ranks only.")
+        int, typer.Option("--nodes", metavar="N", min=1, help="Number of nodes; extra nodes add data-parallel ranks.")
     ] = 1,
-    cluster: Annotated[str | None, site_option("Cluster profile or YAML file.")] = None,
+    cluster: Annotated[str | None, site_option("Plan for this cluster profile or YAML file.")] = None,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option("--ranks-per-node", metavar="N", min=1, help="Default: one per GPU, or one without GPUs."),
+        typer.Option(
+            "--ranks-per-node",
+            metavar="N",
+            min=1,
+            help="Start N ranks on a node; default: one per GPU, or one without GPUs.",
+        ),
     ] = None,
-    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME")] = None,
-    account: Annotated[str | None, typer.Option("--account", metavar="NAME")] = None,
-    qos: Annotated[str | None, typer.Option("--qos", metavar="NAME")] = None,
-    time: Annotated[str | None, typer.Option("--time", metavar="LIMIT", help="For example 8:00:00.")] = None,
+    partition: Annotated[
+        str | None, typer.Option("--partition", metavar="NAME", help="slurm: partition; default: the profile's.")
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option("--account", metavar="NAME", help="slurm: account; default: the profile's.")
+    ] = None,
+    qos: Annotated[
+        str | None, typer.Option("--qos", metavar="NAME", help="slurm: quality of service; default: the profile's.")
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option("--time", metavar="LIMIT", help="slurm: time limit, such as 8:00:00; default: the profile's."),
+    ] = None,
     image: Annotated[
-        str | None, typer.Option("--image", metavar="REF", help="Container image; for k8s, NAME@sha256:DIGEST.")
+        str | None,
+        typer.Option("--image", metavar="REF", help="Run in this container image; for k8s, NAME@sha256:DIGEST."),
     ] = None,
     runtime: Annotated[
-        str | None, typer.Option("--runtime", metavar="WHAT", help="pyxis, apptainer or none; default: the profile's.")
+        str | None,
+        typer.Option(
+            "--runtime",
+            metavar="WHAT",
+            help="slurm: container runtime: pyxis, apptainer or none; default: the profile's.",
+        ),
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option("--python", metavar="PATH", help="Python of the ranks; default: this one, or the image's."),
+        typer.Option(
+            "--python", metavar="PATH", help="Start ranks with this Python; default: this one, or the image's."
+        ),
     ] = None,
     warning: Annotated[
         int | None,
@@ -67,32 +90,39 @@ def submit(
             metavar="S",
             min=1,
             max=65535,
-            help="Save S seconds before the time limit; default: from what a save takes.",
+            help="slurm: save and requeue S seconds before the time limit; default: twice a step and a save.",
         ),
     ] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option("--max-restarts", metavar="N", min=0, help="Restarts after failures; then it ends with 93."),
+        typer.Option(
+            "--max-restarts", metavar="N", min=0, help="Maximum restarts after a failure; exits with 93 when exceeded."
+        ),
     ] = None,
     prepare_partition: Annotated[
         str | None,
         typer.Option(
-            "--prepare-partition", metavar="NAME", help="Partition of the job that tokenizes, if the data is missing."
+            "--prepare-partition", metavar="NAME", help="slurm: partition of the job that tokenizes missing data."
         ),
     ] = None,
     sbatch: Annotated[
-        list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="More for sbatch: --sbatch=--reservation=x")
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="Extra sbatch option, repeatable: --sbatch=--reservation=x"),
     ] = None,
     flavor: Annotated[
-        str | None, typer.Option("--flavor", metavar="KIND", help="k8s: job (default), jobset or trainjob.")
+        str | None,
+        typer.Option("--flavor", metavar="KIND", help="k8s: kind of object: job (default), jobset or trainjob."),
     ] = None,
     namespace: Annotated[
         str | None, typer.Option("--namespace", metavar="NAME", help="k8s: namespace; default: default.")
     ] = None,
     claim: Annotated[
-        str | None, typer.Option("--claim", metavar="NAME", help="k8s: PersistentVolumeClaim with runs and data.")
+        str | None,
+        typer.Option("--claim", metavar="NAME", help="k8s: keep runs and data on this PersistentVolumeClaim."),
     ] = None,
-    queue: Annotated[str | None, typer.Option("--queue", metavar="NAME", help="k8s: LocalQueue of Kueue.")] = None,
+    queue: Annotated[
+        str | None, typer.Option("--queue", metavar="NAME", help="k8s: submit to this LocalQueue of Kueue.")
+    ] = None,
     topology: Annotated[
         str | None, typer.Option("--topology", metavar="LABEL", help="k8s: prefer nodes that share this label's value.")
     ] = None,
@@ -101,33 +131,32 @@ def submit(
         typer.Option("--secret", metavar="VAR=NAME[:KEY]", help="k8s: set a variable from a Secret."),
     ] = None,
     tracking_uri: Annotated[
-        str | None, typer.Option("--tracking-uri", metavar="URL", help="k8s: URL of the MLflow server.")
+        str | None, typer.Option("--tracking-uri", metavar="URL", help="k8s: log to this MLflow server.")
     ] = None,
     service_account: Annotated[
-        str | None, typer.Option("--service-account", metavar="NAME", help="k8s: service account of the pods.")
+        str | None, typer.Option("--service-account", metavar="NAME", help="k8s: run pods under this service account.")
     ] = None,
     pull_secret: Annotated[
-        str | None, typer.Option("--pull-secret", metavar="NAME", help="k8s: Secret to pull the image with.")
+        str | None, typer.Option("--pull-secret", metavar="NAME", help="k8s: pull the image with this Secret.")
     ] = None,
     host_network: Annotated[
-        bool | None, typer.Option("--host-network", help="k8s: use the node's network, where RDMA needs it.")
+        bool | None, typer.Option("--host-network", help="k8s: use the network of the node, where RDMA needs it.")
     ] = None,
     prepared: Annotated[
-        bool, typer.Option("--prepared", help="k8s: the claim has the prepared data; no Job on CPUs looks first.")
+        bool, typer.Option("--prepared", help="k8s: skip the Job that prepares data; the claim already has it.")
     ] = False,
     run_id: Annotated[
-        str | None, typer.Option("--run-id", metavar="ID", help="Name of the run; an existing one resumes.")
+        str | None,
+        typer.Option("--run-id", metavar="ID", help="Run id; an existing run is resumed. Default: a new id."),
     ] = None,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Resume although its learning rate or data order changes.")
+        bool, typer.Option("--accept-changes", help="Resume even if the learning rate or the data order changes.")
     ] = False,
     allow_socket: AllowSocketOption = False,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for the job, and end with its exit code; Ctrl-C leaves it running.")
+        bool, typer.Option("--wait", help="Wait for the job and exit with its code; Ctrl-C leaves it running.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; submit nothing.")] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -135,9 +164,8 @@ def submit(
     """Submit a recipe to a scheduler, once its plan fits the nodes."""
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.registry import launcher
-    from llmrecipes.workflow.preview import preview
     from llmrecipes.workflow.run import Paths
-    from llmrecipes.workflow.submit import plan_for, plan_here
+    from llmrecipes.workflow.submit import plan_for, plan_on_this_machine, preview
     from llmrecipes.workflow.submit import submit as hand_over
 
     setup_logging()
@@ -150,11 +178,11 @@ def submit(
         "host-network": host_network, "allow-socket": allow_socket or None,
         "prepare-partition": prepare_partition, "prepared": prepared or None,
     }  # fmt: skip
-    _require_own(to, place, given)
+    _require_options_of(to, place, given)
     if dry_run and wait:
         raise UserError("given with --dry-run", where="--wait", rule="a dry run submits nothing", fix="leave it out")
     if cluster is None and not place.needs_cluster:
-        planned = plan_here(recipe, overrides or [], nodes, ranks_per_node)
+        planned = plan_on_this_machine(recipe, overrides or [], nodes, ranks_per_node)
     else:
         planned = plan_for(recipe, overrides or [], cluster, nodes, ranks_per_node)
     done = hand_over(
@@ -193,7 +221,7 @@ def cancel(
     runs_dir: RunsOption = RUNS,
 ) -> None:
     """Cancel the job of a run; its checkpoints are kept."""
-    from llmrecipes.workflow.jobs import find_job
+    from llmrecipes.workflow.submit import find_job
 
     job = find_job(name, runs_dir)
     before = job.state
@@ -207,11 +235,11 @@ def cancel(
         print(f"job {job.ref.job_id} is being cancelled; it was {before}")
 
 
-def _require_own(to: str, place: Launcher, given: dict[str, Any]) -> None:
-    """UserError for an option of another launcher, which would have no effect."""
+def _require_options_of(to: str, place: Launcher, given: dict[str, Any]) -> None:
+    """Raise UserError for an option of a different launcher, which would have no effect."""
     foreign = [f"--{name}" for name, value in given.items() if value is not None and name not in place.takes]
     if foreign:
-        raise UserError(f"given with --to {to}", where=foreign[0], rule="it belongs to another scheduler",
+        raise UserError(f"given with --to {to}", where=foreign[0], rule="an option of a different launcher",
                         fix="leave it out")  # fmt: skip
 
 
@@ -221,7 +249,7 @@ def _wait(job: JobHandle, changed: Callable[[JobStatus], None]) -> JobResult:
         job.wait(changed=changed)
     except KeyboardInterrupt:
         print(
-            f"job {job.ref.job_id} is left as it is; to cancel it: {command_line('cancel', job.ref.run_dir)}",
+            f"job {job.ref.job_id} keeps running; to cancel it: {command_line('cancel', job.ref.run_dir)}",
             file=sys.stderr,
         )
         raise
@@ -237,9 +265,9 @@ def _tell(status: JobStatus) -> None:
 
 def _summary(result: JobResult) -> str:
     numbers = {"loss": result.loss, "valid loss": result.valid_loss}
-    told = "".join(f", {name} {value:.4f}" for name, value in numbers.items() if value is not None)
+    losses = "".join(f", {name} {value:.4f}" for name, value in numbers.items() if value is not None)
     steps = "" if result.step is None else f" at step {result.step}/{result.total}"
-    return f"{result.state}{steps}, exit code {result.exit_code}{told}"
+    return f"{result.state}{steps}, exit code {result.exit_code}{losses}"
 
 
 def _print_job(done: Submitted, job: JobHandle) -> None:

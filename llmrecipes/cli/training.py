@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,8 +27,12 @@ from llmrecipes.cli.options import (
     RunIdOption,
     RunsOption,
 )
+from llmrecipes.cli.render.table import aligned
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
+
+if TYPE_CHECKING:
+    from llmrecipes.verify.coordinates import Coordinates
 
 
 @early_signals()
@@ -37,13 +42,15 @@ def train(
     nproc: RanksOption = None,
     run_id: RunIdOption = None,
     overfit_batch: Annotated[
-        bool, typer.Option("--overfit-batch", help="Overfit a single global batch (sanity check).")
+        bool, typer.Option("--overfit-batch", help="Overfit one global batch (sanity check).")
     ] = False,
     anomaly: Annotated[
         bool, typer.Option("--anomaly", help="Name the first module that outputs a NaN or infinity (slow).")
     ] = False,
-    profile_steps: Annotated[int, typer.Option("--profile", metavar="N", min=0, help="Profile N steps.")] = 0,
-    sample: Annotated[bool, typer.Option(help="Generate a text sample at the end.")] = True,
+    profile_steps: Annotated[
+        int, typer.Option("--profile", metavar="N", min=0, help="Profile N steps with torch.profiler.")
+    ] = 0,
+    sample: Annotated[bool, typer.Option(help="Generate sample text at the end.")] = True,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", min=0, help="Restart failed ranks at most N times.")
     ] = 0,
@@ -54,22 +61,24 @@ def train(
     ] = False,
     nnodes: Annotated[
         int,
-        typer.Option("--nnodes", metavar="N", min=1, help="Nodes of this run; start the command on each of them."),
+        typer.Option("--nnodes", metavar="N", min=1, help="Number of nodes; start the command on every one."),
     ] = 1,
     node_rank: Annotated[
         int | None,
-        typer.Option("--node-rank", metavar="K", help="Index of this node, from 0; set automatically in pods."),
+        typer.Option("--node-rank", metavar="K", help="Index of this node, from 0; default in pods: the pod's index."),
     ] = None,
     rdzv: Annotated[
         str | None,
-        typer.Option("--rdzv", metavar="HOST:PORT", help="Rendezvous address on node 0; set automatically in pods."),
+        typer.Option(
+            "--rdzv", metavar="HOST:PORT", help="Address of node 0 for the rendezvous; default in pods: the first pod."
+        ),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             "--cluster",
             metavar="NAME",
-            help="Cluster profile of this machine.",
+            help="Use the environment of this cluster profile.",
             autocompletion=completion.clusters,
         ),
     ] = None,
@@ -112,10 +121,11 @@ def prepare(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check the hash of every file and the splits of existing data.")
+        bool, typer.Option("--verify", help="Check the hash of every file, and that no document is in two splits.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", min=1, help="Worker processes; default: all cores.")
+        int | None,
+        typer.Option("--workers", metavar="N", min=1, help="Number of worker processes; default: all cores."),
     ] = None,
     as_json: JsonOption = False,
     data_dir: DataOption = DATA,
@@ -169,12 +179,11 @@ def smoke(
 def verify(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Steps to compare.")] = 5,
-    tolerance: Annotated[
-        float, typer.Option("--tolerance", metavar="T", help="Largest relative difference allowed.")
-    ] = 1e-5,
+    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Number of steps to compare.")] = 5,
+    tolerance: Annotated[float, typer.Option("--tolerance", metavar="T", help="Maximum relative difference.")] = 1e-5,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", help="Ranks; default: two replicas of the smallest layout.")
+        int | None,
+        typer.Option("--nproc", metavar="N", help="Number of ranks; default: two replicas of the smallest layout."),
     ] = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -182,7 +191,7 @@ def verify(
 ) -> int:
     """Compare a recipe's parallel layout with a single process.
 
-    Both train the same small model; losses, gradients and weights have to agree.
+    Trains the same small model in both; losses, gradients and weights must agree.
     """
     from llmrecipes.console import console, setup_logging
     from llmrecipes.recipe.load import load
@@ -210,9 +219,9 @@ def coordinates(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     widths: Annotated[
-        str, typer.Option("--widths", metavar="N,N,...", help="Values of hidden_size.")
+        str, typer.Option("--widths", metavar="N,N,...", help="Values of hidden_size to compare.")
     ] = "64,128,256,512",
-    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Steps at each width.")] = 5,
+    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Number of steps per width.")] = 5,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -221,27 +230,26 @@ def coordinates(
 
     Trains small models in one process. With model.use_mup activations are flat; otherwise they grow.
     """
-    from llmrecipes.cli.render.coordinates import lines
     from llmrecipes.console import console, setup_logging
     from llmrecipes.recipe.load import load
     from llmrecipes.verify.coordinates import MOST_GROWTH
-    from llmrecipes.workflow.coordinates import coordinates as measure
     from llmrecipes.workflow.run import Paths
+    from llmrecipes.workflow.verify import coordinates as measure
 
     setup_logging()
     try:
         chosen = [int(width) for width in widths.split(",")]
     except ValueError:
-        raise UserError(widths, where="--widths", rule="numbers with commas between them", fix="64,128,256") from None
-    found = measure(
+        raise UserError(widths, where="--widths", rule="comma-separated numbers", fix="64,128,256") from None
+    measured = measure(
         load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), chosen, iters, _silent if as_json else _say
     )
     if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
+        print(json.dumps(measured.as_dict(), indent=2))
     else:
-        for line in lines(found, MOST_GROWTH):
+        for line in coordinate_lines(measured, MOST_GROWTH):
             console().print(line, markup=False, soft_wrap=True)
-    return int(ExitCode.DONE if found.ok else 1)
+    return int(ExitCode.DONE if measured.ok else 1)
 
 
 def upcycle(
@@ -319,3 +327,23 @@ def _say(line: str) -> None:
 
 def _silent(_line: str) -> None:
     pass
+
+
+def coordinate_lines(measured: Coordinates, most: float) -> Iterator[str]:
+    """Activations in the first and the last step, and how they grow with the width."""
+    steps = sorted({0, measured.steps - 1})
+    for step in steps:
+        rows = [("hidden_size", *map(str, measured.widths), "growth")]
+        rows += [
+            (name, *(f"{value:.4g}" for value in values[step]), f"{measured.growth(name, step):+.2f}")
+            for name, values in measured.values.items()
+        ]
+        yield f"mean absolute activation in step {step + 1}, and its growth (exponent of the width)"
+        yield from aligned(rows, right=range(1, len(rows[0])))
+        yield ""
+    worst = measured.growth(measured.worst)
+    if measured.ok:
+        fastest = f"{measured.worst}: {worst:+.2f}"
+        yield f"flat: after {measured.steps} steps nothing grows faster than width^{most:g} ({fastest})"
+    else:
+        yield f"growing: {measured.worst} grows with width^{worst:.2f}, above {most:g}"

@@ -14,7 +14,7 @@ from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 
-Given = Mapping[str, Any]
+LauncherOptions = Mapping[str, Any]
 """Options of `submit` by their names on the command line, with defaults filled in."""
 
 
@@ -224,7 +224,7 @@ class Launcher(Protocol):
     poll_seconds: ClassVar[float]
     """Seconds between status queries of one process, to limit the load."""
 
-    def render(self, submission: Submission, given: Given) -> Rendering:
+    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
         """Without side effects. UserError for a value that the scheduler would reject."""
         ...
 

@@ -105,7 +105,7 @@ def statuses(refs: Iterable[JobRef]) -> dict[JobRef, JobStatus]:
     groups: dict[str, list[JobRef]] = defaultdict(list)
     for ref in refs:
         groups[ref.launcher].append(ref)
-    return {ref: found for name, group in groups.items() for ref, found in _statuses(launcher(name), group).items()}
+    return {ref: status for name, group in groups.items() for ref, status in _statuses(launcher(name), group).items()}
 
 
 def _statuses(launcher: Launcher, refs: list[JobRef]) -> dict[JobRef, JobStatus]:

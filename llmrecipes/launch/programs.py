@@ -45,7 +45,7 @@ def tell(command: Sequence[str], text: str = "", fix: str = "") -> str:
     require_program(command[0], "run it on a login node")
     code, answer, words = run(command, text)
     if code:
-        raise UserError(f"refused:\n{words}", where=command[0], fix=fix)
+        raise UserError(f"failed:\n{words}", where=command[0], fix=fix)
     return answer.strip()
 
 

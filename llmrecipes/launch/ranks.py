@@ -30,15 +30,15 @@ class Rank:
 
     def variables(self) -> dict[str, str]:
         """Variables of torch.distributed; on a single machine nothing listens to other ones."""
-        alone = self.world_size == self.local_world_size
+        one_node = self.world_size == self.local_world_size
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": LOOPBACK if alone else self.master_addr,
+            "MASTER_ADDR": LOOPBACK if one_node else self.master_addr,
             "MASTER_PORT": str(self.master_port),
-            **({"GLOO_SOCKET_IFNAME": "lo"} if alone else {}),
+            **({"GLOO_SOCKET_IFNAME": "lo"} if one_node else {}),
         }
 
 
@@ -78,14 +78,21 @@ def node(nodes: int, number: int | None, rendezvous: str | None, environment: Ma
         UserError: it is unknown or invalid.
     """
     if number is None:
-        told = environment.get("PET_NODE_RANK") or environment.get("JOB_COMPLETION_INDEX") or ""
-        if not told.isdecimal():
+        index = environment.get("PET_NODE_RANK") or environment.get("JOB_COMPLETION_INDEX") or ""
+        if not index.isdecimal():
             raise UserError(
-                f"which of {nodes} nodes is this?", where="--node-rank", fix="--node-rank 0 on the first, 1 on the next"
+                "not set",
+                where="--node-rank",
+                rule=f"--node-rank is required when --nnodes is {nodes}",
+                fix="--node-rank 0 on the first node, 1 on the next",
             )
-        number = int(told)
+        number = int(index)
     if not 0 <= number < nodes:
-        raise UserError(f"node {number} of {nodes}", where="--node-rank", rule="nodes count from 0, each has its own")
+        raise UserError(
+            f"node {number} of {nodes}",
+            where="--node-rank",
+            rule=f"a number from 0 to {nodes - 1}, different on every node",
+        )
     if rendezvous is None:
         for prefix in ("PET_MASTER", "MASTER"):
             host, port = environment.get(f"{prefix}_ADDR"), environment.get(f"{prefix}_PORT")
@@ -93,13 +100,18 @@ def node(nodes: int, number: int | None, rendezvous: str | None, environment: Ma
                 rendezvous = f"{host}:{port}"
                 break
         else:
-            raise UserError("where is the first node?", where="--rdzv", fix="--rdzv HOST:29500, the same on all nodes")
+            raise UserError(
+                "not set",
+                where="--rdzv",
+                rule="--rdzv is required when --nnodes > 1",
+                fix="--rdzv HOST:29500, the same on all nodes",
+            )
     host, _, port = rendezvous.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(
-            f"{rendezvous!r} is no address",
+            f"{rendezvous!r} is not HOST:PORT",
             where="--rdzv",
-            rule="HOST:PORT of the first node",
+            rule="the address of the first node",
             fix="--rdzv node-0:29500",
         )
     return Node(number, nodes, host.strip("[]"), int(port))
@@ -127,7 +139,7 @@ def from_slurm(environment: Mapping[str, str]) -> Rank:
         )
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"not a task of srun: {error} is missing or no number",
+            f"not a task of srun: {error} is missing or not a number",
             where="srun",
             rule="ranks of a Slurm job are started by slurm/train.sbatch",
             fix="llmrecipes submit, or sbatch slurm/train.sbatch RECIPE",

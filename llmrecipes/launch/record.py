@@ -44,7 +44,7 @@ def read(run_dir: Path) -> Record | None:
     """The newest submission of a run; None if there is none.
 
     Raises:
-        UserError: the record is damaged.
+        UserError: the record is corrupt.
     """
     path = run_dir / FILE
     try:
@@ -55,9 +55,9 @@ def read(run_dir: Path) -> Record | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            "the record of the submitted job is damaged",
+            "the record of the submitted job is corrupt",
             where=str(path),
-            fix="give the job's id instead of the run",
+            fix="name the job id instead of the run",
         ) from error
 
 

@@ -1,4 +1,5 @@
-"""The rendezvous of a job's nodes: they connect to the first one and exchange messages.
+"""The hosts of a job whose command runs once on each of them, and their rendezvous: they connect to the first one and
+exchange messages.
 
 Its port is open to the network between the nodes, so both sides prove that they have the job's token before anything of
 theirs is parsed: HMAC challenge-response, with every later message authenticated too. The token itself is never sent.
@@ -11,9 +12,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import re
 import secrets
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +25,68 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.launch.open_files import allow_nodes
+
+RANGE = re.compile(r"([^][]*)\[(\d{1,9})-(\d{1,9})\]([^][]*)")
+MOST_NODES = 100_000
+
+
+def job_hosts(nodes: str | None) -> tuple[str, ...]:
+    """Hosts of the job, in the same order on each.
+
+    Args:
+        nodes: value of --nodes; None: those of the Slurm step, else only this host.
+
+    Raises:
+        UserError: the list is invalid, or Slurm cannot be asked.
+    """
+    if nodes is not None:
+        hosts = tuple(host for word in nodes.split(",") if word for host in _expanded(word))
+        if len(set(hosts)) != len(hosts) or not hosts:
+            rule = "comma-separated host names or ranges n[0-3], without duplicates"
+            raise UserError(f"{nodes!r}", where="--nodes", rule=rule)
+        return hosts
+    if int(os.environ.get("SLURM_NNODES", "1")) == 1 or "SLURM_PROCID" not in os.environ:
+        return (socket.gethostname(),)
+    listing = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    try:
+        return tuple(subprocess.run(listing, capture_output=True, text=True, check=True, timeout=60).stdout.split())
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(
+            f"cannot expand the node list {os.environ['SLURM_JOB_NODELIST']}: scontrol failed: {error}",
+            where="--nodes",
+            rule="a check of several nodes needs their names from scontrol, which containers usually lack",
+            fix="outside of the container: --nodes $(scontrol show hostnames $SLURM_JOB_NODELIST | paste -sd,)",
+        ) from error
+
+
+def own_number(hosts: tuple[str, ...]) -> int:
+    """Index of this host among those of the job.
+
+    Raises:
+        UserError: it is not among them.
+    """
+    for variable in ("SLURM_NODEID", "JOB_COMPLETION_INDEX"):  # the latter in pods, which may share the node's network
+        if (index := os.environ.get(variable, "")).isdecimal() and int(index) < len(hosts):
+            return int(index)
+    own = socket.gethostname()
+    names = {own, own.partition(".")[0]}
+    if matches := [number for number, host in enumerate(hosts) if host in names or host.partition(".")[0] in names]:
+        return matches[0]
+    raise UserError(
+        f"{own} is not among {', '.join(hosts)}", where="--nodes", rule="the command runs on every node of --nodes"
+    )
+
+
+def _expanded(word: str) -> list[str]:
+    """The hosts of `node[08-11].site`; another word is a host itself."""
+    match = RANGE.fullmatch(word)
+    if match is None:
+        return [word]
+    before, first, last, after = match.groups()
+    if int(last) - int(first) >= MOST_NODES:
+        raise UserError(f"{word!r}", where="--nodes", rule=f"at most {MOST_NODES:,} nodes")
+    return [f"{before}{number:0{len(first)}}{after}" for number in range(int(first), int(last) + 1)]
+
 
 Message = dict[str, Any]
 
@@ -56,7 +121,7 @@ def token_of(environment: Mapping[str, str]) -> bytes:
         raise UserError(
             "is not set" if not token else f"has {len(token)} characters",
             where=TOKEN,
-            rule=f"the nodes of a job recognise each other by the same secret of at least {LEAST_TOKEN} characters",
+            rule=f"the nodes of a job share one secret of at least {LEAST_TOKEN} characters",
             fix=f"export {TOKEN}=$(openssl rand -hex 32) before srun, or the same value on every node",
         )
     return token.encode()
@@ -289,7 +354,7 @@ def joined(hosts: tuple[str, ...], number: int, port: int, token: bytes, patienc
         raise UserError(
             f"lost the connection to the first node: {error}",
             where=f"{hosts[0]}:{port}",
-            fix="see its messages; check the network that host names resolve to",
+            fix="read its messages; check the network that host names resolve to",
         ) from error
     finally:
         channel.close()

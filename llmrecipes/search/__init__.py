@@ -1,1 +1,1 @@
-"""Hyperparameter search with Optuna: a study of trials, each of which is a job of its own."""
+"""Hyperparameter search with Optuna: a study of trials, which are jobs."""

@@ -1,22 +1,29 @@
-"""`llmrecipes search`: opens the study, runs its trials, and says what has been found."""
+"""`llmrecipes search`: opens the study, runs its trials, prints the result; and optuna-dashboard, on localhost only."""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import Popen
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmrecipes.commandline import command_line
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.web import HOST, reserved, started, until_interrupted
 
 if TYPE_CHECKING:
     from llmrecipes.search.target import Target
+
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +36,7 @@ class Result:
         study: its name.
         storage: where it is, without password.
         folder: with the best recipe and the report.
-        code: 0, or 75 if it was told to stop.
+        code: 0, or 75 if it was stopped by a signal.
         trials: how many trials have ended, by outcome.
         best: number, values of the objectives and values of the keys of each best trial.
         recipes: files with their recipes.
@@ -198,10 +205,10 @@ def earlier_overrides(recipe: Recipe, runs_dir: Path) -> list[str]:
     if (file := storage.file_of(where)) is not None and not file.is_file():
         return []
     kept = storage.open_storage(where, section)
-    if place.name not in storage.patiently(lambda: [each.study_name for each in kept.get_all_studies()], where):
+    if place.name not in storage.with_retries(lambda: [each.study_name for each in kept.get_all_studies()], where):
         return []
     study = load(recipe, place)
-    return [str(each) for each in storage.patiently(lambda: study.user_attrs, where).get(OVERRIDES, ())]
+    return [str(each) for each in storage.with_retries(lambda: study.user_attrs, where).get(OVERRIDES, ())]
 
 
 def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:
@@ -241,7 +248,6 @@ def show(recipe: Recipe, runs_dir: Path, port: int) -> None:
     """
     require_library(recipe, "optuna_dashboard")
     quiet()
-    from llmrecipes.search.dashboard import serve
     from llmrecipes.search.storage import address
     from llmrecipes.search.study import load, place_of, require_section
 
@@ -278,3 +284,48 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result
         study.study_name, redact(where) if "://" in where else where, keeper.place.folder, code, dict(counts), best,
         keeper.files(),
     )  # fmt: skip
+
+
+NAME = "optuna-dashboard"
+# As optuna-dashboard starts itself, without a line for each request.
+SCRIPT = """
+import sys, bottle, optuna_dashboard
+bottle.run(optuna_dashboard.wsgi(sys.argv[1]), host=sys.argv[2], port=int(sys.argv[3]), quiet=True)
+"""
+
+
+@contextmanager
+def server(place: str, port: int) -> Iterator[tuple[str, Popen[bytes]]]:
+    """A running dashboard; yields its address and process once it responds, stops it at the end.
+
+    Args:
+        place: URL of the storage, or path of a journal file.
+        port: of the dashboard, if it is free.
+
+    Raises:
+        UserError: it does not start.
+    """
+    from llmrecipes.search.storage import url_with_driver
+
+    storage = url_with_driver(place) if "://" in place else place
+    with reserved(port) as port:
+        command = [sys.executable, "-c", SCRIPT, storage, HOST, str(port)]
+        with started(NAME, command, port, "/api/studies", os.environ) as process:
+            yield f"http://{HOST}:{port}", process
+
+
+def serve(place: str, study_id: int, port: int = 8080) -> None:
+    """Show a study until Ctrl-C.
+
+    Args:
+        place: URL of the storage, or path of a journal file.
+        study_id: of the study in its storage, which may have many.
+        port: of the dashboard, if it is free.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # a signal ends the server, not a search
+        signal.signal(number, signal.default_int_handler)
+    with server(place, port) as (address, process):
+        print(
+            f"optuna-dashboard shows the study at {address}/dashboard/studies/{study_id} (Ctrl-C ends it)", flush=True
+        )
+        until_interrupted(NAME, process)

@@ -1,16 +1,20 @@
-"""The report of a study: the best trial, how to train it, and Optuna's plots; one HTML page that needs no network."""
+"""The report of a study: best trial, how to train it, Optuna's plots; one HTML page that needs no network."""
 
 from __future__ import annotations
 
 import html
 import json
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optuna
+from optuna import visualization
 from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.console import duration, number
@@ -18,13 +22,15 @@ from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.best import best_trials
 from llmrecipes.search.budget import Budget, used
-from llmrecipes.search.length import evaluations, tokens_of_point
-from llmrecipes.search.plots import labelled, plots
 from llmrecipes.search.samplers import pruner
-from llmrecipes.search.space import own_point, parameters
+from llmrecipes.search.space import evaluations, own_point, parameters, tokens_of_point
 from llmrecipes.search.study import Place, changes, recipe_of_study, require_section
 from llmrecipes.search.trial import measured
 from llmrecipes.search.trials import STANDARD_ERRORS, continues, own_trials
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
 
 MOST_BEST = 12
 """Trade-offs next to each other; all of them are in the plot and the list of trials."""
@@ -235,3 +241,150 @@ def _text(value: Any) -> str:
 
 def _cells(texts: Iterable[str], tag: str = "td") -> str:
     return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+
+
+FEWEST = 2
+"""Trials without which a plot of all trials says nothing."""
+HEIGHT, WIDTH, WIDTH_OF_A_KEY = 420, 640, 170
+"""In pixels. A narrower page scrolls a plot, so that labels do not overlap."""
+UNITS = {"valid_loss": "nats/token", "valid_bits_per_byte": "bits/byte", "train_seconds": "s"}
+COLOURS = {"COMPLETE": "#3b6fb6", "PRUNED": "#e8a33d", "FAIL": "#c8382e", "RUNNING": "#3a9a5b"}
+BEST = "#111111"
+NAMES = {"FAIL": "failed"}
+IMPORTANCE = "Of each key for reaching the best tenth of the completed trials (PED-ANOVA)."
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot of the report.
+
+    Attributes:
+        title: heading.
+        draw: makes the figure.
+        width: pixels that it needs.
+        note: sentence below the heading.
+    """
+
+    title: str
+    draw: Callable[[], Figure]
+    width: int = WIDTH
+    note: str = ""
+
+    def figure(self) -> Figure:
+        """The figure, in the style of the page.
+
+        Raises:
+            ValueError, RuntimeError: Optuna cannot draw it, such as importances where all values are equal.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # few trials for an importance: the reader sees how many
+            figure = self.draw()
+        figure.update_layout(
+            title=None, template="plotly_white", width=None, height=HEIGHT, margin={"t": 40, "b": 60, "l": 70, "r": 30}
+        )
+        return figure
+
+
+def plots(study: optuna.Study) -> list[Plot]:
+    """The plots that the trials of a study are enough for."""
+    names = study.metric_names or ["objective"]
+    trials = study.get_trials(deepcopy=False)
+    complete = [each for each in trials if each.state == TrialState.COMPLETE]
+    all_plots: list[Plot] = []
+    if len(complete) >= FEWEST:
+        for index, name in enumerate(names):
+            all_plots += _of_objective(study, complete, name, None if len(names) == 1 else index)
+        if len(names) > 1:
+            all_plots.append(Plot("Trade-offs", partial(_trade_offs, study, names)))
+    if any(each.intermediate_values for each in trials):
+        all_plots.append(Plot("Learning curves", partial(_curves, study, names[0])))
+    if sum(each.datetime_start is not None for each in trials) >= FEWEST:
+        all_plots.append(Plot("Timeline", partial(_timeline, study)))
+    return all_plots
+
+
+def labelled(name: str) -> str:
+    """An objective with its unit."""
+    return f"{name} [{UNITS[name]}]" if name in UNITS else name
+
+
+def _of_objective(study: optuna.Study, complete: list[FrozenTrial], name: str, index: int | None) -> Iterator[Plot]:
+    options: dict[str, Any] = {"target_name": labelled(name)}
+    if index is not None:
+        options["target"] = partial(_value, index)
+    yield Plot(f"History of {name}", partial(visualization.plot_optimization_history, study, **options))
+    searched = sorted({key for each in complete for key in each.params})
+    if not any(len({str(each.params.get(key)) for each in complete}) > 1 for key in searched):
+        return
+    width = WIDTH_OF_A_KEY * (len(searched) + 1)
+    importance = partial(visualization.plot_param_importances, study, **options)
+    yield Plot(f"Importance for {name}", importance, note=IMPORTANCE)
+    yield Plot(f"Parallel coordinates, {name}", partial(_parallel, study, searched, options), width)
+    yield Plot(f"Slices, {name}", partial(_slices, study, options), width)
+
+
+def _value(index: int, trial: FrozenTrial) -> float:
+    return float(trial.values[index])
+
+
+def _parallel(study: optuna.Study, keys: list[str], options: dict[str, Any]) -> Figure:
+    figure = visualization.plot_parallel_coordinate(study, **options)
+    # Optuna cuts names after 17 characters; its axes are sorted by name.
+    figure.update_xaxes(ticktext=[options["target_name"].replace(" ", "<br>"), *map(_in_two_lines, keys)])
+    figure.update_layout(showlegend=False)  # of infeasible trials, of which none is complete
+    return figure
+
+
+def _slices(study: optuna.Study, options: dict[str, Any]) -> Figure:
+    figure = visualization.plot_slice(study, **options)
+    figure.for_each_xaxis(lambda axis: axis.update(title_text=_in_two_lines(axis.title.text)))
+    for points in figure.data:
+        axis = figure.layout[(points.xaxis or "x").replace("x", "xaxis")]
+        if axis.type == "log" and max(points.x) >= 10 * min(points.x):
+            axis.dtick = 1  # powers of ten; the labels between them overlap
+    return figure
+
+
+def _in_two_lines(key: str) -> str:
+    section, dot, name = key.rpartition(".")
+    return f"{section}{dot}<br>{name}" if dot else name
+
+
+def _trade_offs(study: optuna.Study, names: list[str]) -> Figure:
+    return visualization.plot_pareto_front(study, target_names=[labelled(name) for name in names])
+
+
+def _curves(study: optuna.Study, name: str) -> Figure:
+    """Optuna's curves, coloured by how the trial ended, the best one on top."""
+    figure = visualization.plot_intermediate_values(study)
+    trials = {f"Trial{each.number}": each for each in study.get_trials(deepcopy=False)}
+    best = {each.number for each in best_trials(study)}
+    shown: set[str] = set()
+    for curve in figure.data:
+        trial = trials[curve.name]
+        state = "best" if trial.number in best else trial.state.name
+        curve.update(
+            name=NAMES.get(state, state.lower()), legendgroup=state, showlegend=state not in shown,
+            line={"color": COLOURS.get(state, BEST), "width": 3 if state == "best" else 1},
+            marker={"color": COLOURS.get(state, BEST), "size": 5},
+            opacity=1.0 if state == "best" else 0.6,
+            hovertemplate=f"trial {trial.number}: %{{y:.5g}} at evaluation %{{x}}<extra></extra>",
+        )  # fmt: skip
+        shown.add(state)
+    figure.data = sorted(figure.data, key=lambda curve: curve.name == "best")
+    longest = max(max(each.intermediate_values, default=0) for each in trials.values())
+    figure.update_layout(
+        showlegend=True, yaxis_title=labelled(name), xaxis={"title": "evaluation", "dtick": -(-longest // 10) or 1}
+    )
+    return figure
+
+
+def _timeline(study: optuna.Study) -> Figure:
+    figure = visualization.plot_timeline(study)
+    for bars in figure.data:
+        colour, name = COLOURS.get(bars.name, "#999999"), NAMES.get(bars.name, bars.name.lower())
+        # Optuna's text has all attributes of a trial, such as the name of the machine it ran on.
+        text = [f"trial {number} {name}" for number in bars.y]
+        bars.update(name=name, text=text, hovertemplate="%{text}<extra></extra>", marker={"color": colour})
+    figure.update_layout(xaxis_title="local time", yaxis_title="trial")
+    return figure

@@ -22,9 +22,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.budget import EARLIER_SEEDS, RANK_SECONDS, RANKS, RUN_ID, TOKENS, recorded_seconds
-from llmrecipes.search.heartbeat import Heartbeat
-from llmrecipes.search.metrics import MetricsReader, Reader
-from llmrecipes.search.remote import MlflowReader
+from llmrecipes.search.metrics import MetricsReader, MlflowReader, Reader
 from llmrecipes.search.space import Values, suggest, trial_recipe
 from llmrecipes.search.study import Place
 from llmrecipes.search.target import Infeasible, Target, headroom
@@ -34,13 +32,14 @@ from llmrecipes.search.trials import (
     OUTCOME,
     SEEDS,
     WORKER,
+    Heartbeat,
     beat,
     continues,
     discard,
-    give_back,
     is_infeasible,
     is_queued,
     own_trials,
+    return_to_queue,
     this_worker,
 )
 
@@ -78,7 +77,7 @@ class Starter:
         search: the section.
         place: of the study.
         target: where trials run.
-        patiently: makes a call that uses the storage.
+        with_retries: makes a call that uses the storage.
         heartbeat: of running trials.
     """
 
@@ -88,7 +87,7 @@ class Starter:
     search: Search
     place: Place
     target: Target
-    patiently: Callable[[Callable[[], Any]], Any]
+    with_retries: Callable[[Callable[[], Any]], Any]
     heartbeat: Heartbeat
     _infeasible: int = 0
     _submitted: bool = False
@@ -103,7 +102,7 @@ class Starter:
         Raises:
             UserError: the first trial cannot be submitted, or too many in a row cannot run.
         """
-        trial = self.patiently(self._ask)
+        trial = self.with_retries(self._ask)
         started: Running | NotStarted | None = None
         try:
             started = self._begin(trial, slot)
@@ -123,14 +122,14 @@ class Starter:
         """
         # Before the job exists: another machine that knows nothing of it would start a second training.
         machine = this_machine().as_dict() if self.target.is_local else None
-        self.patiently(lambda: trial.set_user_attr(MACHINE, machine))
+        self.with_retries(lambda: trial.set_user_attr(MACHINE, machine))
         return self.target.submit(recipe, plan, run_id, slot)
 
     def can_be_followed(self, trial: FrozenTrial) -> bool:
         """Whether a trial can be continued here without a second training beside its job.
 
         Not if its job is a process of another machine whose run cannot be seen from here: nothing tells whether it
-        still trains, and it cannot be told to end.
+        still trains, and it cannot be cancelled.
         """
         machine = trial.user_attrs.get(MACHINE)
         if machine is None or Machine.of(machine).is_this:
@@ -160,15 +159,15 @@ class Starter:
     def _begin(self, trial: optuna.Trial, slot: int) -> Running | NotStarted:
         attributes = trial.user_attrs
         # In this order: a trial that has a process but no heartbeat would never be taken for lost.
-        self.patiently(lambda: beat(self.study, trial))
-        self.patiently(lambda: trial.set_user_attr(WORKER, this_worker()))
+        self.with_retries(lambda: beat(self.study, trial))
+        self.with_retries(lambda: trial.set_user_attr(WORKER, this_worker()))
         self.heartbeat.add(trial)
         if self._is_surplus(trial):
             return NotStarted(trial.number)
         if not self.can_be_followed(self._frozen(trial)):
-            self.patiently(lambda: give_back(self.study, trial.number))
-            return NotStarted(trial.number, outcome=Outcome.GIVEN_BACK, is_elsewhere=True)
-        values = self.patiently(lambda: suggest(trial, self.recipe, self.search))
+            self.with_retries(lambda: return_to_queue(self.study, trial.number))
+            return NotStarted(trial.number, outcome=Outcome.RETURNED, is_elsewhere=True)
+        values = self.with_retries(lambda: suggest(trial, self.recipe, self.search))
         # The last one is judged by its run, which may have ended before its search process could tell.
         seeds = list(attributes.get(SEEDS, ()))[: self.search.seeds_per_point - 1]
         try:
@@ -176,10 +175,10 @@ class Starter:
         except Infeasible as error:
             return self._tell_infeasible(trial, values, error)
         self._infeasible = 0
-        self.patiently(lambda: trial.set_constraint(FITS, min(0.0, headroom(plan))))
+        self.with_retries(lambda: trial.set_constraint(FITS, min(0.0, headroom(plan))))
         run_id = self._run_id(attributes.get(RUN_ID) or self.place.run_id(trial.number), len(seeds))
-        self.patiently(lambda: trial.set_user_attr(RUN_ID, run_id))
-        self.patiently(lambda: trial.set_user_attr(RANKS, plan.layout.world_size))
+        self.with_retries(lambda: trial.set_user_attr(RUN_ID, run_id))
+        self.with_retries(lambda: trial.set_user_attr(RANKS, plan.layout.world_size))
         run_dir = self.place.run_dir(run_id)
         known = record.read(run_dir)
         try:
@@ -209,8 +208,8 @@ class Starter:
         recipe, plan = self._planned(running.values, number)
         run_id = self._run_id(running.run_id, number)
         running.earlier_seeds = running.rank_seconds
-        self.patiently(lambda: running.trial.set_user_attr(EARLIER_SEEDS, running.earlier_seeds))
-        self.patiently(lambda: running.trial.set_user_attr(RUN_ID, run_id))
+        self.with_retries(lambda: running.trial.set_user_attr(EARLIER_SEEDS, running.earlier_seeds))
+        self.with_retries(lambda: running.trial.set_user_attr(RUN_ID, run_id))
         job = self.submit(running.trial, recipe, plan, run_id, running.slot)
         running.recipe, running.plan, running.run_id, running.job = recipe, plan, run_id, job
         running.reader = self._reader(recipe, run_id)
@@ -221,8 +220,8 @@ class Starter:
 
     def _frozen(self, trial: optuna.Trial) -> FrozenTrial:
         """A trial as it is in the storage."""
-        found: FrozenTrial = self.patiently(lambda: self.study.get_trials(deepcopy=False)[trial.number])
-        return found
+        frozen: FrozenTrial = self.with_retries(lambda: self.study.get_trials(deepcopy=False)[trial.number])
+        return frozen
 
     def _reader(self, recipe: Recipe, run_id: str) -> Reader:
         """Of metrics.jsonl, or of MLflow where the run's directory is not on a disk of this machine."""
@@ -237,11 +236,11 @@ class Starter:
         Raises:
             UserError: the same error if it is the first trial of this process: something is wrong with its options.
         """
-        self.patiently(lambda: trial.set_user_attr(MACHINE, None))
-        self.patiently(lambda: give_back(self.study, trial.number))
+        self.with_retries(lambda: trial.set_user_attr(MACHINE, None))
+        self.with_retries(lambda: return_to_queue(self.study, trial.number))
         if not self._submitted:
             raise error
-        return NotStarted(trial.number, values, Outcome.GIVEN_BACK, str(error))
+        return NotStarted(trial.number, values, Outcome.RETURNED, str(error))
 
     def _ask(self) -> optuna.Trial:
         with warnings.catch_warnings():
@@ -250,19 +249,21 @@ class Starter:
 
     def _is_surplus(self, trial: optuna.Trial) -> bool:
         """Whether other processes have asked for the last trials at the same moment; it is ended then."""
-        trials = self.patiently(lambda: self.study.get_trials(deepcopy=False))
+        trials = self.with_retries(lambda: self.study.get_trials(deepcopy=False))
         was_queued = is_queued(trials[trial.number])
-        own = self.patiently(lambda: list(own_trials(self.study)))
+        own = self.with_retries(lambda: list(own_trials(self.study)))
         is_repeated = all(each.number != trial.number for each in own)
         if is_repeated or (self.search.sampler.type == "GridSampler" and not was_queued):
-            self.patiently(lambda: discard(self.study, trial))
+            self.with_retries(lambda: discard(self.study, trial))
             return True
         if self.search.n_trials is None:
             return False
         counted = [each.number for each in own if each.state != TrialState.WAITING and not is_infeasible(each)]
         if sum(number < trial.number for number in counted) < self.search.n_trials:
             return False
-        self.patiently(lambda: give_back(self.study, trial.number) if was_queued else discard(self.study, trial))
+        self.with_retries(
+            lambda: return_to_queue(self.study, trial.number) if was_queued else discard(self.study, trial)
+        )
         return True
 
     def _planned(self, values: Values, seed: int) -> tuple[Recipe, Plan]:
@@ -281,7 +282,7 @@ class Starter:
             trial.set_user_attr(REASON, str(error))
             self.study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
 
-        self.patiently(tell)
+        self.with_retries(tell)
         self._infeasible += 1
         if self._infeasible >= INFEASIBLE_IN_A_ROW:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Where a study is kept: a journal file, SQLite or PostgreSQL, each with signs of life of its running trials."""
+"""Storage of a study: a journal file, SQLite or PostgreSQL, with heartbeats of its running trials."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ HEARTBEAT, WORKER_ATTRIBUTE, CONSTRAINT = "llmrecipes:heartbeat", "worker", f"{_
 
 
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError)
-"""What Optuna raises for a damaged journal: it does not check what it reads."""
+"""What Optuna raises for a corrupt journal: it does not check what it reads."""
 
 
 def address(search: Search, folder: Path) -> str:
@@ -74,13 +74,13 @@ def open_storage(place: str, search: Search) -> BaseStorage:
         UserError: it cannot be opened, or has not responded for `OPEN_SECONDS`.
     """
     grace = search.grace_period or 2 * search.heartbeat_interval
-    return patiently(lambda: _open(place, search.heartbeat_interval, grace, search.max_retry), place, OPEN_SECONDS)
+    return with_retries(lambda: _open(place, search.heartbeat_interval, grace, search.max_retry), place, OPEN_SECONDS)
 
 
 def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        again = _Again(max_retry=retries, inherit_intermediate_values=True)
+        again = RequeueStaleTrial(max_retry=retries, inherit_intermediate_values=True)
         if "://" not in place:
             path = Path(place)
             if path.is_dir():
@@ -90,10 +90,10 @@ def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
                 untrusted.real(path)  # Optuna opens it by name, and would wait for a FIFO's writer
             journal = Journal(path)
             try:
-                return LivingJournal(journal, interval, grace, again)
+                return HeartbeatJournal(journal, interval, grace, again)
             except _DAMAGE as error:
                 raise UserError(
-                    f"line {journal.line} of the journal is damaged ({type(error).__name__}: {error})",
+                    f"line {journal.line} of the journal is corrupt ({type(error).__name__}: {error})",
                     where=place, rule="each line is a complete entry",
                     fix="restore the file from a copy, or search.study_name=NAME for a new study",
                 ) from error  # fmt: skip
@@ -129,8 +129,8 @@ def _engine(url: str) -> dict[str, Any]:
     return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10, **network}}
 
 
-class _Again(RetryHeartbeatStaleTrialCallback):
-    """Puts a lost trial back into the queue, without the signs of life of its process."""
+class RequeueStaleTrial(RetryHeartbeatStaleTrialCallback):
+    """Puts a lost trial back into the queue, without the heartbeat of its process."""
 
     def __call__(self, study: Study, trial: FrozenTrial) -> None:
         trial = copy.deepcopy(trial)  # Optuna's callback appends to its history
@@ -149,7 +149,7 @@ def without_heartbeat(trial: FrozenTrial) -> dict[str, Any]:
     }
 
 
-def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -> T:
+def with_retries(call: Callable[[], T], place: str, seconds: float | None = None) -> T:
     """The result of a call that uses a storage; repeated while the storage does not respond.
 
     The call is one that may be made twice, because a response may be lost.
@@ -163,10 +163,10 @@ def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -
         UserError: the storage has not responded for so long, or refuses.
     """
     seconds = PATIENCE_SECONDS if seconds is None else seconds
-    started, pause, told = time.monotonic(), 0.1, False
+    started, pause, warned = time.monotonic(), 0.1, False
     while True:
         try:
-            found = call()
+            result = call()
         except (OSError, SQLAlchemyError, StorageInternalError, json.JSONDecodeError, UnicodeDecodeError) as error:
             cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
             if _is_final(cause):
@@ -182,19 +182,19 @@ def patiently(call: Callable[[], T], place: str, seconds: float | None = None) -
                     rule=f"it is retried for {seconds:g} s",
                     fix="the same command with --resume, once the storage is back: no finished trial is lost",
                 ) from error
-            if not told:
+            if not warned:
                 logger.warning("the storage of the study does not respond (%s); retrying", _first_line(cause))
-            told = True
+            warned = True
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         else:
-            if told:
+            if warned:
                 logger.warning("the storage of the study responds again")
-            return found
+            return result
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether a retry cannot help: no permission, no such database, a wrong password, a damaged journal."""
+    """Whether a retry cannot help: no permission, no such database, a wrong password, a corrupt journal."""
     if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError | ValueError):
         return True
     if not isinstance(error, DBAPIError):
@@ -259,7 +259,7 @@ def _remove_incomplete_line(path: Path) -> None:
     logger.warning("%s: removed an incomplete last line, left by a process that was killed", path)
 
 
-class LivingJournal(JournalStorage, BaseHeartbeat):
+class HeartbeatJournal(JournalStorage, BaseHeartbeat):
     """A journal with heartbeats, which Optuna has for databases only.
 
     A heartbeat is stale if it has not changed for the grace period, by the monotonic clock of the process that looks:

@@ -24,14 +24,23 @@ from llmrecipes.errors import UserError
 from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
-from llmrecipes.search.length import evaluations, trial_tokens
 from llmrecipes.search.samplers import grid, pruner, sampler
-from llmrecipes.search.space import SUFFIX, applies, distribution, own_point, parameters, value_at, values_of
+from llmrecipes.search.space import (
+    SUFFIX,
+    applies,
+    distribution,
+    evaluations,
+    own_point,
+    parameters,
+    trial_tokens,
+    value_at,
+    values_of,
+)
 from llmrecipes.search.storage import (
     address,
     file_of,
     open_storage,
-    patiently,
+    with_retries,
 )
 from llmrecipes.search.trials import OUTCOME, SOURCE, is_infeasible
 
@@ -129,29 +138,29 @@ def open_study(
     search = require_section(recipe)
     where = address(search, place.folder)
     storage = open_storage(where, search)
-    if place.name not in patiently(lambda: optuna.get_all_study_names(storage), where):
+    if place.name not in with_retries(lambda: optuna.get_all_study_names(storage), where):
         for source in search.source_studies:  # refused before there is a study
-            patiently(lambda source=source: _earlier(recipe, source.study_name, source.storage or where), where)  # type: ignore[misc]
+            with_retries(lambda source=source: _earlier(recipe, source.study_name, source.storage or where), where)  # type: ignore[misc]
     try:
-        study = patiently(lambda: _create(storage, place, search), where)
+        study = with_retries(lambda: _create(storage, place, search), where)
     except DuplicatedStudyError:
-        study = patiently(lambda: optuna.load_study(study_name=place.name, storage=storage), where)
+        study = with_retries(lambda: optuna.load_study(study_name=place.name, storage=storage), where)
         if not resume:
             raise UserError(
                 f"the study {place.name} exists, with {len(study.get_trials(deepcopy=False))} trials",
-                where=where, rule="a study is continued only if this is asked for",
+                where=where, rule="an existing study is resumed only with --resume",
                 fix="--resume, or search.study_name=NAME for a new one",
             ) from None  # fmt: skip
-        if not patiently(lambda: _is_filled(study), where):  # by a process that was killed
-            patiently(lambda: _fill(study, recipe, search, where), where)
-        patiently(lambda: _require_same(study, recipe, where), where)
-        for difference in patiently(lambda: _changed_section(study, search), where):
+        if not with_retries(lambda: _is_filled(study), where):  # by a process that was killed
+            with_retries(lambda: _fill(study, recipe, search, where), where)
+        with_retries(lambda: _require_same(study, recipe, where), where)
+        for difference in with_retries(lambda: _changed_section(study, search), where):
             log(f"{difference.key} is now {difference.now!r}, was {difference.then!r}")
-        patiently(lambda: _remember(study, recipe, overrides), where)
+        with_retries(lambda: _remember(study, recipe, overrides), where)
     else:
-        patiently(lambda: _remember(study, recipe, overrides), where)
-        patiently(lambda: _fill(study, recipe, search, where), where)
-    number = patiently(lambda: _register(study), where)
+        with_retries(lambda: _remember(study, recipe, overrides), where)
+        with_retries(lambda: _fill(study, recipe, search, where), where)
+    number = with_retries(lambda: _register(study), where)
     study.sampler = sampler(search, number)
     study.pruner = pruner(search, evaluations(recipe))
     return study
@@ -194,7 +203,7 @@ def load(recipe: Recipe, place: Place) -> optuna.Study:
         raise _no_study(place.name, where)
     storage = open_storage(where, search)
     try:
-        return patiently(lambda: optuna.load_study(study_name=place.name, storage=storage), where)
+        return with_retries(lambda: optuna.load_study(study_name=place.name, storage=storage), where)
     except KeyError as error:
         raise _no_study(place.name, where) from error
 
@@ -241,14 +250,14 @@ def changes(study: optuna.Study, recipe: Recipe) -> list[Difference]:
     """
     now = basis(recipe)
     searched = {each.key for each in require_section(recipe).space if not each.when}
-    found = differences(now, _with_defaults(study.user_attrs.get(BASIS, now)))
-    return [each for each in found if each.key not in searched]
+    changed = differences(now, _with_defaults(study.user_attrs.get(BASIS, now)))
+    return [each for each in changed if each.key not in searched]
 
 
 def _require_same(study: optuna.Study, recipe: Recipe, where: str) -> None:
     if changed := changes(study, recipe):
         raise UserError(
-            f"the study {study.study_name} is of another recipe: {'; '.join(map(str, changed))}",
+            f"the study {study.study_name} belongs to a different recipe: {'; '.join(map(str, changed))}",
             where=where,
             rule="the trials of a study differ only in the keys that are searched",
             fix="search.study_name=NAME for a new study; search.source_studies takes over its trials if only the "
@@ -274,7 +283,7 @@ def _fill(study: optuna.Study, recipe: Recipe, search: Search, where: str) -> No
     points = [dict(point) for point in search.enqueue_trials]
     own = own_point(recipe, search) if search.enqueue_recipe else None
     if search.enqueue_recipe and own is None:
-        logger.warning("the recipe's own values are outside of the space: they are not tried first")
+        logger.warning("the values of the recipe are outside the space; they are not tried first")
     for point in ([own] if own is not None else []) + points:
         study.enqueue_trial(parameters(point), skip_if_exists=True)
     if search.sampler.type == "GridSampler":
@@ -329,7 +338,7 @@ def _add_earlier(study: optuna.Study, recipe: Recipe, name: str, where: str) -> 
             )
         )  # fmt: skip
         added += 1
-    logger.info("%d trials of the study %s are taken over", added, name)
+    logger.info("added %d trials of the study %s", added, name)
 
 
 def _require_comparable(earlier: optuna.Study, recipe: Recipe) -> dict[str, Any]:
@@ -369,11 +378,11 @@ def _fixed_values(search: Search, then: dict[str, Any], params: dict[str, Any]) 
 
     A trial without a value of a key would take the key out of what samplers model together.
     """
-    found: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
     for dimension in search.space:
-        if dimension.key not in params and applies(dimension, {**values_of(params, search), **found}, then):
-            found[dimension.key] = value_at(then, dimension.key)
-    return parameters(found)
+        if dimension.key not in params and applies(dimension, {**values_of(params, search), **fixed}, then):
+            fixed[dimension.key] = value_at(then, dimension.key)
+    return parameters(fixed)
 
 
 def _inside(space: Mapping[str, BaseDistribution], params: Mapping[str, Any]) -> bool:

@@ -104,7 +104,7 @@ class Target:
         share = self._share(plan, slot) if self.is_local else {}
         job = submit(planned, self.launcher, self.given, self.paths, run_id=run_id, environment=share).job
         if job is None:
-            raise TypeError("a submission that is no dry run has a job")
+            raise TypeError("a submission without --dry-run must have a job")
         return job
 
     def _planned(self, asked: tuple[str, ...], plan: Plan) -> Planned:
@@ -133,7 +133,7 @@ def headroom(plan: Plan) -> float:
     )
 
 
-def here(launcher: Launcher, given: Mapping[str, Any], paths: Paths, workers: int, ranks: int | None) -> Target:
+def local_target(launcher: Launcher, given: Mapping[str, Any], paths: Paths, workers: int, ranks: int | None) -> Target:
     """This machine, divided among `workers` trials at a time.
 
     Raises:
@@ -143,7 +143,7 @@ def here(launcher: Launcher, given: Mapping[str, Any], paths: Paths, workers: in
     if whole.gpus and len(whole.gpus) < workers:
         raise UserError(
             f"{workers} trials at a time on {len(whole.gpus)} GPUs", where="--workers",
-            rule="each trial has GPUs of its own", fix=f"--workers {len(whole.gpus)}",
+            rule="parallel trials do not share GPUs", fix=f"--workers {len(whole.gpus)}",
         )  # fmt: skip
     # Measured once: a later trial is not judged by what earlier ones use at the moment.
     site = replace(
@@ -156,7 +156,7 @@ def here(launcher: Launcher, given: Mapping[str, Any], paths: Paths, workers: in
     return Target(launcher, given, paths, workers, site, ranks)
 
 
-def there(
+def cluster_target(
     launcher: Launcher,
     given: Mapping[str, Any],
     paths: Paths,
@@ -197,7 +197,7 @@ def target_of(
         if nodes > 1 or cluster is not None:
             raise UserError(f"given with --to {to}", where="--nodes" if nodes > 1 else "--cluster",
                             rule="trials on this machine have one node", fix="--to slurm or --to k8s")  # fmt: skip
-        return here(place, given, paths, workers, nproc)
+        return local_target(place, given, paths, workers, nproc)
     if cluster is None:
         raise UserError(f"missing with --to {to}", where="--cluster",
                         rule="a trial is planned for the nodes it will run on", fix="--cluster NAME")  # fmt: skip
@@ -205,4 +205,4 @@ def target_of(
         raise UserError(f"no tracking-uri with --to {to}", where="--submit",
                         rule="the losses of trials come back through an MLflow server",
                         fix="--submit tracking-uri=URL")  # fmt: skip
-    return there(place, given, paths, workers, cluster, nodes, nproc)
+    return cluster_target(place, given, paths, workers, cluster, nodes, nproc)

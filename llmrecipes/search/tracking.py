@@ -20,7 +20,7 @@ import optuna
 
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
-from llmrecipes.search.remote import find_run
+from llmrecipes.search.metrics import find_run
 from llmrecipes.search.space import Values
 from llmrecipes.search.study import Place, require_section
 from llmrecipes.tracking.jsonl import METRICS

@@ -17,9 +17,8 @@ from llmrecipes.launch.base import JobHandle, JobState, JobStatus
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Objective
-from llmrecipes.search.length import evaluation, evaluations
 from llmrecipes.search.metrics import Progress, Reader
-from llmrecipes.search.space import Values
+from llmrecipes.search.space import Values, evaluation, evaluations
 
 if TYPE_CHECKING:
     import optuna
@@ -43,7 +42,7 @@ class Outcome(StrEnum):
     INFEASIBLE = "infeasible"
     """The plan has said that it cannot run, or it ran out of memory all the same."""
     FAILED = "failed"
-    GIVEN_BACK = "given back"
+    RETURNED = "given back"
     """Not ended: another process resumes it."""
     LOST = "lost"
     """Its job was interrupted, and can be resumed here."""
@@ -189,8 +188,8 @@ class Running:
         for path in self.job.logs().files:
             with suppress(OSError), path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - LOG_TAIL))
-                if found := OUT_OF_MEMORY.search(file.read()):
-                    return found[1].decode(errors="replace")
+                if match := OUT_OF_MEMORY.search(file.read()):
+                    return match[1].decode(errors="replace")
         return ""
 
     def _objectives(self, progress: Progress, names: tuple[Objective, ...]) -> list[float] | None:

@@ -1,4 +1,4 @@
-"""Trials of a study in its storage: who runs them, which were lost, and how they get back into the queue."""
+"""Trials of a study in its storage: who runs them, their heartbeats, which were lost and return to the queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from threading import Event, Lock, Thread
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import optuna
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
@@ -21,7 +23,7 @@ from llmrecipes.search.trial import Outcome
 
 logger = logging.getLogger(__name__)
 
-WORKER, GIVEN_BACK, SOURCE, OUTCOME = WORKER_ATTRIBUTE, "given_back", "source_study", "outcome"
+WORKER, RETURNED, SOURCE, OUTCOME = WORKER_ATTRIBUTE, "given_back", "source_study", "outcome"
 """Attributes of trials: who runs it, which trials it continues, the earlier study it is from, and how it ended."""
 SEEDS, STANDARD_ERRORS = "seeds", "standard_errors"
 """Attributes of trials with several seeds: values of the objectives of each, and the standard errors of their means."""
@@ -90,10 +92,10 @@ def take_back(study: optuna.Study, grace: float, watch: Watch, jobs: Jobs) -> No
 def _forget(study: optuna.Study, trial: FrozenTrial) -> None:
     """End a trial that was asked for and never began: as if it had never been, unless it was queued."""
     if is_queued(trial):
-        give_back(study, trial.number)
+        return_to_queue(study, trial.number)
         return
     with suppress(UpdateFinishedTrialError):
-        study._storage.set_trial_user_attr(trial._trial_id, GIVEN_BACK, [trial.number])
+        study._storage.set_trial_user_attr(trial._trial_id, RETURNED, [trial.number])
     _end(study, trial)
 
 
@@ -121,7 +123,7 @@ def continues(trial: FrozenTrial) -> list[int]:
     """The trials that a trial continues, parts of one run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return [*RetryHeartbeatStaleTrialCallback.retry_history(trial), *trial.user_attrs.get(GIVEN_BACK, ())]
+        return [*RetryHeartbeatStaleTrialCallback.retry_history(trial), *trial.user_attrs.get(RETURNED, ())]
 
 
 def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
@@ -133,15 +135,15 @@ def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
     return True
 
 
-def give_back(study: optuna.Study, number: int) -> None:
+def return_to_queue(study: optuna.Study, number: int) -> None:
     """Put a trial of this process back into the queue: whoever asks next resumes its run."""
     trial = study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
-    earlier = [*trial.user_attrs.get(GIVEN_BACK, ()), trial.number]
+    earlier = [*trial.user_attrs.get(RETURNED, ()), trial.number]
     kept = {key: value for key, value in trial.user_attrs.items() if key != WORKER}
     study.add_trial(
         create_trial(
             state=TrialState.WAITING, params=trial.params, distributions=trial.distributions,
-            user_attrs={**kept, GIVEN_BACK: earlier}, system_attrs=without_heartbeat(trial),
+            user_attrs={**kept, RETURNED: earlier}, system_attrs=without_heartbeat(trial),
             intermediate_values=trial.intermediate_values,
         )
     )  # fmt: skip
@@ -149,7 +151,7 @@ def give_back(study: optuna.Study, number: int) -> None:
 
 def discard(study: optuna.Study, trial: optuna.Trial) -> None:
     """End a trial that was one too many, as if it had never been."""
-    trial.set_user_attr(GIVEN_BACK, [trial.number])
+    trial.set_user_attr(RETURNED, [trial.number])
     study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
 
 
@@ -202,3 +204,57 @@ def unheard(study: optuna.Study, watch: Watch, seconds: float) -> set[int]:
     workers = {each.number: each.user_attrs[WORKER] for each in running if WORKER in each.user_attrs}
     unknown = {number for number, worker in workers.items() if is_alive(worker) is None}
     return set() if watch.unchanged("unheard", frozenset(unknown)) > seconds else unknown
+
+
+LONGEST_END = 5.0
+"""Seconds to wait for the last heartbeat."""
+
+
+class Heartbeat:
+    """Sends heartbeats of the trials that were added, while the block runs.
+
+    A storage that does not respond is not reported here: whoever waits for it in the main thread does. A trial that
+    was taken over by another process gets none any more.
+
+    Args:
+        study: of the trials.
+        seconds: between heartbeats.
+    """
+
+    def __init__(self, study: optuna.Study, seconds: float) -> None:
+        self._study, self._seconds = study, seconds
+        self._trials: dict[int, optuna.Trial] = {}
+        self._lock, self._ended = Lock(), Event()
+        self._thread = Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(LONGEST_END)  # it may wait for a storage that does not respond
+
+    def add(self, trial: optuna.Trial) -> None:
+        """From now on send heartbeats of a trial."""
+        with self._lock:
+            self._trials[trial.number] = trial
+
+    def remove(self, number: int) -> None:
+        """Send none of a trial any more; nothing if there were none."""
+        with self._lock:
+            self._trials.pop(number, None)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._seconds):
+            with self._lock:
+                trials = list(self._trials.values())
+            for trial in trials:
+                try:
+                    beat(self._study, trial)
+                except UpdateFinishedTrialError:
+                    self.remove(trial.number)
+                except Exception as error:  # of the storage, its network or its disk
+                    logger.debug("no heartbeat of trial %d: %s", trial.number, error)

@@ -1,12 +1,16 @@
-"""The search process: asks Optuna, starts trials as jobs, follows what they report, and ends those that do badly."""
+"""The search process: asks Optuna, starts trials as jobs, follows their reports, and ends bad ones and itself."""
 
 from __future__ import annotations
 
 import logging
+import os
+import select
+import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import TypeVar
 
 import optuna
@@ -14,6 +18,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.signals import STOPPING
 from llmrecipes.hardware.process import Watch
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.launch.job import PATIENCE_SECONDS, statuses
@@ -22,11 +27,9 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search.best import Keeper
 from llmrecipes.search.budget import ENDED, RANK_SECONDS, TOKENS, Budget, Used, recorded_seconds, used
-from llmrecipes.search.heartbeat import Heartbeat
-from llmrecipes.search.length import tokens_of_point
+from llmrecipes.search.space import tokens_of_point
 from llmrecipes.search.starting import MACHINE, REASON, VALUES, Starter
-from llmrecipes.search.stop import Stop, stop_signals
-from llmrecipes.search.storage import address, patiently
+from llmrecipes.search.storage import address, with_retries
 from llmrecipes.search.study import Place, require_section
 from llmrecipes.search.target import Target
 from llmrecipes.search.tracking import StudyTracker
@@ -35,13 +38,60 @@ from llmrecipes.search.trials import (
     OUTCOME,
     SEEDS,
     STANDARD_ERRORS,
-    give_back,
+    Heartbeat,
     given_up,
     own_trials,
+    return_to_queue,
     take_back,
     unbegun,
     unheard,
 )
+
+
+class Stop:
+    """Whether a stop signal has arrived; waits for one."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._final = False
+        self._read, self._written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def receive(self, number: int, _frame: FrameType | None) -> None:
+        """The signal handler."""
+        if self._final and number == signal.SIGINT:
+            os._exit(128 + number)  # jobs save by themselves, and are found by --resume
+        self.requested = True
+        with suppress(BlockingIOError):
+            os.write(self._written, b"s")
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long, or until a signal arrives."""
+        select.select([self._read], [], [], seconds)
+
+    def again(self) -> None:
+        """From now on wait for something else; another Ctrl-C ends this process."""
+        self._final = True
+        with suppress(BlockingIOError):
+            os.read(self._read, 4096)
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self._read)
+        os.close(self._written)
+
+
+@contextmanager
+def stop_signals() -> Iterator[Stop]:
+    """Turn stop signals into a flag while the block runs."""
+    stop = Stop()
+    before = {number: signal.signal(number, stop.receive) for number in STOPPING}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        stop.close()
+
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +108,7 @@ FAILURES_IN_A_ROW = 5
 
 @dataclass
 class Worker:
-    """Runs trials of a study until a limit is reached or it is told to stop.
+    """Runs trials of a study until a limit is reached or it is stopped by a signal.
 
     Attributes:
         study: the study.
@@ -87,7 +137,7 @@ class Worker:
         self._heartbeat = Heartbeat(self.study, self.search.heartbeat_interval)
         self._watch = Watch()
         self._starter = Starter(
-            self.study, self.recipe, self.keeper.recipe, self.search, self.place, self.target, self._patiently,
+            self.study, self.recipe, self.keeper.recipe, self.search, self.place, self.target, self._with_retries,
             self._heartbeat,
         )  # fmt: skip
         self._spent = ""
@@ -96,7 +146,7 @@ class Worker:
         self._answered = time.monotonic()
 
     def run(self) -> ExitCode:
-        """Search; returns 75 if it was told to stop, so that `--resume` continues it.
+        """Search; returns 75 if it was stopped by a signal, so that `--resume` continues it.
 
         Raises:
             UserError: trials fail one after another, none can run, or the storage does not respond.
@@ -118,17 +168,17 @@ class Worker:
                 self._leave()
                 raise
         if stop.requested:
-            self.log("stopped; the same command with --resume continues the study")
+            self.log("stopped; repeat the command with --resume to continue the study")
             return ExitCode.REQUEUE
-        self.log(f"the search has ended: {self._spent}")
+        self.log(f"search finished: {self._spent}")
         return ExitCode.DONE
 
     @property
     def _grace(self) -> float:
         return self.search.grace_period or 2 * self.search.heartbeat_interval
 
-    def _patiently(self, call: Callable[[], T]) -> T:
-        return patiently(call, self._address)
+    def _with_retries(self, call: Callable[[], T]) -> T:
+        return with_retries(call, self._address)
 
     def _used(self) -> Used:
         return self._used_by(own_trials(self.study))
@@ -142,9 +192,9 @@ class Worker:
     def _start_trials(self, stop: Stop) -> None:
         if len(self.running) == self.target.workers or time.monotonic() < self._not_before:
             return
-        self._patiently(lambda: take_back(self.study, self._grace, self._watch, self._starter))
+        self._with_retries(lambda: take_back(self.study, self._grace, self._watch, self._starter))
         while len(self.running) < self.target.workers and not stop.requested and time.monotonic() >= self._not_before:
-            now = self._patiently(self._used)
+            now = self._with_retries(self._used)
             self._spent = self.budget.spent(now) or self._exhausted()
             if self._spent:
                 self._not_before = time.monotonic() + IDLE_SECONDS
@@ -153,10 +203,10 @@ class Worker:
 
     def _may_be_lost(self) -> bool:
         """Whether a limit is reached only by trials of others that have perhaps never begun, or lost their process."""
-        unsure = self._patiently(
+        unsure = self._with_retries(
             lambda: unbegun(self.study) | unheard(self.study, self._watch, self._grace + self.search.heartbeat_interval)
         )
-        trials = self._patiently(lambda: list(own_trials(self.study)))
+        trials = self._with_retries(lambda: list(own_trials(self.study)))
         sure = (each for each in trials if each.number not in unsure)
         return bool(unsure) and not self.budget.spent(self._used_by(sure))
 
@@ -170,7 +220,7 @@ class Worker:
             self.log(f"trial {started.number} {how}  {shown(started.values)}")
         elif started.is_elsewhere:
             self._not_before = time.monotonic() + POSTPONED_SECONDS
-        elif started.outcome == Outcome.GIVEN_BACK:
+        elif started.outcome == Outcome.RETURNED:
             logger.warning("trial %d could not be submitted: %s", started.number, started.reason)
             self._not_before = time.monotonic() + POSTPONED_SECONDS
             self._count_failures(Outcome.FAILED, started.reason)
@@ -185,7 +235,7 @@ class Worker:
         """Why a grid has no other point; empty for other samplers."""
         if self.search.sampler.type != "GridSampler":
             return ""
-        waiting = self._patiently(lambda: self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+        waiting = self._with_retries(lambda: self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
         return "" if waiting else "every point of the grid has been tried"
 
     # -- following -----------------------------------------------------------------------------------------------
@@ -193,22 +243,22 @@ class Worker:
     def _look(self) -> None:
         self._pause = min(2 * self._pause, max(LOOK_SECONDS, self.target.launcher.poll_seconds))
         try:
-            found = statuses([each.job.ref for each in self.running])
+            by_ref = statuses([each.job.ref for each in self.running])
             self._answered = time.monotonic()
         except SchedulerUnavailable as error:
             if time.monotonic() - self._answered > PATIENCE_SECONDS:
                 raise
             logger.warning("%s; trials are still waited for", error)
-            found = {}
+            by_ref = {}
         for each in list(self.running):
             try:
-                self._look_at(each, found.get(each.job.ref))
+                self._look_at(each, by_ref.get(each.job.ref))
             except UpdateFinishedTrialError:
                 # This process was away for longer than the grace period. The other one follows the same job, unless
                 # the trial had been retried often enough.
                 logger.warning("trial %d was taken over by another process", each.number)
                 self._drop(each)
-                trial = self._patiently(lambda each=each: given_up(self.study, each.number))  # type: ignore[misc]
+                trial = self._with_retries(lambda each=each: given_up(self.study, each.number))  # type: ignore[misc]
                 if trial is not None:
                     self._starter.cancel(trial)
 
@@ -240,11 +290,11 @@ class Worker:
         if len(self.search.objectives) > 1:  # Optuna takes no curves of several objectives
             return
         for number, value in new:
-            self._patiently(lambda number=number, value=value: each.trial.report(value, number))  # type: ignore[misc]
+            self._with_retries(lambda number=number, value=value: each.trial.report(value, number))  # type: ignore[misc]
         if not each.may_be_pruned:
             return
         if new:
-            each.is_bad = self._patiently(each.trial.should_prune)
+            each.is_bad = self._with_retries(each.trial.should_prune)
         if each.is_bad:
             try:
                 each.job.cancel()
@@ -267,16 +317,16 @@ class Worker:
             else:
                 return
         if status.state == JobState.UNKNOWN and self.target.is_local:  # it has lost its lease, and may still run
-            self._starter.cancel(self._patiently(lambda: self.study.trials[each.number]))
+            self._starter.cancel(self._with_retries(lambda: self.study.trials[each.number]))
         self._count(each)
         if outcome == Outcome.COMPLETE and len(each.seeds) + 1 < self.search.seeds_per_point:
             if self._next_seed(each, values):
                 return
-            outcome = Outcome.GIVEN_BACK
+            outcome = Outcome.RETURNED
         self._drop(each)
-        if outcome == Outcome.GIVEN_BACK:
+        if outcome == Outcome.RETURNED:
             self._note(each, {RANK_SECONDS: each.rank_seconds, MACHINE: None})
-            self._patiently(lambda: give_back(self.study, each.number))
+            self._with_retries(lambda: return_to_queue(self.study, each.number))
             return
         reason = each.reason(status)
         if outcome == Outcome.COMPLETE and each.seeds:
@@ -287,18 +337,18 @@ class Worker:
             TOKENS: each.tokens + each.reader.progress.tokens,
             **({SEEDS: each.seeds, STANDARD_ERRORS: each.errors} if each.errors else {}),
             RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values), MACHINE: None,
-            ENDED: sum(other.state.is_finished() for other in self._patiently(lambda: list(own_trials(self.study)))),
+            ENDED: sum(other.state.is_finished() for other in self._with_retries(lambda: list(own_trials(self.study)))),
             **({} if outcome in (Outcome.COMPLETE, Outcome.PRUNED) else {REASON: reason}),
         }  # fmt: skip
         self._note(each, attributes)
-        self._patiently(lambda: self._tell(each, outcome, values))
-        improved = self._patiently(lambda: self.keeper.keep(self.study))
+        self._with_retries(lambda: self._tell(each, outcome, values))
+        improved = self._with_retries(lambda: self.keeper.keep(self.study))
         self._track(each, outcome, values, improved=improved)
         self._say(each, outcome, values, reason)
         self._count_failures(outcome, reason)
 
     def _next_seed(self, each: Running, values: list[float]) -> bool:
-        """Train the next seed of a trial; False if this process cannot, and the trial has to be given back."""
+        """Train the next seed of a trial; False if this process cannot, and the trial has to return to the queue."""
         each.seeds.append(values)
         each.tokens += each.reader.progress.tokens
         self._note(each, {SEEDS: each.seeds, TOKENS: each.tokens})
@@ -327,7 +377,7 @@ class Worker:
 
     def _note(self, each: Running, attributes: Mapping[str, object]) -> None:
         for name, value in attributes.items():
-            self._patiently(lambda name=name, value=value: each.trial.set_user_attr(name, value))  # type: ignore[misc]
+            self._with_retries(lambda name=name, value=value: each.trial.set_user_attr(name, value))  # type: ignore[misc]
 
     def _track(self, each: Running, outcome: Outcome, values: list[float], *, improved: bool) -> None:
         run_dir = self.place.run_dir(each.run_id)
@@ -339,7 +389,7 @@ class Worker:
             self.tracker.improved(results, each.number, self.keeper.files())
 
     def _say(self, each: Running, outcome: Outcome, values: list[float], reason: str) -> None:
-        now = self._patiently(self._used)
+        now = self._with_retries(self._used)
         parts = [f"trial {each.number} {outcome}", shown(each.values)]
         if values:
             named = zip(self.search.objectives, measured(values, each.errors), strict=True)
@@ -360,8 +410,8 @@ class Worker:
             raise UserError(
                 f"{self.failures} trials in a row have failed; the last one: {reason}",
                 where=f"study {self.study.study_name}",
-                rule="a failed trial does not end a search, unless every trial fails",
-                fix="read its log; then the same command with --resume",
+                rule="a search ends if every trial fails",
+                fix="read its log, then repeat the command with --resume",
             )
 
     def _count(self, each: Running) -> None:
@@ -377,7 +427,7 @@ class Worker:
         """Save local trials and wait for them; leave those of a scheduler running. All are returned to the queue."""
         self.log(f"stopping: {len(self.running)} running trials are returned to the queue")
         for each in list(self.running):
-            each.ending = each.ending or Outcome.GIVEN_BACK
+            each.ending = each.ending or Outcome.RETURNED
             if self.target.is_local:
                 each.job.cancel()
             else:
@@ -385,7 +435,7 @@ class Worker:
                 with suppress(UpdateFinishedTrialError):  # taken over by another process
                     self._count(each)
                     self._note(each, {RANK_SECONDS: each.rank_seconds})
-                    self._patiently(lambda each=each: give_back(self.study, each.number))  # type: ignore[misc]
+                    self._with_retries(lambda each=each: return_to_queue(self.study, each.number))  # type: ignore[misc]
         stop.again()
         while self.running:
             stop.wait(self._pause)

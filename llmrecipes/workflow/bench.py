@@ -100,15 +100,15 @@ def sizes(text: str) -> tuple[int, ...]:
         UserError: one of them is not a size.
     """
     units = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB}
-    found = []
+    byte_sizes = []
     for word in text.split(","):
         number = word.strip().rstrip("BKMGibkmgI")
         unit = word.strip()[len(number) :].lower()
         if not number.isdecimal() or int(number) == 0 or unit not in units:
             rule = "sizes with commas between them"
             raise UserError(f"{word!r}", where="--sizes", rule=rule, fix="--sizes 4KiB,1MiB")
-        found.append(int(number) * units[unit])
-    return tuple(found)
+        byte_sizes.append(int(number) * units[unit])
+    return tuple(byte_sizes)
 
 
 def write_profile(cluster: str, rows: Sequence[Measured], target: Path) -> None:
@@ -124,7 +124,7 @@ def write_profile(cluster: str, rows: Sequence[Measured], target: Path) -> None:
     """
     profile = load_profile(cluster)
     if target.suffix != ".yaml" or (clusters_dir() / target.name).resolve() == target.resolve():
-        raise UserError(str(target), where="--write", rule="a YAML file of its own", fix="--write my-cluster.yaml")
+        raise UserError(str(target), where="--write", rule="a new YAML file", fix="--write my-cluster.yaml")
     data = profile.model_dump(mode="json", exclude_defaults=True)
     data["name"] = target.stem
     replaced = {each.key for row in rows for each in (row, row.unplaced)}

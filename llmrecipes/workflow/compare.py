@@ -100,19 +100,19 @@ def compare(run_dirs: Sequence[Path]) -> Comparison:
         UserError: fewer than two runs, or one without any step.
     """
     if len(run_dirs) < 2:
-        raise UserError("one run", where="RUN", rule="compare takes two runs or more", fix="llmrecipes runs lists them")
+        raise UserError("one run", where="RUN", rule="compare needs two runs or more", fix="llmrecipes runs lists them")
     runs = tuple(_read(run_dir) for run_dir in run_dirs)
     return Comparison(runs, _differences([run.recipe for run in runs]))
 
 
 def _differences(recipes: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, ...]]:
     first, *others = recipes
-    found: dict[str, list[Any]] = {}
+    by_key: dict[str, list[Any]] = {}
     for number, other in enumerate(others, start=1):
         for difference in differences(other, first):
-            values = found.setdefault(difference.key, [difference.then] * len(recipes))
+            values = by_key.setdefault(difference.key, [difference.then] * len(recipes))
             values[number] = difference.now
-    return {key: tuple(found[key]) for key in sorted(found)}
+    return {key: tuple(by_key[key]) for key in sorted(by_key)}
 
 
 def _read(run_dir: Path) -> Run:
@@ -143,10 +143,10 @@ def _read(run_dir: Path) -> Run:
             rule="a run can be compared from its first step on",
             fix="leave it out; llmrecipes runs shows its state",
         )
-    told = status.read(run_dir)
+    state = status.read(run_dir)
     figures: dict[str, float | None] = {
         "steps": train.steps[-1],
-        "steps_planned": told.get("total"),
+        "steps_planned": state.get("total"),
         "tokens": train.tokens[-1],
         "loss": _last(train),
         "valid_loss": _last(valid),
@@ -157,9 +157,9 @@ def _read(run_dir: Path) -> Run:
         "memory_bytes": memory,
         "mfu": statistics.median(used) if used else None,
     }
-    # How its values were found is no property of a run; the runs of a search's trials have no such section.
+    # How its values were found is not a property of a run; the runs of a search's trials have no such section.
     recipe = load(str(run_dir / "recipe.yaml")).recipe.model_dump(mode="json", exclude={"search"})
-    return Run(run_dir, recipe, str(told.get("state", "unknown")), train, valid, figures)
+    return Run(run_dir, recipe, str(state.get("state", "unknown")), train, valid, figures)
 
 
 def _last(curve: Curve) -> float | None:

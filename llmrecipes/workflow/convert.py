@@ -70,7 +70,7 @@ def convert(run: Path, to: str, overrides: Sequence[str], runs_dir: Path, run_id
 
     Raises:
         UserError: an unknown engine, an invalid recipe, nothing to change, no valid checkpoint (`ExitCode.STOP` if all
-            are damaged), a run id in use, or a full disk. Nothing of the new run is left behind.
+            are corrupt), a run id in use, or a full disk. Nothing of the new run is left behind.
     """
     recipe = converted_recipe(run / RESOLVED_NAME, to, overrides)
     entry = _newest(run)
@@ -119,16 +119,16 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
     kept = [*compatibility(after, before), *(each for each in different if each.key in LENGTH)]
     if kept:
         raise UserError(
-            "a conversion does not change these:\n    " + "\n    ".join(map(str, kept)),
+            "a conversion cannot change these:\n    " + "\n    ".join(map(str, kept)),
             where=str(path.parent),
             rule="the new run keeps its model, data, batch, seed, precision, learning rate and number of steps",
             fix="leave them out; the command that resumes the new run can extend it",
         )
     if engine_name(then) == to and all(each.key == "engine" for each in different):
         raise UserError(
-            f"this run has engine {to} already",
+            f"this run already has engine {to}",
             where=str(path.parent),
-            rule="a conversion changes the engine, or something else",
+            rule="a conversion changes the engine or another key",
             fix=f"--to {next(name for name in ENGINES if name != to)}, or a key such as zero.stage=3",
         )
     return recipe
@@ -140,9 +140,9 @@ def _newest(run: Path) -> Entry:
     try:
         return require_checkpoint(run)
     except UserError as error:
-        if damaged := CheckpointStore(run / "checkpoints").survey()[1]:
+        if corrupt := CheckpointStore(run / "checkpoints").survey()[1]:
             raise UserError(
-                "no checkpoint of this run is valid:\n    " + "\n    ".join(map(str, damaged)),
+                "no checkpoint of this run is valid:\n    " + "\n    ".join(map(str, corrupt)),
                 where=str(run),
                 fix="restore a checkpoint from a backup",
                 code=ExitCode.STOP,

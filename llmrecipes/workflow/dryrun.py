@@ -88,7 +88,7 @@ def dry_run(
 
 def _run(spec: Path, recipe: Recipe) -> None:
     command = [sys.executable, "-m", "llmrecipes.dryrun.worker", str(spec), str(os.getpid())]
-    # Standard output is for the report alone, and Ctrl-C for this process alone, which kills the other one.
+    # Standard output has only the report, and Ctrl-C reaches only this process, which kills the other one.
     ended = subprocess.run(
         command, env={**os.environ, **environment()}, stdout=STDERR, start_new_session=True, check=False
     )
@@ -120,11 +120,11 @@ def _check(recipe: Recipe, skew: float) -> None:
         raise UserError(
             "true",
             where="train.torch_compile",
-            rule="torch.compile makes kernels for a device, and there is none",
+            rule="torch.compile needs a device",
             fix="train.torch_compile=false",
         )
     if skew != 1.0 and not recipe.model.num_moe_experts:
-        raise UserError(f"{skew:g}", where="--skew", rule="only a mixture of experts has a routing")
+        raise UserError(f"{skew:g}", where="--skew", rule="--skew is only for a mixture of experts")
     if skew != 1.0 and recipe.model.moe_token_dispatcher_type == "allgather":  # noqa: S105 - no password
         raise UserError(
             f"{skew:g} with moe_token_dispatcher_type allgather",
@@ -133,7 +133,7 @@ def _check(recipe: Recipe, skew: float) -> None:
             fix="model.moe_token_dispatcher_type=alltoall",
         )
     if skew < 1.0:
-        raise UserError(f"{skew:g}", where="--skew", rule="times its even share that one expert gets", fix="1 or more")
+        raise UserError(f"{skew:g}", where="--skew", rule="a factor of the even share, 1 or more", fix="1 or more")
 
 
 def environment() -> dict[str, str]:

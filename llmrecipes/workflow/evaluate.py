@@ -1,11 +1,12 @@
-"""`llmrecipes eval`: perplexity, tasks and checks on a run's checkpoint; results beside the run's earlier ones."""
+"""`llmrecipes eval`: perplexity, tasks and checks on a checkpoint; the command, and one rank (`python -m`)."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from llmrecipes import untrusted
-from llmrecipes.errors import UserError
+from llmrecipes.engine.requirements import require_packages
+from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.evaluation import history, isolation
 from llmrecipes.evaluation.request import DATA, Request
 from llmrecipes.evaluation.result import Result
 from llmrecipes.hardware.cluster import Cluster, detect
+from llmrecipes.io import write_atomic
 from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.check import gib
@@ -25,14 +28,21 @@ from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.engines import without_zero
 from llmrecipes.recipe.load import RESOLVED_NAME, load_values
 from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.train.rank import failure_reported, rank_main
+from llmrecipes.train.spec import RankSpec
 from llmrecipes.units import MIB
-from llmrecipes.workflow.evaluate_rank import EvaluationSpec, evaluate
-from llmrecipes.workflow.recorded import run_recipe
+from llmrecipes.workflow.pretrained import base_weights
 from llmrecipes.workflow.run import new_run_id
+from llmrecipes.workflow.stored_recipe import run_recipe
 from llmrecipes.workflow.tensors import find_checkpoint
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
+    from llmrecipes.data.tokenizer import TextTokenizer
+    from llmrecipes.engine.base import Backend, Platform, TextModel
+    from llmrecipes.plan.derive import Plan
+    from llmrecipes.recipe.schema import Recipe
+
 
 LARGEST_RESULTS = 64 * MIB
 """Bytes of an isolated process's results."""
@@ -125,23 +135,23 @@ def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layou
     from llmrecipes.hf.source import resolve
     from llmrecipes.workflow.importing import TOKENIZER_FILE, recipe_name, recipe_values
 
-    found = resolve(str(path))
-    config = read_config(found.path)
-    section = section_of(config, found.path)[1]
-    validated(section, 1, str(found.path / CONFIG))
-    open_folder(found.path)  # refuses pickles and missing files before anything is loaded
-    if not (found.path / TOKENIZER_FILE).is_file():
+    source = resolve(str(path))
+    config = read_config(source.path)
+    section = section_of(config, source.path)[1]
+    validated(section, 1, str(source.path / CONFIG))
+    open_folder(source.path)  # refuses pickles and missing files before anything is loaded
+    if not (source.path / TOKENIZER_FILE).is_file():
         raise UserError(
-            "no tokenizer.json", where=str(found.path), rule="text is evaluated with the model's own tokenizer",
+            "no tokenizer.json", where=str(source.path), rule="text is evaluated with the model's own tokenizer",
             fix="copy the tokenizer's files there",
         )  # fmt: skip
-    values = recipe_values(found, section, recipe_name(found.name))
+    values = recipe_values(source, section, recipe_name(source.name))
     precision = PRECISIONS.get(str(config.get("dtype") or config.get("torch_dtype")), "bf16")
-    recipe = load_values(values, found.path / CONFIG, [f"train.precision={precision}"]).recipe
+    recipe = load_values(values, source.path / CONFIG, [f"train.precision={precision}"]).recipe
     spec = EvaluationSpec(
         recipe=on_ranks(recipe, layout),
         data_dir=data_dir,
-        folder=found.path.absolute(),
+        folder=source.path.absolute(),
         request=request,
         progress=progress,
     )
@@ -173,7 +183,7 @@ def _isolated(spec: EvaluationSpec, plan: Plan, logs: Path) -> list[Result]:
     output, path = folder / "results.json", folder / "spec.json"
     path.write_text(spec.model_copy(update={"output": output.absolute()}).model_dump_json() + "\n", "utf-8")
     try:
-        code = isolation.run("llmrecipes.workflow.evaluate_rank", [str(path.absolute())])
+        code = isolation.run("llmrecipes.workflow.evaluate", [str(path.absolute())])
         written = _written(output)
     finally:
         shutil.rmtree(folder)
@@ -213,7 +223,7 @@ def _written(output: Path) -> _Written | None:
 
 
 def _require_intact(run_dir: Path, entry: Entry) -> None:
-    """A damaged file would give numbers that look like others."""
+    """A corrupt file would give numbers that look like others."""
     from llmrecipes.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(run_dir / "checkpoints")
@@ -221,9 +231,9 @@ def _require_intact(run_dir: Path, entry: Entry) -> None:
         return
     others = [f"{run_dir}@{each.step}" for each in store.entries() if each.step != entry.step]
     raise UserError(
-        "a file of this checkpoint is damaged",
+        "a file of this checkpoint is corrupt",
         where=str(entry.path),
-        rule="every file has its recorded SHA-256",
+        rule="every file must match its recorded SHA-256",
         fix=f"one of {', '.join(others)}" if others else "restore it from a backup",
     )
 
@@ -232,7 +242,7 @@ def on_ranks(recipe: Recipe, layout: Layout) -> Recipe:
     """The recipe on the ranks of an evaluation; checkpoints are the same in every layout.
 
     Raises:
-        UserError: the ranks are no multiple of those that share the model, or these do not divide its heads.
+        UserError: the ranks are not a multiple of the tensor-parallel size, or these do not divide its heads.
     """
     tensor, ranks = layout.tensor, layout.ranks or layout.tensor
     groups = recipe.model.num_query_groups or recipe.model.num_attention_heads
@@ -254,7 +264,7 @@ def on_ranks(recipe: Recipe, layout: Layout) -> Recipe:
 def _require_memory(plan: Plan, layout: Layout) -> None:
     if plan.memory.weights > plan.memory_capacity_bytes:
         raise UserError(
-            f"its weights take {gib(plan.memory.weights)} a rank, and there are {gib(plan.memory_capacity_bytes)}",
+            f"weights need {gib(plan.memory.weights)} per rank, {gib(plan.memory_capacity_bytes)} available",
             where=f"recipe {plan.recipe.name}",
             rule="--tp ranks hold the whole model",
             fix=f"--tp {2 * layout.tensor}, or a machine with more memory",
@@ -269,7 +279,7 @@ def _start(spec: EvaluationSpec, plan: Plan, cluster: Cluster, logs: Path) -> li
     path.write_text(spec.model_copy(update={"output": output}).model_dump_json() + "\n", "utf-8")
     ranks = plan.layout.world_size
     code = run_ranks(
-        "llmrecipes.workflow.evaluate_rank",
+        "llmrecipes.workflow.evaluate",
         [str(path)],
         world_size=ranks,
         threads=max(1, int(cluster.cpu_cores) // ranks),
@@ -292,3 +302,99 @@ def _track(recipe: Recipe, run_dir: Path, runs_dir: Path, records: Sequence[dict
     values = {name: value for record in records for name, value in history.metric_names(record).items()}
     problem = add_metrics(run_dir, runs_dir, values, step=records[0]["step"] if records else 0)
     return () if problem is None else (problem,)
+
+
+class EvaluationSpec(RankSpec):
+    """An evaluation of a checkpoint, or of a folder of a Hugging Face model."""
+
+    checkpoint: Path | None = None
+    """Directory of the checkpoint, whose files have been checked."""
+    folder: Path | None = None
+    """Folder of the model, if there is no checkpoint."""
+    request: Request
+    progress: bool = False
+    """Show on stderr how much is done."""
+    output: Path | None = None
+    """File for the results; None: they are returned."""
+
+
+def run(spec: EvaluationSpec) -> ExitCode:
+    """Evaluate, and write the results to the spec's file; of an isolated process, also what the user did wrong."""
+    try:
+        results = evaluate(spec)
+    except UserError as error:
+        if spec.output is None or not spec.request.trust_code:
+            raise
+        write_atomic(spec.output, json.dumps({"refused": error.as_dict()}))
+        return error.code
+    if spec.output is not None and os.environ.get("RANK", "0") == "0":
+        write_atomic(spec.output, json.dumps([asdict(result) for result in results]))
+    return ExitCode.DONE
+
+
+def evaluate(spec: EvaluationSpec) -> list[Result]:
+    """Join the ranks that a launcher started, or form a world of one, and evaluate; results on the first rank.
+
+    Raises:
+        UserError: a problem the user can fix. What the tasks and the data lack is found before the model is loaded.
+    """
+    require_packages(spec.recipe)
+    # Imported here so that a rank with an invalid spec fails before torch is loaded.
+
+    from llmrecipes.data.prepared import fingerprint, open_prepared
+    from llmrecipes.engine.registry import backend
+    from llmrecipes.evaluation.lead import Lead
+    from llmrecipes.evaluation.run import Prepare
+    from llmrecipes.hardware.cluster import detect
+    from llmrecipes.plan.derive import derive
+    from llmrecipes.tracking.progress import Counted
+
+    recipe = spec.recipe
+    # A tokenizer of Hugging Face is its own file: an imported model needs no prepared data.
+    own = recipe.data.tokenizer.type == "huggingface" and not (spec.data_dir / fingerprint(recipe)).is_dir()
+    prepared = None if own else open_prepared(recipe, spec.data_dir)
+    tokenizer = _tokenizer_of(recipe) if prepared is None else prepared.tokenizer()
+    plan = derive(recipe, int(os.environ.get("WORLD_SIZE", "1")), detect())
+    work = None
+    if os.environ.get("RANK", "0") == "0":
+        positions = plan.shape.max_position_embeddings
+        work = Prepare.of(spec.request, prepared, tokenizer, recipe.model.seq_length, positions)
+    engines = backend(recipe)
+    platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
+    with engines.join(recipe, platform) as world, failure_reported(recipe):
+        model = _model(spec, engines, plan, platform)
+        progress = Counted() if spec.progress and work is not None else None
+        lead = Lead(model.scorer(), world, tokenizer, spec.request.batch_size, progress=progress)
+        try:
+            return lead.run(lambda one: work.run(one) if work is not None else []) or []
+        finally:
+            if progress is not None:
+                progress.close()
+
+
+def _model(spec: EvaluationSpec, engines: Backend, plan: Plan, platform: Platform) -> TextModel:
+    if spec.checkpoint is not None:
+        from llmrecipes.checkpoint.inspection import Entry, read_manifest
+
+        entry = Entry(spec.checkpoint, read_manifest(spec.checkpoint))
+        with base_weights(spec.checkpoint.parents[1], spec.recipe) as base:  # of the run that has the checkpoint
+            return engines.load_weights(plan, platform, entry, base)
+    from llmrecipes.hf.weights import open_weights
+
+    weights = open_weights(spec.folder or Path(), spec.recipe.model)
+    try:
+        return engines.load_given(plan, platform, weights)
+    finally:
+        weights.close()
+
+
+def _tokenizer_of(recipe: Recipe) -> TextTokenizer:
+    """The tokenizer in the folder of a model."""
+    from llmrecipes.data.tokenizer import TextTokenizer, load_huggingface
+
+    backend, eod = load_huggingface(recipe.data.tokenizer, recipe.model.vocab_size)
+    return TextTokenizer(backend, eod, "")
+
+
+if __name__ == "__main__":
+    rank_main(EvaluationSpec, run)

@@ -1,4 +1,4 @@
-"""`llmrecipes export`: a checkpoint of a run as a folder that transformers, and what reads its form, can load."""
+"""`llmrecipes export`: a checkpoint as a folder for transformers, or its adapters for PEFT."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.workflow.adapters import require_merge
-from llmrecipes.workflow.recorded import run_recipe
-from llmrecipes.workflow.tensors import find_checkpoint, open_run
+from llmrecipes.workflow.stored_recipe import run_recipe
+from llmrecipes.workflow.tensors import base_of, find_checkpoint, lora_of, open_run, require_merge
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from llmrecipes.hf.card import Measured
     from llmrecipes.recipe.schema import Recipe
     from llmrecipes.tracking.progress import Counted
+
 
 FORMS = ("hf", "peft")
 ELEMENT_TYPES = ("fp32", "bf16", "fp16")
@@ -33,7 +33,7 @@ class Options:
         family: `model_type`; None: the first that has the model's form.
         tokenizer: also write the tokenizer.
         averaged: write the moving average of the weights in their place.
-        merge_adapter: add the adapters of a run that has trained them alone to the weights of its base model.
+        merge_adapter: add the adapters of a run with LoRA to the weights of its base model.
     """
 
     dtype: str | None = None
@@ -93,7 +93,7 @@ def export(
 
     Raises:
         UserError: no such run or checkpoint, a model without a form in transformers (with the key in the way), a
-            damaged checkpoint, a folder that exists, or a full disk. Nothing is left behind.
+            corrupt checkpoint, a folder that exists, or a full disk. Nothing is left behind.
     """
     from llmrecipes.hf.card import card
     from llmrecipes.hf.export import write, write_json
@@ -136,15 +136,15 @@ def export(
 
 def _notes(recipe: Recipe, *, averaged: bool) -> tuple[str, ...]:
     model = recipe.model
-    found = []
+    notes = []
     if averaged:
         decay = recipe.optimizer.ema_decay
-        found.append(f"the weights are their moving average (ema_decay {decay}); losses were measured without it")
+        notes.append(f"the weights are their moving average (ema_decay {decay}); losses were measured without it")
     if model.mtp_num_layers:
-        found.append("the layers of multi-token prediction are left out, transformers does not use them")
+        notes.append("the layers of multi-token prediction are left out, transformers does not use them")
     if model.moe_expert_capacity_factor is not None:
-        found.append("experts had a capacity in training; transformers drops no token")
-    return tuple(found)
+        notes.append("experts had a capacity in training; transformers drops no token")
+    return tuple(notes)
 
 
 def _prepared(recipe: Recipe, data_dir: Path) -> Prepared:
@@ -182,3 +182,73 @@ def _measured(run: Path, entry: Entry) -> Measured:
 def _require_options(options: Options) -> None:
     if options.dtype is not None and options.dtype not in ELEMENT_TYPES:
         raise UserError(f"{options.dtype!r}", where="--dtype", rule=f"one of {', '.join(ELEMENT_TYPES)}")
+
+
+@dataclass(frozen=True)
+class ExportedAdapter:
+    """What was written.
+
+    Attributes:
+        path: the folder.
+        run: directory of the run.
+        step: of the checkpoint.
+        base: folder of the model that the adapters belong to.
+        family: its `model_type`.
+        adapters: matrices of transformers that have one.
+        parameters: of all adapters.
+        bytes: of the weights.
+        seconds: that it took.
+    """
+
+    path: str
+    run: str
+    step: int
+    base: str
+    family: str
+    adapters: int
+    parameters: int
+    bytes: int
+    seconds: float
+
+
+def export_adapter(reference: str, out: Path | None, runs_dir: Path) -> ExportedAdapter:
+    """Write the adapters of a checkpoint as `PeftModel.from_pretrained(base, out)` loads them.
+
+    Args:
+        reference: `RUN` (its newest checkpoint) or `RUN@STEP`.
+        out: the folder, which must not exist; None: `peft/step-<step>` in the run's directory.
+        runs_dir: where runs are kept.
+
+    Raises:
+        UserError: no such run or checkpoint, a run without adapters or base model, adapters without a form in PEFT, a
+            folder that exists, or a full disk. Nothing is left behind.
+    """
+    from llmrecipes.engine.registry import backend
+    from llmrecipes.hf.adapter import write
+    from llmrecipes.hf.family import family_named
+    from llmrecipes.hf.folder import published, require_absent
+    from llmrecipes.hf.reading import read_config
+
+    started = time.monotonic()
+    run, entry = find_checkpoint(reference, runs_dir)
+    out = run / "peft" / f"step-{entry.step:08d}" if out is None else out
+    require_absent(out)
+    recipe = run_recipe(run)
+    lora = lora_of(recipe, run)
+    base = base_of(run, recipe)
+    # Names and matrices are those of the base model's own family.
+    family = family_named(read_config(base).get("model_type"), str(base))
+    named = recipe.train.pretrained if recipe.train.pretrained and not Path(recipe.train.pretrained).exists() else None
+    with published(out) as folder:
+        written = write(backend(recipe).tensors(entry), family, recipe.model, lora, named or str(base), folder)
+    return ExportedAdapter(
+        path=str(out),
+        run=str(run),
+        step=entry.step,
+        base=str(base),
+        family=family.name,
+        adapters=written.adapters,
+        parameters=written.parameters,
+        bytes=written.bytes,
+        seconds=round(time.monotonic() - started, 3),
+    )

@@ -256,24 +256,24 @@ def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, 
     from llmrecipes.hf.source import resolve
 
     source = source_of(asked.data, "--data", chat=True)
-    found = resolve(asked.model, asked.revision)
-    config = read_config(found.path)
-    _, section = section_of(config, found.path)
-    validated(section, 1, str(found.path / CONFIG))
-    values = recipe_values(found, section, asked.name)
+    base_model = resolve(asked.model, asked.revision)
+    config = read_config(base_model.path)
+    _, section = section_of(config, base_model.path)
+    validated(section, 1, str(base_model.path / CONFIG))
+    values = recipe_values(base_model, section, asked.name)
     bound = section.get("max_position_embeddings") or values["model"]["seq_length"]
     precision: Literal["bf16", "fp32"] = "bf16" if cluster.gpus else "fp32"
-    values["description"] = f"{recipe_name(found.name)} on the conversations of {source.path or source.type}"[:200]
+    values["description"] = f"{recipe_name(base_model.name)} on the conversations of {source.path or source.type}"[:200]
     values["model"]["seq_length"] = bound
-    values["train"] |= {"pretrained": found.pinned, "precision": precision}
+    values["train"] |= {"pretrained": base_model.pinned, "precision": precision}
     values["optimizer"] = {"lr": asked.lr or LEARNING_RATE[asked.lora], "weight_decay": 0.0}
     values["scheduler"] = {"lr_decay_style": "linear"}
     values["data"] |= {"sources": [as_values(source)], "chat": {"template": asked.template}}
     values["data"]["split"] = [100 - 100 * HELD_OUT, 100 * HELD_OUT, 0.0]
     if asked.lora:
         values["lora"] = dict(LORA)
-    given = load_values(values, found.path / CONFIG, asked.overrides).recipe
-    require_tokenizer(found, given, asked.overrides)
+    given = load_values(values, base_model.path / CONFIG, asked.overrides).recipe
+    require_tokenizer(base_model, given, asked.overrides)
     _require_template(asked, given)
     log(f"measuring the conversations of {asked.data} as {templates.of_recipe(given).origin} writes them")
     lengths = measured(given)
@@ -284,8 +284,8 @@ def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, 
         batch //= 2
     values["model"]["seq_length"] = length
     values["train"]["global_batch_size"] = batch
-    recipe, _ = fitted(load_values(values, found.path / CONFIG, asked.overrides).recipe, cluster)
-    return _with_length(recipe, sequences, values, found.path / CONFIG, asked.overrides), lengths
+    recipe, _ = fitted(load_values(values, base_model.path / CONFIG, asked.overrides).recipe, cluster)
+    return _with_length(recipe, sequences, values, base_model.path / CONFIG, asked.overrides), lengths
 
 
 def _with_length(

@@ -13,8 +13,8 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.workflow.pretrained import base_weights
-from llmrecipes.workflow.recorded import run_recipe
 from llmrecipes.workflow.run import on_one_rank, require_checkpoint
+from llmrecipes.workflow.stored_recipe import run_recipe
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
 def _require_memory(plan: Plan) -> None:
     if plan.memory.weights > plan.memory_capacity_bytes:
         raise UserError(
-            f"its weights take {gib(plan.memory.weights)}, and there are {gib(plan.memory_capacity_bytes)} here",
+            f"weights need {gib(plan.memory.weights)}, {gib(plan.memory_capacity_bytes)} available",
             where=f"recipe {plan.recipe.name}",
             rule="one process holds the whole model",
             fix="generate on a machine with more memory",

@@ -1,4 +1,4 @@
-"""`llmrecipes import`: a Hugging Face model becomes a run before its first step."""
+"""`llmrecipes import`: a Hugging Face model or a Megatron-LM checkpoint becomes a run before its first step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.io import write_atomic
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.document import error_of
 from llmrecipes.recipe.engines import engine_name
-from llmrecipes.recipe.load import DEFAULTS_NOTE, RESOLVED_NAME, load_values, recipe_hash, short
+from llmrecipes.recipe.load import DEFAULTS_NOTE, RESOLVED_NAME, load, load_values, recipe_hash, short
+from llmrecipes.recipe.megatron_lm import check, notes
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import Note
 from llmrecipes.tracking.status import StatusSink
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from llmrecipes.engine.base import WeightSource
     from llmrecipes.hf.source import Found
     from llmrecipes.tracking.progress import Counted
+
 
 ORIGIN = "imported.json"
 SEQ_LENGTH = 2048
@@ -118,16 +121,16 @@ def import_model(
     from llmrecipes.hf.weights import open_weights
 
     started = time.monotonic()
-    found = resolve(source, revision)
-    config = read_config(found.path)
-    require_ignorable(config, ignored, str(found.path / CONFIG))
-    family, section = section_of(config, found.path, ignored)
-    validated(section, 1, str(found.path / CONFIG))
-    values = recipe_values(found, section, name or recipe_name(found.name))
-    recipe = _recipe(values, found.path / CONFIG, overrides)
+    resolved = resolve(source, revision)
+    config = read_config(resolved.path)
+    require_ignorable(config, ignored, str(resolved.path / CONFIG))
+    family, section = section_of(config, resolved.path, ignored)
+    validated(section, 1, str(resolved.path / CONFIG))
+    values = recipe_values(resolved, section, name or recipe_name(resolved.name))
+    recipe = _recipe(values, resolved.path / CONFIG, overrides)
     run_dir = runs_dir / recipe.name / run_id
-    require_tokenizer(found, recipe, overrides)
-    weights = open_weights(found.path, recipe.model, ignored)
+    require_tokenizer(resolved, recipe, overrides)
+    weights = open_weights(resolved.path, recipe.model, ignored)
     plan = derive(on_one_rank(recipe), 1, detect())
     require_disk(runs_dir, plan.num_parameters.total * (4 if recipe.train.precision == "fp32" else 2))
     with published(run_dir, "--runs-dir DIR") as hidden:
@@ -136,14 +139,14 @@ def import_model(
         weights.close()
         result = Imported(
             run_dir=str(run_dir),
-            source=found.name,
-            commit=found.commit,
+            source=resolved.name,
+            commit=resolved.commit,
             model_type=family.name,
             parameters=plan.num_parameters.total,
             vocab_size=recipe.model.vocab_size,
             new_rows=plan.shape.vocab_size - section["vocab_size"],
             padding_rows=plan.shape.vocab_size - recipe.model.vocab_size,
-            ignored_keys=(*without_effect(config, found.path), *ignored),
+            ignored_keys=(*without_effect(config, resolved.path), *ignored),
             checkpoint_bytes=sum(path.stat().st_size for path in hidden.rglob("*") if path.is_file()),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             seconds=round(time.monotonic() - started, 3),
@@ -212,7 +215,7 @@ def require_tokenizer(found: Found, recipe: Recipe, overrides: Sequence[str]) ->
     tokenizer = recipe.data.tokenizer
     if tokenizer.type == "bpe" and not any(each.startswith("data.tokenizer") for each in overrides):
         raise UserError(
-            f"there is no {TOKENIZER_FILE}",
+            f"no {TOKENIZER_FILE}",
             where=str(found.path),
             rule="a model is trained with the tokenizer that gave its token ids their meaning",
             fix="data.tokenizer.type=huggingface data.tokenizer.path=FOLDER; or data.tokenizer.type=bpe for a new one",
@@ -229,11 +232,11 @@ def require_disk(runs_dir: Path, needed: int) -> None:
     Raises:
         UserError: there are fewer than `needed` bytes.
     """
-    there = next(folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(
-            f"the checkpoint needs {gib(needed)}, and there are {gib(free)} free",
+            f"the checkpoint needs {gib(needed)}, {gib(free)} free",
             where=str(runs_dir),
             fix="free some disk space, or --runs-dir on another disk",
         )
@@ -273,26 +276,100 @@ def write_checkpoint(
     from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.engine.registry import backend
 
-    alone = on_one_rank(recipe)
-    plan = derive(alone, 1, detect())
-    engines = backend(alone)
+    single = on_one_rank(recipe)
+    plan = derive(single, 1, detect())
+    engines = backend(single)
     info = CheckpointInfo(
         step=0,
         consumed_samples=0,
         consumed_tokens=0,
         layout=plan.layout.as_dict(),
         recipe_hash=recipe_hash(recipe),
-        engine=engine_name(alone),
+        engine=engine_name(single),
         recipe=recipe.model_dump(mode="json"),
     )
     store = CheckpointStore(run_dir / "checkpoints")
     store.claim()
     try:
         temporary = store.temporary_path(0, "import")
-        with engines.join(alone, engines.platform()):
+        with engines.join(single, engines.platform()):
             if check is not None:
                 check(plan)
             written, versions = engines.write_weights(plan, weights, temporary)
         store.publish(temporary, info, versions=versions, known=written.files)
     finally:
         store.release()
+
+
+@dataclass(frozen=True)
+class ImportedFromMegatron:
+    """A run before its first step.
+
+    Attributes:
+        run_dir: its directory, with recipe.yaml and the checkpoint of step 0.
+        source: folder of the checkpoint that it was made from.
+        iteration: of that; None if it does not say.
+        parameters: of the model, with padding of the vocabulary.
+        notes: what differs from the training that was saved.
+        checkpoint_bytes: size of the new checkpoint.
+        peak_memory_bytes: of this process.
+        seconds: that it took.
+    """
+
+    run_dir: str
+    source: str
+    iteration: int | None
+    parameters: int
+    notes: tuple[str, ...]
+    checkpoint_bytes: int
+    peak_memory_bytes: int
+    seconds: float
+
+
+def import_megatron(
+    source: Path, recipe: str, overrides: Sequence[str], runs_dir: Path, run_id: str
+) -> ImportedFromMegatron:
+    """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
+
+    Only weights are taken: the optimizer, the schedule and the data start from the beginning. One process reads and
+    writes them box by box, with the parts of one weight in memory. Any layout, engine and ZeRO stage loads the result.
+
+    Args:
+        source: folder of the checkpoint, or the one with `latest_checkpointed_iteration.txt`.
+        recipe: name or path of the recipe that describes the model.
+        overrides: `key.path=value` of the recipe.
+        runs_dir: where runs are kept.
+        run_id: of the new run.
+
+    Raises:
+        UserError: an invalid recipe; a checkpoint that is incomplete, not plain data, or of another model than the
+            recipe's (with the keys and both values, or the weights); a run id in use; or a full disk. Nothing that
+            looks like a run is left behind.
+    """
+    from llmrecipes.engine.megatron.megatron_lm.folder import open_saved
+    from llmrecipes.engine.megatron.megatron_lm.weights import SavedWeights
+    from llmrecipes.hf.folder import published
+
+    started = time.monotonic()
+    loaded = load(recipe, overrides)
+    saved = open_saved(source)
+    if problems := list(check(saved.arguments, loaded.recipe)):
+        raise error_of(problems, [], loaded.path, loaded.lines, loaded.overridden)
+    weights = SavedWeights(saved)
+    run_dir = runs_dir / loaded.recipe.name / run_id
+    plan = derive(on_one_rank(loaded.recipe), 1, detect())
+    require_disk(runs_dir, plan.num_parameters.total * (4 if loaded.recipe.train.precision == "fp32" else 2))
+    with published(run_dir, "--runs-dir DIR") as hidden:
+        write_checkpoint(loaded.recipe, weights, hidden, weights.require_fit)
+        result = ImportedFromMegatron(
+            run_dir=str(run_dir),
+            source=str(saved.path),
+            iteration=saved.iteration,
+            parameters=plan.num_parameters.total,
+            notes=tuple(notes(saved.arguments, loaded.recipe)),
+            checkpoint_bytes=sum(path.stat().st_size for path in hidden.rglob("*") if path.is_file()),
+            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        finish_run(hidden, loaded.recipe, asdict(result))
+    return result

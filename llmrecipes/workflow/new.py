@@ -132,7 +132,7 @@ def as_values(source: Source) -> dict[str, Any]:
 
 def nearest(params: int) -> str:
     """The recipe in recipes/ for pretraining a dense model whose number of parameters is nearest, as a ratio."""
-    found: list[tuple[float, int, str]] = []
+    candidates: list[tuple[float, int, str]] = []
     for name in names():
         try:
             recipe = load(name).recipe
@@ -141,10 +141,10 @@ def nearest(params: int) -> str:
         plain = not (recipe.lora or recipe.zero or recipe.data.chat or recipe.model.num_moe_experts)
         if plain and recipe.train.pretrained is None:
             ratio = abs(math.log(count(recipe.model, shape(recipe.model)).total / params))
-            found.append((round(ratio, 6), len(name), name))
-    if not found:
+            candidates.append((round(ratio, 6), len(name), name))
+    if not candidates:
         raise UserError("no recipe for pretraining in recipes/", where="--params", fix="--like FILE.yaml")
-    return min(found)[2]
+    return min(candidates)[2]
 
 
 def make(wanted: Wanted) -> Made:
@@ -156,7 +156,7 @@ def make(wanted: Wanted) -> Made:
     """
     if (wanted.params is None) == (wanted.like is None):
         what = "not set" if wanted.params is None else f"{wanted.params} with --like {wanted.like}"
-        raise UserError(what, where="--params", rule="one of --params and --like says the size of the model",
+        raise UserError(what, where="--params", rule="set one of --params and --like",
                         fix="--params 1b, or --like gpt-1b")  # fmt: skip
     like = wanted.like or nearest(wanted.params or 1)
     base = load(like).recipe
@@ -215,7 +215,7 @@ def write(made: Made, folder: Path, *, force: bool) -> Path:
     """
     path = folder / f"{made.recipe.name}.yaml"
     if path.exists() and not force:
-        raise UserError("this exists already", where=str(path), rule="a recipe is overwritten only with --force",
+        raise UserError("already exists", where=str(path), rule="a recipe is overwritten only with --force",
                         fix="--force, or another name")  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -240,11 +240,11 @@ def _tokenizer(text: str, base: Recipe) -> tuple[dict[str, Any], int]:
 
 def _scheduler(base: Recipe, iters: int) -> dict[str, Any]:
     """The schedule of a recipe over another number of steps: each part keeps its share, warm-up at most its length."""
-    found = base.scheduler.model_dump(mode="json", exclude_defaults=True)
-    found.pop("lr_decay_iters", None)
+    values = base.scheduler.model_dump(mode="json", exclude_defaults=True)
+    values.pop("lr_decay_iters", None)
     share = iters / base.train.train_iters
-    if warmup := found.pop("lr_warmup_iters", 0):
-        found["lr_warmup_iters"] = min(warmup, round(warmup * share))
-    if decay := found.pop("lr_wsd_decay_iters", 0):
-        found["lr_wsd_decay_iters"] = max(1, round(decay * share))
-    return found
+    if warmup := values.pop("lr_warmup_iters", 0):
+        values["lr_warmup_iters"] = min(warmup, round(warmup * share))
+    if decay := values.pop("lr_wsd_decay_iters", 0):
+        values["lr_wsd_decay_iters"] = max(1, round(decay * share))
+    return values

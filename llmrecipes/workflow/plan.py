@@ -76,7 +76,7 @@ def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: in
         nodes: nodes of the cluster; None: the fewest that fit the ranks.
 
     Raises:
-        UserError: no such profile, or a layout that does not divide the ranks. A plan that does not fit is no error.
+        UserError: no such profile, or a layout that does not divide the ranks. A plan that does not fit raises nothing.
     """
     machine = planned(cluster, nodes, nproc or smallest_world(recipe.parallelism))
     ranks = default_world_size(recipe, machine) if nproc is None else nproc

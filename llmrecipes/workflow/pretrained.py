@@ -45,7 +45,7 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
     """The spec of a run with the folder of its weights; unchanged if it has a checkpoint, or names no weights.
 
     The commit is recorded: if the run is started again before its first checkpoint, it takes the same weights. A run
-    with adapters needs them whenever it is started, because its checkpoints have adapters alone.
+    with adapters needs them whenever it is started, because its checkpoints have only adapters.
 
     Args:
         spec: of a run whose directory exists.
@@ -65,14 +65,14 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
     from llmrecipes.hf.source import resolve
 
     try:
-        found = resolve(_pinned(spec.run_dir, recipe.train.pretrained))
-        record = Record(recipe.train.pretrained, found.pinned, _require_fit(found.path, recipe, log))
+        source = resolve(_pinned(spec.run_dir, recipe.train.pretrained))
+        record = Record(recipe.train.pretrained, source.pinned, _require_fit(source.path, recipe, log))
         write_atomic(spec.run_dir / RECORD, json.dumps(asdict(record), indent=2) + "\n")
     except UserError:
         remove_empty_run_dir(spec)
         raise
-    log(f"starting from the weights of {found.pinned}")
-    return spec.model_copy(update={"pretrained": found.path.absolute()})
+    log(f"starting from the weights of {source.pinned}")
+    return spec.model_copy(update={"pretrained": source.path.absolute()})
 
 
 def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
@@ -93,7 +93,7 @@ def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
     record = _recorded(run_dir)
     if record is None:
         raise UserError(
-            f"{RECORD} is missing or damaged",
+            f"{RECORD} is missing or corrupt",
             where=str(run_dir),
             rule="it says which model the adapters of this run belong to",
             fix="restore it, or start a new run",

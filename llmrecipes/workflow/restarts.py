@@ -43,7 +43,7 @@ def require_progress(record: Path, job: str, restart: int, step: int, max_restar
     write_atomic(record, json.dumps(starts) + "\n")
     if restart > max_restarts:
         raise UserError(
-            f"restart {restart} of job {job}, {max_restarts} are allowed",
+            f"restart {restart} of job {job} exceeds --max-restarts {max_restarts}",
             where=str(record.parents[1]),
             fix="resume with the same --run-id, or raise --max-restarts",
             code=ExitCode.STOP,
@@ -57,7 +57,7 @@ def require_progress(record: Path, job: str, restart: int, step: int, max_restar
         raise UserError(
             f"{same - 1} restarts without progress: the newest checkpoint is that of step {step} each time",
             where=str(record.parents[1]),
-            rule="a run that saves nothing between restarts would restart forever",
+            rule="a run that saves nothing between restarts is stopped",
             fix="read the log for what ends it; a smaller checkpoint.save_interval loses less; then start it again "
             "with the same --run-id",
             code=ExitCode.STOP,
@@ -65,7 +65,7 @@ def require_progress(record: Path, job: str, restart: int, step: int, max_restar
 
 
 def _read(record: Path) -> list[dict[str, Any]]:
-    """Earlier starts; none if the file is damaged, so that the count starts again."""
+    """Earlier starts; none if the file is corrupt, so that the count starts again."""
     try:
         values = read_json(record, root=record.parents[1], most=RECORD)
     except FileNotFoundError:
@@ -75,6 +75,6 @@ def _read(record: Path) -> list[dict[str, Any]]:
     if not isinstance(values, list) or not all(
         isinstance(each, dict) and {"job", "step"} <= each.keys() for each in values
     ):
-        logger.warning("%s is damaged; the restart count starts at zero", record)
+        logger.warning("%s is corrupt; the restart count starts at zero", record)
         return []
     return values

@@ -22,7 +22,7 @@ from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.tracking.status import read
 from llmrecipes.train.history import require_complete
 from llmrecipes.train.spec import RunOptions, RunSpec
-from llmrecipes.workflow.recorded import require_same_recipe
+from llmrecipes.workflow.stored_recipe import require_same_recipe
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
@@ -101,8 +101,8 @@ def on_one_rank(recipe: Recipe) -> Recipe:
 
     Without ZeRO, so that a checkpoint can be read where DeepSpeed, or the disk that it offloaded to, is missing.
     """
-    alone = Parallelism(use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer)
-    return without_zero(recipe).model_copy(update={"parallelism": alone})
+    single = Parallelism(use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer)
+    return without_zero(recipe).model_copy(update={"parallelism": single})
 
 
 def is_prepared(recipe: Recipe, data_dir: Path) -> bool:
@@ -122,7 +122,7 @@ def prepare_data(recipe: Recipe, data_dir: Path, log: Log, spec: RunSpec | None 
         spec: a new run; if this fails, its directory is removed unless there is something in it.
 
     Raises:
-        UserError: a source is missing or damaged.
+        UserError: a source is missing or corrupt.
     """
     from llmrecipes.data.prepare import prepare
 

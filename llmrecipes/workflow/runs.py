@@ -56,8 +56,8 @@ def find_run(name: str, runs_dir: Path) -> Path:
     if len(named) == 1:
         return named[0]
     if len(named) > 1:
-        found = ", ".join(map(str, named))
-        raise UserError(f"several runs have this id: {found}", where=name, fix="give recipe/run-id")
+        paths = ", ".join(map(str, named))
+        raise UserError(f"several runs have this id: {paths}", where=name, fix="use recipe/run-id")
     if newest:
         return max(newest, key=lambda path: (path / "recipe.yaml").stat().st_mtime)
     near = difflib.get_close_matches(name, [f"{p.parent.parent.name}/{p.parent.name}" for p in runs], n=3, cutoff=0.3)

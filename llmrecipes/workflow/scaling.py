@@ -80,13 +80,13 @@ def scaling(
         embeddings: whether N includes embeddings and the output layer.
 
     Raises:
-        UserError: no such run or experiment, a budget that is no positive number, or runs that do not determine a law.
+        UserError: no such run or experiment, a budget that is not positive, or runs that do not determine a law.
     """
     if bool(names) == (experiment is not None):
         raise UserError(
             "RUN and --experiment" if names else "no runs",
             where="RUN",
-            rule="runs are named, or those of an MLflow experiment are taken",
+            rule="either RUN... or --experiment",
             fix="llmrecipes scaling RUN..., or --experiment NAME",
         )
     for budget in budgets:
@@ -94,10 +94,10 @@ def scaling(
             raise UserError(f"{budget:g}", where="--flops", rule="a number of FLOPs above 0", fix="1e18")
     tracked = from_mlflow(experiment, runs_dir) if experiment is not None else _named(names, runs_dir)
     selection = select(tracked, embeddings=embeddings)
-    found = fit(selection.points)
+    fitted = fit(selection.points)
     largest = max(point.flops for point in selection.points)
     chosen = budgets or [largest * factor for factor in BUDGETS]
-    return ScalingLaw(found, selection, tuple(_optimum(found, budget) for budget in chosen))
+    return ScalingLaw(fitted, selection, tuple(_optimum(fitted, budget) for budget in chosen))
 
 
 def _named(names: Sequence[str], runs_dir: Path) -> list[Tracked]:

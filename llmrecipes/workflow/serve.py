@@ -1,4 +1,4 @@
-"""`llmrecipes serve`: a run or a folder behind an HTTP server that somebody else wrote, in the foreground."""
+"""`llmrecipes serve`: a run or a folder behind a third-party HTTP server, in the foreground."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def prepare(reference: str, runs_dir: Path, data_dir: Path, options: ServeOption
         if not model.exists():
             overrides = {"out": model, "dtype": options.dtype}
             export = command_line("export", reference, options=overrides, runs_dir=runs_dir, data_dir=data_dir)
-    found = server(model, options.backend, options.host, options.port, installed(), options.extra)
-    return Serving(model, export, found, f"http://{_in_url(options.host)}:{options.port}")
+    chosen = server(model, options.backend, options.host, options.port, installed(), options.extra)
+    return Serving(model, export, chosen, f"http://{_in_url(options.host)}:{options.port}")
 
 
 def exported_to(reference: str, runs_dir: Path, dtype: str | None) -> Path:
@@ -145,7 +145,7 @@ def serve(serving: Serving, reference: str, runs_dir: Path, data_dir: Path, opti
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
     _convert(serving.server, say)
     if not options.host.startswith("127.") and options.host not in LOOPBACK:
-        say(f"note: everybody who reaches {options.host} can use it: there is no password")
+        say(f"note: the server has no password; anyone who reaches {options.host} can use it")
     say(f"{serving.server.backend} serves {serving.model} at {serving.url}/v1 once it has loaded it (Ctrl-C ends it)")
     with _child(serving.server.command, serving.server) as process:
         until_interrupted(serving.server.backend, process)
@@ -181,10 +181,10 @@ def _require_plain(folder: Path) -> None:
         raise UserError(
             "this model has its own Python code (auto_map)",
             where=str(folder / "config.json"),
-            rule="code that comes with a model is not run",
+            rule="code of a model is never run",
         )
     if not any(folder.glob("*.safetensors")):
-        raise UserError("there are no safetensors", where=str(folder), rule="pickled weights are not loaded")
+        raise UserError("no safetensors", where=str(folder), rule="pickled weights are not loaded")
 
 
 def _require_free(host: str, port: int) -> None:

@@ -134,20 +134,20 @@ def require_prepared(recipe: Recipe, data_dir: Path) -> None:
 def rank(path: Path) -> NoReturn:
     """Run one rank of a job, and end this process."""
     job = Job.model_validate_json(path.read_text("utf-8"))
-    here = from_slurm(os.environ)
-    if here.rank == 0:
+    identity = from_slurm(os.environ)
+    if identity.rank == 0:
         (path.parent / OUTCOME).write_text(f"{STARTED}\n", "utf-8")
     # All of this must be set before torch is loaded.
     os.environ.update(missing(job.environment, os.environ))
-    os.environ.update(here.variables())
-    setup_logging(rank=here.rank)
+    os.environ.update(identity.variables())
+    setup_logging(rank=identity.rank)
     if job.bind:
-        bind(here)
+        bind(identity)
     from llmrecipes.train.rank import leave, process_exit_code
     from llmrecipes.train.worker import run
 
     code = process_exit_code(run, job.run)
-    if here.rank == 0:
+    if identity.rank == 0:
         (path.parent / OUTCOME).write_text(f"{code}\n", "utf-8")
     leave(ExitCode.DONE if code == ExitCode.REQUEUE else code)
 

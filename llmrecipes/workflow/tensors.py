@@ -1,4 +1,4 @@
-"""A model by its reference on the command line: a run, a checkpoint of it, or a folder as transformers has it."""
+"""Models by reference (a run, one of its checkpoints, or a Hugging Face folder), with their adapters merged."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.workflow.recorded import run_recipe
+from llmrecipes.workflow.pretrained import base_folder
 from llmrecipes.workflow.runs import find_run
+from llmrecipes.workflow.stored_recipe import run_recipe
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
+    from llmrecipes.hf.adapter import Merged
     from llmrecipes.hf.table import Family
     from llmrecipes.hf.tensors import TensorSource
-    from llmrecipes.recipe.schema import Recipe
+    from llmrecipes.recipe.schema import Lora, Recipe
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,13 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
     from llmrecipes.hf.views import AsHuggingFace
 
     recipe = run_recipe(run)
-    found = family_of(recipe.model, family)
+    chosen = family_of(recipe.model, family)
     if recipe.lora is not None:
-        from llmrecipes.workflow.adapters import merged
-
         weights: TensorSource = merged(run, entry, recipe, averaged=averaged)
     else:
         weights = backend(recipe).tensors(entry, averaged=averaged)
-    source = AsHuggingFace(weights, found, recipe.model)
-    return OpenedRun(source, config_of(found, recipe.model), run, found, recipe, entry)
+    source = AsHuggingFace(weights, chosen, recipe.model)
+    return OpenedRun(source, config_of(chosen, recipe.model), run, chosen, recipe, entry)
 
 
 def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
@@ -112,8 +112,8 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
     if not step:
         if entries:
             return run, entries[-1]
-        damaged = "; ".join(map(str, store.incomplete()))
-        raise UserError(f"no valid checkpoint{': ' + damaged if damaged else ''}", where=str(store.directory))
+        corrupt = "; ".join(map(str, store.incomplete()))
+        raise UserError(f"no valid checkpoint{': ' + corrupt if corrupt else ''}", where=str(store.directory))
     if not step.isdecimal():
         raise UserError(f"step {step!r}", where=reference, rule="RUN@STEP, with the step of a checkpoint")
     steps = ", ".join(str(entry.step) for entry in entries)
@@ -124,4 +124,70 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
     try:
         return run, inspect(path, full=False)
     except InvalidCheckpoint as problem:
-        raise UserError(f"this checkpoint is damaged: {problem}", where=str(path), fix=fix) from problem
+        raise UserError(f"this checkpoint is corrupt: {problem}", where=str(path), fix=fix) from problem
+
+
+def merged(run: Path, entry: Entry, recipe: Recipe, *, averaged: bool = False) -> Merged:
+    """Weights of a run's model with its adapters added, by the names of megatron-core.
+
+    With `averaged`, the adapters are their moving average (`optimizer.ema_decay`).
+
+    Raises:
+        UserError: the run has no base model, or that has changed.
+    """
+    from llmrecipes.engine.registry import backend
+    from llmrecipes.hf.adapter import Merged
+    from llmrecipes.hf.weights import open_weights
+
+    base = open_weights(base_of(run, recipe), recipe.model)
+    return Merged(base, backend(recipe).tensors(entry, averaged=averaged), recipe.model, lora_of(recipe, run))
+
+
+def require_merge(recipe: Recipe, run: Path, *, asked: bool) -> None:
+    """A whole model of a run with adapters is written when it is asked for, and of no other run.
+
+    Raises:
+        UserError: it is not so.
+    """
+    if recipe.lora is None and asked:
+        raise _without(run, "--merge-adapter", "without it: the checkpoint has all weights")
+    if recipe.lora is not None and not asked:
+        raise UserError(
+            "this run trained only adapters",
+            where=str(run),
+            rule="a complete model is the base model with the adapters merged",
+            fix="--merge-adapter, or --to peft for the adapters only",
+        )
+
+
+def lora_of(recipe: Recipe, run: Path) -> Lora:
+    """The section `lora` of a run.
+
+    Raises:
+        UserError: it has none.
+    """
+    if recipe.lora is None:
+        raise _without(run, "--to", "--to hf, which writes all weights")
+    return recipe.lora
+
+
+def base_of(run: Path, recipe: Recipe) -> Path:
+    """Folder of the model that a run's adapters belong to.
+
+    Raises:
+        UserError: they belong to initial values, or the model has changed.
+    """
+    if recipe.train.pretrained is None:
+        raise UserError(
+            "not set: the adapters belong to initial values",
+            where="train.pretrained",
+            rule="PEFT export needs a published base model (train.pretrained)",
+            fix="train them with train.pretrained, a folder or a name on the Hub",
+        )
+    return base_folder(run, recipe)
+
+
+def _without(run: Path, option: str, fix: str) -> UserError:
+    return UserError(
+        f"{run} has no adapters", where=option, rule="only runs with a lora section have adapters", fix=fix
+    )

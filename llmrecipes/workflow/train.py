@@ -18,7 +18,6 @@ from llmrecipes.recipe.degrees import multiples
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.wandb.sink import require_library
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.workflow.overfit import one_batch_recipe
 from llmrecipes.workflow.pretrained import with_pretrained
 from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
 from llmrecipes.workflow.run import Log, Paths, TrainOptions, finished, new_spec, plan_run, prepare_data
@@ -138,7 +137,7 @@ def _require_consistent(options: TrainOptions) -> None:
     if options.node is not None and options.max_restarts:
         raise UserError(
             f"{options.max_restarts} on several nodes", where="--max-restarts",
-            rule="a machine cannot start the ranks of the others again", fix="Slurm or Kubernetes, which restart all",
+            rule="--max-restarts works on a single node only", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
     if options.run.from_scratch and options.run_id is None:
         raise UserError("given without --run-id", where="--from-scratch", rule="a run without an id is a new one",
@@ -176,3 +175,25 @@ def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, no
         )
     plan = plan_run(recipe, site, ranks)
     os.environ.update(missing(environment(profile, plan, ranks // nodes), os.environ))
+
+
+STEPS = 200
+
+
+def one_batch_recipe(recipe: Recipe) -> Recipe:
+    """The recipe with a constant learning rate, no weight decay to work against it, and at most `STEPS` steps.
+
+    It has a different name, which keeps its runs separate.
+    """
+    iters = min(recipe.train.train_iters, STEPS)
+    return recipe.model_copy(
+        update={
+            "name": f"{recipe.name}.overfit",
+            "train": recipe.train.model_copy(update={"train_iters": iters, "eval_interval": iters}),
+            "optimizer": recipe.optimizer.model_copy(update={"weight_decay": 0.0}),
+            "scheduler": recipe.scheduler.model_copy(
+                update={"lr_decay_style": "constant", "lr_warmup_iters": min(10, iters - 1), "lr_decay_iters": None}
+            ),
+            "checkpoint": recipe.checkpoint.model_copy(update={"save_interval": iters}),
+        }
+    )

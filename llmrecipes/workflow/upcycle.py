@@ -94,11 +94,11 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
 
 def _plainly(recipe: Recipe) -> Recipe:
     """The recipe for one process, with layers that every machine has; they do not show in a checkpoint."""
-    alone = on_one_rank(recipe)
-    return alone.model_copy(
+    single = on_one_rank(recipe)
+    return single.model_copy(
         update={
-            "model": alone.model.model_copy(update={"transformer_impl": "local"}),
-            "train": alone.train.model_copy(update={"torch_compile": False}),
+            "model": single.model.model_copy(update={"transformer_impl": "local"}),
+            "train": single.train.model_copy(update={"torch_compile": False}),
         }
     )
 

@@ -1,4 +1,4 @@
-"""`llmrecipes verify`: the recipe's small version in one process and in its layout, compared step by step."""
+"""`llmrecipes verify` and `coordinates`: a recipe's small version, across layouts and across widths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.proxy import Degree, Scaled, scaled
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Recipe, Scheduler
+from llmrecipes.recipe.width import at_width
+from llmrecipes.verify.coordinates import Coordinates, measure
 from llmrecipes.verify.result import PARAMETERS, REPLICAS, FirstDifference, FirstTensor, Result, first_differing_step
 from llmrecipes.verify.spec import Record, VerifySpec
 from llmrecipes.verify.subject import reference, subject
@@ -99,19 +101,19 @@ def verify(
     folder = paths.runs_dir / f"{recipe.name}-verify" / new_run_id()
     (folder / "logs").mkdir(parents=True)
     common = {"data_dir": paths.data_dir, "iters": options.iters, "tolerance": options.tolerance}
-    alone = VerifySpec(recipe=one, folder=folder / "one", **common)  # type: ignore[arg-type]
-    spread = VerifySpec(recipe=small, folder=folder / "layout", reference=alone.folder, **common)  # type: ignore[arg-type]
+    single = VerifySpec(recipe=one, folder=folder / "one", **common)  # type: ignore[arg-type]
+    spread = VerifySpec(recipe=small, folder=folder / "layout", reference=single.folder, **common)  # type: ignore[arg-type]
     log(f"verify {recipe.name}: {options.iters} steps in one process")
-    _alone(alone, cluster)
+    _in_one_process(single, cluster)
     log(f"verify {recipe.name}: the same on {plan.layout.world_size} ranks")
     spread.folder.mkdir()
     train_layout(spread, plan.layout.world_size, cluster)
-    result = _compare(recipe.name, alone, spread, cluster, _scaled(recipe, small, plan))
+    result = _compare(recipe.name, single, spread, cluster, _scaled(recipe, small, plan))
     (folder / "verify.json").write_text(json.dumps(result.as_record(), indent=2) + "\n", "utf-8")
     from llmrecipes.verify.report import svg
 
     (folder / "verify.svg").write_text(svg(result, f"{recipe.name} on {plan.layout.world_size} ranks"), "utf-8")
-    for records in (alone.folder, spread.folder):
+    for records in (single.folder, spread.folder):
         shutil.rmtree(records)
     return Verification(result, folder)
 
@@ -134,14 +136,14 @@ def _ranks(small: Recipe, nproc: int | None, cluster: Cluster) -> int:
 
 
 def _scaled(recipe: Recipe, small: Recipe, plan: Plan) -> Scaled:
-    found = scaled(recipe, plan.layout.as_dict())
+    degrees = scaled(recipe, plan.layout.as_dict())
     if plan.layout.data_parallel_size > 1:
-        return found
+        return degrees
     twice = f"one replica of the layout ran; --nproc {2 * smallest_world(small.parallelism)} runs two"
-    return found.without(Degree("data_parallel_size", None, 1, twice))
+    return degrees.without(Degree("data_parallel_size", None, 1, twice))
 
 
-def _alone(spec: VerifySpec, cluster: Cluster) -> None:
+def _in_one_process(spec: VerifySpec, cluster: Cluster) -> None:
     """Train the reference in this process.
 
     Raises:
@@ -164,11 +166,11 @@ def _alone(spec: VerifySpec, cluster: Cluster) -> None:
             )
 
 
-def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster, degrees: Scaled) -> Result:
+def _compare(name: str, single: VerifySpec, spread: VerifySpec, cluster: Cluster, degrees: Scaled) -> Result:
     from llmrecipes.verify.observe import BEFORE, FINAL, GRADIENTS, TensorDifference, differences
 
-    one, layout = Record.read(alone.folder), Record.read(spread.folder)
-    final = differences(alone.folder / FINAL, spread.folder / FINAL)
+    one, layout = Record.read(single.folder), Record.read(spread.folder)
+    final = differences(single.folder / FINAL, spread.folder / FINAL)
 
     def first(kind: str, compared: list[TensorDifference]) -> FirstTensor | None:
         beyond = [tensor for tensor in compared if tensor.relative > spread.tolerance]
@@ -181,18 +183,60 @@ def _compare(name: str, alone: VerifySpec, spread: VerifySpec, cluster: Cluster,
     if where is not None:
         step, quantity = where
         # Weights and gradients are large; the reference, which is cheap, is retrained to get those of one step.
-        _alone(alone.model_copy(update={"keep_step": step}), cluster)
+        _in_one_process(single.model_copy(update={"keep_step": step}), cluster)
         tensor = None
         # Gradients of different weights differ, so the weights before the step are compared first.
         for kind, part in (("weights before the step", BEFORE), ("gradients", GRADIENTS)):
-            tensor = tensor or first(kind, differences(alone.folder / part, spread.folder / part))
+            tensor = tensor or first(kind, differences(single.folder / part, spread.folder / part))
         expected, got = (getattr(record.steps[step - 1], quantity) for record in (one, layout))
         difference = FirstDifference(step, quantity, expected, got, tensor)
     elif tensor := first("weights after the last step", final):
-        worst = next(found for found in final if found.name == tensor.name)
+        worst = next(each for each in final if each.name == tensor.name)
         difference = FirstDifference(len(one.steps), PARAMETERS, worst.reference_norm, worst.norm, tensor)
     elif copy := layout.replicas:
         tensor = FirstTensor(copy.tensor, copy.layer, REPLICAS, math.nan, copy.differing, copy.copies)
         difference = FirstDifference(copy.step, REPLICAS, math.nan, math.nan, tensor)
-    worst_weights = max(found.relative for found in final)
+    worst_weights = max(each.relative for each in final)
     return Result(name, spread.tolerance, one, layout, worst_weights, difference, degrees, spread.recipe.zero)
+
+
+WIDTHS = (64, 128, 256, 512)
+
+
+def coordinates(recipe: Recipe, paths: Paths, widths: Sequence[int], iters: int, log: Log) -> Coordinates:
+    """Train a recipe's small version at each width, in this process, and record the sizes of its activations.
+
+    Args:
+        recipe: the full recipe; its learning rate is used from the first step on.
+        paths: where data is kept.
+        widths: values of `hidden_size`.
+        iters: steps at each width.
+        log: receives one line for each slow step.
+
+    Raises:
+        UserError: fewer than two widths, one that the heads do not divide, or one that does not fit.
+    """
+    if len(set(widths)) < 2:
+        raise UserError(
+            f"{len(set(widths))} width", where="--widths", rule="growth takes two widths or more", fix="64,128,256,512"
+        )
+    if min(widths) < 1:
+        raise UserError(f"{min(widths)}", where="--widths", rule="a width is a positive number", fix="64,128,256,512")
+    cluster = detect()
+    small = [_small(recipe, iters, width, cluster) for width in sorted(set(widths))]
+    for each in small:
+        plan_run(each, cluster, 1)
+    prepare_data(small[0], paths.data_dir, log)
+    log(f"coordinates {recipe.name}: {iters} steps at hidden_size {', '.join(str(w) for w in sorted(set(widths)))}")
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, int(cluster.cpu_cores)))))
+    return measure(small, iters, paths.data_dir)
+
+
+def _small(recipe: Recipe, iters: int, width: int, cluster: Cluster) -> Recipe:
+    small = reference(subject(recipe, iters, cluster.device), 1)
+    # A schedule that warms up would hardly change anything in a few steps.
+    optimizer = recipe.optimizer.model_copy(update={"min_lr": 0.0})
+    constant = small.model_copy(update={"scheduler": Scheduler(lr_decay_style="constant"), "optimizer": optimizer})
+    return at_width(constant, width)

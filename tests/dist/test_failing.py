@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.launch.local.ranks import reserved_port
+from llmrecipes.launch.local.processes import reserved_port
 from tests.dist.failing import fail_alone, join_with_another_device
 from tests.dist.worlds import GlooWorld
 

@@ -11,7 +11,7 @@ import pytest
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
-from llmrecipes.workflow.import_megatron import import_megatron
+from llmrecipes.workflow.importing import import_megatron
 from tests import megatron_lm
 from tests.dist.table import Row
 from tests.dist.training import _whole_tensors, loaders, training

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.launch.local.ranks import reserved_port
+from llmrecipes.launch.local.processes import reserved_port
 from tests.helpers import curve, finish, start_command, tiny_on, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]

@@ -15,11 +15,11 @@ import pytest
 from llmrecipes.errors import ExitCode
 from llmrecipes.launch import registry
 from llmrecipes.launch.base import (
-    Given,
     JobHandle,
     JobRef,
     JobState,
     JobStatus,
+    LauncherOptions,
     Logs,
     Rendering,
     Submission,
@@ -68,7 +68,7 @@ class Curves:
     submitted: ClassVar[list[str]] = []
     """Run ids, in order."""
 
-    def render(self, submission: Submission, given: Given) -> Rendering:
+    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
         return Rendering(("curves",))
 
     def require(self) -> None: ...

@@ -12,9 +12,8 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.best import Keeper
 from llmrecipes.search.budget import Budget, Used, used
 from llmrecipes.search.command import quiet
-from llmrecipes.search.length import trial_tokens
 from llmrecipes.search.samplers import pruner, sampler
-from llmrecipes.search.space import Values, suggest, trial_recipe
+from llmrecipes.search.space import Values, suggest, trial_recipe, trial_tokens
 from llmrecipes.search.storage import address, open_storage
 from llmrecipes.search.study import basis, open_study, place_of, require_section
 from llmrecipes.search.trials import own_trials

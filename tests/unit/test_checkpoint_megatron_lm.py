@@ -27,7 +27,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.megatron_lm import check, notes
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.import_megatron import import_megatron
+from llmrecipes.workflow.importing import import_megatron
 from tests import megatron_lm
 from tests.helpers import ROOMY, engine_of, steps, tiny, write_recipe
 from tests.refusals import refused, require_message

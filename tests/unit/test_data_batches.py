@@ -24,7 +24,7 @@ from llmrecipes.data.prepare import Prepared, open_prepared, prepare
 from llmrecipes.data.unreadable import explain
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.changes import Order, sample_order
+from llmrecipes.workflow.stored_recipe import Order, sample_order
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 

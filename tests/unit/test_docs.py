@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.recipe.load import names, recipes_dir
+from llmrecipes.hardware.cluster import detect
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.load import load, names, recipes_dir
 from tests.helpers import ROOT
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -61,3 +63,27 @@ def test_samples_are_found_and_every_recipe_is_listed() -> None:
     assert {"recipes.md", "tutorial.md"} <= {page for page, _, _ in SAMPLES}
     listed = (ROOT / "docs" / "recipes.md").read_text("utf-8").partition("llmrecipes list\n")[2].partition("```")[0]
     assert {line.split()[0] for line in listed.splitlines()[1:]} == set(names(recipes_dir()))
+
+
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_recipe_of_the_readme_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "notes.yaml"
+    path.write_text(README.partition("```yaml\n")[2].partition("```")[0], "utf-8")
+    plan = derive(load(str(path)).recipe, 4, detect())
+    assert plan.layout.data_parallel_size == 2
+    assert f" {len(names(recipes_dir()))} recipes " in README
+
+
+def test_every_guarantee_of_the_readme_names_its_test() -> None:
+    guarantees = README.partition("## What it guarantees")[2].partition("\n## ")[0]
+    lines = [line for line in guarantees.splitlines() if line.startswith("- ")]
+    proofs = re.findall(r"`(test_\w+)` \(\[(tests/\S+)\]", guarantees)
+    assert len(proofs) == len(lines) > 3
+    assert [name for name, file in proofs if f"def {name}(" not in (ROOT / file).read_text("utf-8")] == []
+
+
+def test_every_page_is_in_the_map_of_the_readme() -> None:
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", README))
+    assert {page.name for page in PAGES[1:]} == linked

@@ -21,8 +21,7 @@ from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nics import ports
 from llmrecipes.hardware.profile import Adapters, Link, Profile
-from llmrecipes.launch.hosts import job_hosts, own_number
-from llmrecipes.launch.rendezvous import TOKEN
+from llmrecipes.launch.rendezvous import TOKEN, job_hosts, own_number
 from llmrecipes.recipe.load import load
 from tests.helpers import tiny_on, write_recipe
 from tests.refusals import refused, require_message

@@ -60,7 +60,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.progress import Counted
 from llmrecipes.train.testing import TaskEvaluations
-from llmrecipes.workflow import evaluate_rank
+from llmrecipes.workflow import evaluate
 from tests.helpers import ROOMY, built, tiny, tiny_on
 from tests.refusals import refused, require_refusal
 from tests.unit.test_model_hf import Weights, state_of
@@ -804,9 +804,9 @@ def test_results_are_kept_beside_earlier_ones_or_not_at_all(tmp_path: Path, monk
 
 def test_the_rank_needs_no_data_of_an_imported_model(tmp_path: Path) -> None:
     recipe = tiny(data={"tokenizer": {"type": "huggingface", "path": str(tmp_path)}})
-    spec = evaluate_rank.EvaluationSpec(recipe=recipe, data_dir=tmp_path, folder=tmp_path, request=Request())
+    spec = evaluate.EvaluationSpec(recipe=recipe, data_dir=tmp_path, folder=tmp_path, request=Request())
     with refused("data.tokenizer"):
-        evaluate_rank.evaluate(spec)
+        evaluate.evaluate(spec)
 
 
 # -- tasks between two steps -----------------------------------------------------------------------------------------

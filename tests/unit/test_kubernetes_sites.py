@@ -17,12 +17,11 @@ from llmrecipes.cli.app import app
 from llmrecipes.hardware import profile
 from llmrecipes.hardware.load import load_profile, names
 from llmrecipes.launch.base import PlannedForCluster, Submission
-from llmrecipes.launch.hosts import job_hosts
-from llmrecipes.launch.kubernetes import security
+from llmrecipes.launch.kubernetes import pod
 from llmrecipes.launch.kubernetes.launcher import Kubernetes, objects_of, pod_spec
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options, Secret
 from llmrecipes.launch.kubernetes.pod import Object
-from llmrecipes.launch.rendezvous import TOKEN
+from llmrecipes.launch.rendezvous import TOKEN, job_hosts
 from llmrecipes.workflow.submit import plan_for
 from tests.kubernetes_schemas import require_valid
 from tests.refusals import refused
@@ -329,7 +328,7 @@ def test_rights_of_pods_follow_from_the_fabric(cluster: str, flavor: str) -> Non
     for thing in objects:
         require_valid(thing)
     assert "IPC_LOCK" not in json.dumps(objects)
-    assert security.level(pod_spec(objects[-1]))[0] == NEEDS.get(cluster, "restricted")
+    assert pod.security_level(pod_spec(objects[-1]))[0] == NEEDS.get(cluster, "restricted")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +353,7 @@ def test_levels_are_those_of_the_pod_security_standards(change: dict[str, Any], 
         "containers": [{"name": "node", "securityContext": own}],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
-    assert security.level(spec | change)[0] == level
+    assert pod.security_level(spec | change)[0] == level
 
 
 # -- profiles with mistakes ------------------------------------------------------------------------------------------

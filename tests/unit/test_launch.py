@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from llmrecipes.errors import ExitCode
-from llmrecipes.launch.local import Grace, rank_environment, ranks, run_ranks
-from llmrecipes.launch.local.ranks import reserved_port
+from llmrecipes.launch.local import Grace, processes, rank_environment, run_ranks
+from llmrecipes.launch.local.processes import reserved_port
 from llmrecipes.launch.ranks import FIRST_PORT
 from tests.refusals import refused
 
@@ -151,7 +151,7 @@ def test_a_rank_that_a_signal_ends_before_training_began_has_lost_nothing(folder
 def test_a_signal_just_after_the_ranks_have_ended_changes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = ranks._wait
+    wait = processes._wait
 
     def late(processes: dict[str, subprocess.Popen[bytes]], *others: Any) -> int:
         for process in processes.values():
@@ -159,7 +159,7 @@ def test_a_signal_just_after_the_ranks_have_ended_changes_nothing(
         os.kill(os.getpid(), signal.SIGTERM)
         return wait(processes, *others)
 
-    monkeypatch.setattr(ranks, "_wait", late)
+    monkeypatch.setattr(processes, "_wait", late)
     assert run(folder, {}) == 0
 
 

@@ -19,11 +19,11 @@ from llmrecipes.cli.app import run
 from llmrecipes.launch import job as jobs
 from llmrecipes.launch import lease, record, registry
 from llmrecipes.launch.base import (
-    Given,
     JobHandle,
     JobRef,
     JobState,
     JobStatus,
+    LauncherOptions,
     Logs,
     Rendering,
     Submission,
@@ -49,9 +49,9 @@ class Tiny:
     story: ClassVar[list[JobStatus | BaseException]] = []
     asked: ClassVar[list[int]] = []
     cancelled: ClassVar[list[str]] = []
-    given: Given = field(default_factory=dict)
+    given: LauncherOptions = field(default_factory=dict)
 
-    def render(self, submission: Submission, given: Given) -> Rendering:
+    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
         return Rendering(("tiny", str(given["queue"])), shown="tiny\n", place={"queue": given["queue"]})
 
     def require(self) -> None: ...

@@ -14,8 +14,7 @@ import pytest
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.launch.programs import tell
-from llmrecipes.launch.slurm.command import Options, Request, as_text, command
-from llmrecipes.launch.slurm.warning import LONGEST, SHORTEST, warning
+from llmrecipes.launch.slurm.sbatch import LONGEST, SHORTEST, Options, Request, as_text, command, notice
 from llmrecipes.workflow.submit import plan_for
 from tests.refusals import refused, require_message
 
@@ -302,13 +301,13 @@ def test_the_warning_follows_from_what_a_save_takes(tmp_path: Path) -> None:
     planned = plan_for("llama3-70b", [], "h100-ib", 8)
     site = load_profile("h100-ib")
     taken = planned.plan.checkpoint_bytes / (site.storage_gb_per_s * 1e9)
-    found = warning(planned.plan, site, tmp_path, None)
+    found = notice(planned.plan, site, tmp_path, None)
     assert 2 * taken + SHORTEST <= found.seconds <= 2 * taken + SHORTEST + 1
     faster = site.model_copy(update={"storage_gb_per_s": 100 * site.storage_gb_per_s})
-    assert warning(planned.plan, faster, tmp_path, None).seconds < found.seconds
+    assert notice(planned.plan, faster, tmp_path, None).seconds < found.seconds
     small = plan_for("gpt-125m", [], "h100-ib", 1).plan
-    assert warning(small, site, tmp_path, None).seconds < 180
-    assert warning(planned.plan, site, tmp_path, 42).seconds == 42
+    assert notice(small, site, tmp_path, None).seconds < 180
+    assert notice(planned.plan, site, tmp_path, 42).seconds == 42
     run = tmp_path / planned.plan.recipe.name / "earlier"
     run.mkdir(parents=True)
     saves = [
@@ -316,8 +315,8 @@ def test_the_warning_follows_from_what_a_save_takes(tmp_path: Path) -> None:
     ]
     steps = [{"step": step, "step_seconds": seconds} for step, seconds in ((1, 300), (2, 14.5), (3, 12))]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*steps, *saves]))
-    measured = warning(planned.plan, site, tmp_path, None)
+    measured = notice(planned.plan, site, tmp_path, None)
     assert (measured.seconds, "earlier" in measured.reason) == (SHORTEST + 2 * 110, True)
     saves[0]["seconds"] = 1e6
     (run / "metrics.jsonl").write_text(json.dumps(saves[0]) + "\n")
-    assert warning(planned.plan, site, tmp_path, None).seconds == LONGEST
+    assert notice(planned.plan, site, tmp_path, None).seconds == LONGEST

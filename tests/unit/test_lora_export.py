@@ -26,8 +26,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.workflow.export import Options, export
-from llmrecipes.workflow.export_adapter import export_adapter
+from llmrecipes.workflow.export import Options, export, export_adapter
 from llmrecipes.workflow.pretrained import base_weights, with_pretrained
 from tests.helpers import ROOMY, random_batches, steps
 from tests.hf_models import LENGTH, VOCABULARY, saved

@@ -415,6 +415,14 @@ def test_a(change, says, capsys):
     assert list(prose.own_raises(source)) == [3]
 
 
+@cache
+def anchors(page: Path) -> set[str]:
+    """Anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+?) *$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     broken = []
     pages = [path for path in tracked() if path.suffix == ".md"]
@@ -422,8 +430,11 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in pages:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
-            name = target.partition("#")[0]
-            if name and "://" not in name and not name.startswith("mailto:") and not (page.parent / name).exists():
+            name, _, anchor = target.partition("#")
+            if "://" in name or name.startswith("mailto:"):
+                continue
+            linked = page.parent / name if name else page
+            if not linked.exists() or (anchor and linked.suffix == ".md" and anchor not in anchors(linked)):
                 broken.append(f"{relative(page)}: {target}")
     assert not broken, broken
 

@@ -20,7 +20,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.width import base_width
 from llmrecipes.search import starting, worker
 from llmrecipes.search.command import search
-from llmrecipes.search.target import here
+from llmrecipes.search.target import local_target
 from llmrecipes.search.trials import own_trials
 from llmrecipes.workflow.run import Paths
 from tests.helpers import curve, finish, start_command, tiny_on, train_lines, wait_for_step, write_recipe
@@ -205,7 +205,7 @@ def test_data_without_a_validation_split_is_refused_before_anything_trains(tmp_p
     path = write_recipe(tiny_on(corpus, data={"split": [1e6, 1e-6, 1e-6]}, search=space), tmp_path)
     paths = Paths(tmp_path / "runs", tmp_path / "data")
     with refused("data.split"):
-        search(load(path).recipe, lambda: here(Curves(), {}, paths, 1, 1), resume=False, log=print)
+        search(load(path).recipe, lambda: local_target(Curves(), {}, paths, 1, 1), resume=False, log=print)
     assert not Curves.submitted
 
 

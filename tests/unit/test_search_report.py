@@ -18,13 +18,12 @@ from llmrecipes.cli.app import run
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.search import command, dashboard, remote
+from llmrecipes.search import command, metrics
 from llmrecipes.search.command import require_library
 from llmrecipes.search.metrics import MetricsReader
-from llmrecipes.search.plots import plots
-from llmrecipes.search.report import write_report
+from llmrecipes.search.report import plots, write_report
 from llmrecipes.search.storage import open_storage
-from llmrecipes.search.trials import give_back
+from llmrecipes.search.trials import return_to_queue
 from llmrecipes.search.worker import Worker
 from llmrecipes.tracking.store import tracking_uri
 from tests.helpers import tiny_on, write_recipe
@@ -152,7 +151,7 @@ def test_the_report_says_which_trials_continue_others(tmp_path: Path) -> None:
     made = worker(searched(n_trials=1), tmp_path)
     for number in (0, 1):
         made.study.ask()
-        give_back(made.study, number)
+        return_to_queue(made.study, number)
     made.run()
     write_report(made.study, made.recipe, tmp_path / "report.html")
     assert "<td>2 (continues 0)</td>" in (tmp_path / "report.html").read_text("utf-8")
@@ -225,7 +224,7 @@ def test_the_report_of_a_recipe_that_has_changed(made: Worker, tmp_path: Path) -
 
 def test_the_dashboard_shows_the_study(made: Worker) -> None:
     with (
-        dashboard.server(str(made.place.folder / "journal.log"), 0) as (address, process),
+        command.server(str(made.place.folder / "journal.log"), 0) as (address, process),
         urllib.request.urlopen(f"{address}/api/studies", timeout=30) as answer,  # noqa: S310 - our own address
     ):
         assert [study["study_name"] for study in json.load(answer)["study_summaries"]] == ["lab"]
@@ -278,19 +277,19 @@ def test_losses_come_back_through_mlflow_where_the_disk_is_not_shared(tmp_path: 
     require_database(uri, tmp_path.as_uri())
     client = MlflowClient(uri)
     experiment = client.create_experiment("lab-search", tmp_path.as_uri())
-    reader = remote.MlflowReader(uri, "lab-search", "lab-0000")
+    reader = metrics.MlflowReader(uri, "lab-search", "lab-0000")
     assert reader.read().evaluations == {}
     run_id = client.create_run(experiment, run_name="lab-0000").info.run_id
     for step in (1, 2, 3):
         for key, value in (("loss", 3.0), ("step_seconds", 0.5), ("consumed_tokens", 100.0 * step)):
             client.log_metric(run_id, key, value, step=step)
     client.log_metric(run_id, "valid_loss", 2.5, step=3)
-    reader._looked = -remote.LOOK_SECONDS
+    reader._looked = -metrics.LOOK_SECONDS
     progress = reader.read()
     assert (progress.step, progress.tokens, progress.seconds, progress.diverged) == (3, 300, 1.5, False)
     assert progress.evaluations[3].valid_loss == 2.5
     client.log_metric(run_id, "loss", float("nan"), step=4)
-    reader._looked = -remote.LOOK_SECONDS
+    reader._looked = -metrics.LOOK_SECONDS
     assert reader.read().diverged
 
 

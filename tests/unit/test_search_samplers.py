@@ -15,11 +15,10 @@ from optuna.trial import TrialState, create_trial
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.search import trials
-from llmrecipes.search.samplers import pruner, sampler
+from llmrecipes.search.samplers import FINITE, Learnt, pruner, sampler, violations
 from llmrecipes.search.space import distribution
 from llmrecipes.search.study import require_section
 from llmrecipes.search.trial import Outcome
-from llmrecipes.search.views import FINITE, Learnt, violations
 from tests.unit.search_lab import LR, curves, ran, searched, worker
 
 __all__ = ["curves"]
@@ -221,7 +220,7 @@ def test_trials_at_the_same_time_differ() -> None:
 
 
 def lost_and_resumed(study: optuna.Study, trial: optuna.Trial) -> optuna.Trial:
-    trials.give_back(study, trial.number)
+    trials.return_to_queue(study, trial.number)
     return study.ask()
 
 

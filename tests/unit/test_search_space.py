@@ -9,9 +9,8 @@ import pytest
 
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.search import PRUNER_KEYS, SAMPLER_KEYS
-from llmrecipes.search.length import evaluation, evaluations
 from llmrecipes.search.samplers import pruner as make_pruner
-from llmrecipes.search.space import trial_recipe
+from llmrecipes.search.space import evaluation, evaluations, trial_recipe
 from llmrecipes.search.study import require_section
 from llmrecipes.search.trials import own_trials
 from tests.helpers import tiny

@@ -202,8 +202,8 @@ def test_a_trial_that_is_put_back_twice_runs_once(tmp_path: Path) -> None:
     made = worker(searched(n_trials=2, pruner={"type": "NopPruner"}), tmp_path)
     trial = made.study.ask()
     trial.suggest_float("optimizer.lr", 1e-4, 1.0, log=True)
-    trials.give_back(made.study, trial.number)
-    trials.give_back(made.study, trial.number)
+    trials.return_to_queue(made.study, trial.number)
+    trials.return_to_queue(made.study, trial.number)
     assert made.run() == ExitCode.DONE
     assert [each.state for each in own_trials(made.study)] == [TrialState.COMPLETE] * 2
     assert len(Curves.submitted) == 2
@@ -483,7 +483,7 @@ def test_a_retry_of_a_lost_answer_does_no_harm(tmp_path: Path) -> None:
             raise OSError(5, "Input/output error")
         return found
 
-    assert storage.patiently(tell, "x").value == 1.0
+    assert storage.with_retries(tell, "x").value == 1.0
 
 
 def test_a_trial_that_was_taken_over_is_left_to_the_other_process(
@@ -494,7 +494,7 @@ def test_a_trial_that_was_taken_over_is_left_to_the_other_process(
 
     def taken(recipe: Recipe, evaluation: int) -> float:
         if len(Curves.submitted) == 1 and evaluation == 2:
-            trials.give_back(made.study, 0)
+            trials.return_to_queue(made.study, 0)
         return bowl(recipe, evaluation)
 
     monkeypatch.setattr(Curves, "loss", staticmethod(taken))

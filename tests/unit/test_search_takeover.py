@@ -29,7 +29,7 @@ from llmrecipes.search import storage, trials
 from llmrecipes.search.budget import ENDED, RANK_SECONDS, RANKS, RUN_ID, used
 from llmrecipes.search.command import quiet
 from llmrecipes.search.starting import MACHINE, NotStarted
-from llmrecipes.search.trials import GIVEN_BACK, WORKER, own_trials
+from llmrecipes.search.trials import RETURNED, WORKER, own_trials
 from llmrecipes.search.worker import Worker
 from llmrecipes.tracking import status
 from tests.unit.search_lab import Curves, bowl, curves, ran, searched, states, worker
@@ -117,7 +117,7 @@ def test_a_job_of_another_machine_is_followed_and_not_started_a_second_time(tmp_
     made = worker(searched(n_trials=1), tmp_path)
     trial = begun(made, **{MACHINE: ELSEWHERE})
     with job_elsewhere(made.place.run_dir("lab-0000")) as (process, _):
-        trials.give_back(made.study, trial.number)
+        trials.return_to_queue(made.study, trial.number)
         said: list[str] = []
 
         def log(line: str) -> None:
@@ -144,7 +144,7 @@ def test_a_job_whose_machine_is_gone_is_started_here(tmp_path: Path, monkeypatch
         process.wait()
         assert handle(ref).state == JobState.RUNNING  # nothing is known yet
         monkeypatch.setattr(lease, "LEASE_SECONDS", 0.05)
-        trials.give_back(made.study, trial.number)
+        trials.return_to_queue(made.study, trial.number)
         assert made.run() == ExitCode.DONE
     assert Curves.submitted == ["lab-0000"]
     assert [each.state for each in own_trials(made.study)] == [TrialState.COMPLETE]
@@ -200,7 +200,7 @@ def test_a_job_that_cannot_be_seen_from_here_is_left_to_its_machine(
     lose(made, now)
     assert states(made.study) == ["RUNNING"]
     assert [line for line in caplog.messages if "elsewhere" in line and "trial 0" in line]
-    trials.give_back(made.study, 0)  # by its own machine, but this one asks first
+    trials.return_to_queue(made.study, 0)  # by its own machine, but this one asks first
     started = made._starter.start(0)
     assert isinstance(started, NotStarted) and started.is_elsewhere
     assert states(made.study) == ["FAIL", "FAIL", "WAITING"]
@@ -252,11 +252,11 @@ def test_a_clock_that_is_set_takes_no_trial_away(tmp_path: Path, now: list[float
 def test_heartbeats_go_on_while_the_scheduler_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = worker(searched(n_trials=1, heartbeat_interval=1, pruner={"type": "NopPruner"}), tmp_path)
     statuses, seen = Curves.statuses, threading.Event()
-    record_heartbeat = storage.LivingJournal.record_heartbeat
+    record_heartbeat = storage.HeartbeatJournal.record_heartbeat
     asked: list[bool] = []
     answers: list[bool] = []
 
-    def records(self: storage.LivingJournal, trial_id: int) -> None:
+    def records(self: storage.HeartbeatJournal, trial_id: int) -> None:
         record_heartbeat(self, trial_id)
         if asked:
             seen.set()
@@ -268,7 +268,7 @@ def test_heartbeats_go_on_while_the_scheduler_does_not_answer(tmp_path: Path, mo
             raise SchedulerUnavailable("no answer within 120 s", where="squeue")
         return statuses(self, refs)
 
-    monkeypatch.setattr(storage.LivingJournal, "record_heartbeat", records)
+    monkeypatch.setattr(storage.HeartbeatJournal, "record_heartbeat", records)
     monkeypatch.setattr(Curves, "statuses", silent)
     assert made.run() == ExitCode.DONE
     assert answers == [True]
@@ -289,7 +289,7 @@ def test_gpu_hours_count_while_no_process_looks(tmp_path: Path) -> None:
     assert made._used().gpu_hours == 1
     ran_for(made.place.run_dir("lab-0000"), 5.5 * 3600)
     assert made._used().gpu_hours == 11
-    trials.give_back(made.study, trial.number)  # it waits, and its job runs
+    trials.return_to_queue(made.study, trial.number)  # it waits, and its job runs
     assert made._used().gpu_hours == 11
     assert made.run() == ExitCode.DONE
     assert Curves.submitted == []
@@ -298,7 +298,7 @@ def test_gpu_hours_count_while_no_process_looks(tmp_path: Path) -> None:
 def test_what_a_trial_has_used_is_carried_over_when_it_is_resumed(tmp_path: Path) -> None:
     made = worker(searched(n_trials=1, pruner={"type": "NopPruner"}), tmp_path)
     trial = begun(made, **{RANK_SECONDS: 7200.0})
-    trials.give_back(made.study, trial.number)
+    trials.return_to_queue(made.study, trial.number)
     assert made.run() == ExitCode.DONE
     [done] = own_trials(made.study)
     assert 7200 < done.user_attrs[RANK_SECONDS] < 7300
@@ -344,7 +344,7 @@ def test_a_resumed_trial_warns_of_nothing_and_has_the_constraints_of_its_own_pla
     monkeypatch.setattr(Curves, "loss", staticmethod(bowl))
     study = ran(searched(n_trials=1), tmp_path, resume=True)
     [done] = own_trials(study)
-    assert done.user_attrs[GIVEN_BACK] == [0]
+    assert done.user_attrs[RETURNED] == [0]
     assert done.constraints["fits"] < 0
     assert [str(each.message) for each in recwarn if "constraint" in str(each.message)] == []
 

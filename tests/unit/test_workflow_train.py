@@ -21,9 +21,9 @@ from llmrecipes.train import worker
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow import run
 from llmrecipes.workflow import train as workflow
-from llmrecipes.workflow.overfit import one_batch_recipe
 from llmrecipes.workflow.run import checked_run_id, new_run_id
 from llmrecipes.workflow.runs import find_run
+from llmrecipes.workflow.train import one_batch_recipe
 from tests.helpers import checkpoint_values, lines, tiny, tiny_on, train_lines, write_recipe
 from tests.refusals import refused, require_message
 

@@ -1,20 +1,109 @@
-"""Output of `compare`."""
+"""Output of `compare` and `scaling`: tables, and curves as text (braille dots on a terminal, else letters)."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
 
 from llmrecipes.cli.render.table import aligned
 from llmrecipes.console import number
 from llmrecipes.units import GIB
+from llmrecipes.workflow.scaling import COEFFICIENTS
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from llmrecipes.workflow.compare import Comparison, Curve, Run
+    from llmrecipes.workflow.scaling import Interval, ScalingLaw
+
+
+COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
+BRAILLE = 0x2800
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Bit of each of the 2 × 4 dots of a braille character, by column and row."""
+SEVERAL = "*"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: its letter, and points with finite coordinates."""
+
+    letter: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+
+
+def plot(series: Sequence[Series], *, width: int, height: int, braille: bool) -> list[Text]:
+    """Lines of a plot of `width` × `height` characters with axes; empty if there are no points.
+
+    Args:
+        series: where curves overlap, braille shows the later one and letters show `*`.
+        braille: dots in `COLOURS`, in the order of the series; else letters.
+    """
+    ys = [y for each in series for y in each.ys]
+    if not ys:
+        return []
+    xs = [x for each in series for x in each.xs]
+    box = (min(xs), max(xs), min(ys), max(ys))
+    cells: dict[tuple[int, int], dict[int, int]] = {}
+    for index, each in enumerate(series):
+        for across, up in _dots(each, box, 2 * width, 4 * height):
+            row = 4 * height - 1 - up
+            bits = cells.setdefault((across // 2, row // 4), {})
+            bits[index] = bits.get(index, 0) | DOTS[across % 2][row % 4]
+    labels = {0: f"{box[3]:.4g}", height // 2: f"{(box[2] + box[3]) / 2:.4g}", height - 1: f"{box[2]:.4g}"}
+    margin = max(map(len, labels.values()))
+    lines = []
+    for row in range(height):
+        line = Text(f"{labels.get(row, ''):>{margin}} {'┤' if row in labels else '│'}")
+        for column in range(width):
+            line.append(*_cell(cells.get((column, row), {}), series, braille=braille))
+        line.rstrip()
+        lines.append(line)
+    first, last = number(box[0]), number(box[1])
+    lines.append(Text(f"{'':{margin}} └{'─' * width}"))
+    lines.append(Text(f"{'':{margin}}  {first}{last:>{max(width - len(first), len(last) + 1)}}"))
+    return lines
+
+
+def _dots(series: Series, box: tuple[float, float, float, float], width: int, height: int) -> set[tuple[int, int]]:
+    """Dots of the curve from the lower left corner, with straight lines between neighbours."""
+    left, right, low, high = box
+    dots: set[tuple[int, int]] = set()
+    before: tuple[int, int] | None = None
+    for x, y in zip(series.xs, series.ys, strict=True):
+        dot = (_place(x, left, right, width), _place(y, low, high, height))
+        if dot == before:
+            continue
+        across, up = before or dot
+        parts = max(abs(dot[0] - across), abs(dot[1] - up), 1)
+        dots |= {
+            (round(across + (dot[0] - across) * n / parts), round(up + (dot[1] - up) * n / parts))
+            for n in range(parts + 1)
+        }
+        before = dot
+    return dots
+
+
+def _place(value: float, low: float, high: float, cells: int) -> int:
+    return 0 if high == low else min(int((value - low) / (high - low) * cells), cells - 1)
+
+
+def _cell(bits: dict[int, int], series: Sequence[Series], *, braille: bool) -> tuple[str, str]:
+    if not bits:
+        return " ", ""
+    top = max(bits)
+    if braille:
+        return chr(BRAILLE | reduce(or_, bits.values())), COLOURS[top % len(COLOURS)]
+    return (series[top].letter if len(bits) == 1 else SEVERAL), ""
+
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 AXES = ("step", "tokens")
@@ -22,11 +111,9 @@ HEIGHT = 12
 LONGEST_VALUE = 40
 
 
-def lines(comparison: Comparison, axis: str, *, width: int, colours: bool) -> Iterator[str | Text]:
+def comparison_lines(comparison: Comparison, axis: str, *, width: int, colours: bool) -> Iterator[str | Text]:
     """Human-readable lines of the comparison."""
     from rich.text import Text
-
-    from llmrecipes.cli.render.plot import COLOURS
 
     runs = comparison.runs
     wide = max(len(run.name) for run in runs)
@@ -58,7 +145,6 @@ def default_axis(comparison: Comparison) -> str:
 
 
 def _curves(title: str, curves: Sequence[Curve], axis: str, *, width: int, braille: bool) -> Iterator[str | Text]:
-    from llmrecipes.cli.render.plot import Series, plot
 
     series = []
     for letter, curve in zip(LETTERS, curves, strict=False):
@@ -100,3 +186,51 @@ def _value(value: Any) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return aligned(rows, right=range(1, len(rows[0])))
+
+
+def scaling_lines(scaling: ScalingLaw) -> Iterator[str]:
+    """Human-readable scaling_lines of a fit."""
+    fit, selection = scaling.fit, scaling.selection
+    law = fit.law
+    rows: list[tuple[str, ...]] = [("run", "parameters", "tokens", "loss", "fitted")]
+    for name, point in zip(selection.names, selection.points, strict=True):
+        fitted = law.loss(point.parameters, point.tokens)
+        rows.append((name, number(point.parameters), number(point.tokens), f"{point.loss:.4f}", f"{fitted:.4f}"))
+    yield from aligned(rows)
+    for name, reason in selection.left_out:
+        yield f"left out: {name}: {reason}"
+    yield ""
+    yield f"L = E + A/N^alpha + B/D^beta over {len(selection.points)} runs, residual {fit.residual:.2%}"
+    rows = [("", "fit", "90 % interval")]
+    for coefficient in COEFFICIENTS:
+        low, high = fit.interval(coefficient)
+        rows.append((coefficient, f"{getattr(law, coefficient):.4g}", f"{low:.4g} to {high:.4g}"))
+    yield from aligned(rows)
+    if not fit.has_offset:
+        yield "E is 0: the loss of these runs does not level off yet, and the law is not to be extrapolated"
+    for coefficient in COEFFICIENTS:
+        if share := fit.at_bound(coefficient):
+            yield f"{coefficient}: {share:.0%} of the bootstrap samples do not determine it (a bound of the fit)"
+    yield ""
+    yield f"compute-optimal for C = 6ND FLOPs: N grows with C^{law.parameter_exponent:.2f}, D with the rest"
+    rows = [("FLOPs", "parameters", "90 % interval", "tokens", "90 % interval", "loss", "90 % interval")]
+    for optimum in scaling.optima:
+        best = optimum.best
+        low, high = optimum.loss
+        rows.append(
+            (
+                f"{optimum.flops:.2e}",
+                number(best.parameters),
+                _range(optimum.parameters),
+                number(best.tokens),
+                _range(optimum.tokens),
+                f"{best.loss:.3f}",
+                f"{low:.3f} to {high:.3f}",
+            )
+        )
+    yield from aligned(rows)
+
+
+def _range(interval: Interval) -> str:
+    low, high = interval
+    return f"{number(low)} to {number(high)}"

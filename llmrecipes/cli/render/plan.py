@@ -1,10 +1,13 @@
-"""Output of `show`."""
+"""Output of `show` and `layout`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from llmrecipes.cli.render.table import aligned
 from llmrecipes.commandline import command_line
 from llmrecipes.console import console, duration
 from llmrecipes.data.sources import text_bytes
@@ -13,6 +16,8 @@ from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.communication import Communication
 from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.layout import Layout
+from llmrecipes.plan.placement import Placement, Range, groups
 from llmrecipes.plan.table import machine, rows
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import Loaded, to_yaml
@@ -140,3 +145,79 @@ def _time(
         causal = f"{rate * plan.flops_per_token_causal:.1%} with causal attention"
         lines.append(("MFU", f"{rate * plan.flops_per_token_full:.1%}", causal))
     return lines
+
+
+MOST_ROWS = 64
+MOST_GROUPS = 8
+GROUP_NAMES = {
+    "tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert", "expert_tp": "expert-tensor",
+    "expert_dp": "expert-data",
+}  # fmt: skip
+
+
+def layout_as_dict(laid_out: Layout, ranks: Sequence[Placement]) -> dict[str, Any]:
+    """Output of `layout --json`."""
+    return {
+        "layout": asdict(laid_out),
+        "groups": groups(laid_out),
+        "ranks": [rank.as_dict() for rank in ranks],
+    }
+
+
+def layout_as_text(laid_out: Layout, ranks: Sequence[Placement]) -> str:
+    """A line for each rank with what differs between ranks, then what they have in common, and the process groups.
+
+    For a large world only the first data-parallel slice is shown: the others hold the same parts of the model.
+    """
+    shown = ranks if len(ranks) <= MOST_ROWS else [rank for rank in ranks if rank.data == 0]
+    cells = [_cells(rank) for rank in shown]
+    differ = [name for name in cells[0] if name == "rank" or any(row[name] != cells[0][name] for row in cells)]
+    alike = [f"{name} {value}" for name, value in cells[0].items() if name not in differ and value]
+    rows = [differ, *([row[name] for name in differ] for row in cells)]
+    lines = aligned(rows)
+    every = "every rank" if len(shown) == len(ranks) else "each of these ranks"
+    lines += ["", *([f"{every}: {'; '.join(alike)}"] if alike else [])]
+    if len(shown) == len(ranks):
+        return "\n".join(lines + _groups(laid_out, ranks)).rstrip()
+    slices = f"data-parallel slice 0 of {laid_out.data_parallel_size}"
+    return "\n".join([*lines, f"{len(shown)} of {len(ranks)} ranks are shown: {slices}; --json has all"])
+
+
+def _groups(laid_out: Layout, ranks: Sequence[Placement]) -> list[str]:
+    by_name, has_experts = groups(laid_out), ranks[0].experts != (0, 0)
+    lines = []
+    for name, words in GROUP_NAMES.items():
+        if len(by_name[name][0]) > 1 and (has_experts or not name.startswith("e")):
+            written = [f"({' '.join(map(str, group))})" for group in by_name[name]]
+            rest = f" … {len(written)} groups" if len(written) > MOST_GROUPS else ""
+            lines.append(f"{words}-parallel: {' '.join(written[:MOST_GROUPS])}{rest}")
+    return lines
+
+
+def _cells(rank: Placement) -> dict[str, str]:
+    """One row of the table, by column; empty if the rank has no such part."""
+    ends = [name for name, has in (("embedding", rank.has_embedding), ("output", rank.has_output)) if has]
+    split = rank.residual_tokens != rank.tokens
+    return {
+        "rank": str(rank.rank),
+        "stage": str(rank.stage),
+        "layers": ", ".join(_span(part) for part in rank.layers if part[0] < part[1]),
+        "vocabulary": f"{_span(rank.vocabulary)} ({' and '.join(ends)})" if ends else "",
+        "heads": _span(rank.query_heads),
+        "experts": _span(rank.experts),
+        "tokens": ", ".join(map(_span, rank.tokens)),
+        "residual stream": ", ".join(map(_span, rank.residual_tokens)) if split else "",
+        "sequences": _listed(rank.sequences),
+    }
+
+
+def _span(numbers: Range) -> str:
+    first, end = numbers
+    if first >= end:
+        return ""
+    return str(first) if end == first + 1 else f"{first}-{end - 1}"
+
+
+def _listed(parts: Sequence[Range], most: int = 2) -> str:
+    words = ", ".join(_span(part) for part in parts[:most])
+    return words if len(parts) <= most else f"{words}, … ({len(parts)} micro-batches)"

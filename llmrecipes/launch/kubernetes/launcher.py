@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.base import (
-    Given,
     JobHandle,
     JobRef,
     JobState,
     JobStatus,
+    LauncherOptions,
     Logs,
     PlannedForCluster,
     Rendering,
     Submission,
 )
 from llmrecipes.launch.job import Job
-from llmrecipes.launch.kubernetes import objects, pod, prepare, security, site
+from llmrecipes.launch.kubernetes import objects, pod, prepare, site
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options, object_name, parse_secrets
 from llmrecipes.launch.kubernetes.pod import Object, Run
 from llmrecipes.launch.programs import ask, require_program, run, tell
@@ -55,13 +55,13 @@ class Kubernetes:
     shares_disk: ClassVar = False
     poll_seconds: ClassVar = 10.0
 
-    def render(self, submission: Submission, given: Given) -> Rendering:
+    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
         """The objects, as YAML; and those of the Job which tokenizes, if GPUs would wait for it."""
         options = _options(given)
         run = _run(submission.planned_for_cluster, submission.run_id, submission.accept_changes)
         rendered = objects.render(run, options)
         workload = rendered[-1]["metadata"]
-        level, reasons = security.level(pod_spec(rendered[-1]))
+        level, reasons = pod.security_level(pod_spec(rendered[-1]))
         apply, text = ("kubectl", "apply", "--filename", "-"), objects.to_yaml(rendered)
         first: list[Object] = []
         if run.profile.gpus_per_node and not submission.prepared and not options.prepared:
@@ -121,18 +121,18 @@ class Kubernetes:
         for ref in refs:
             namespace, kind, name = ref.job_id.split("/")
             groups[namespace, kind][name] = ref
-        found = {}
+        by_ref = {}
         for (namespace, kind), named in groups.items():
             for thing in _get(namespace, kind, list(named)):
                 name = thing["metadata"]["name"]
                 if name in named:
-                    found[named[name]] = status_of(thing)
-            failed = [name for name, ref in named.items() if ref in found and found[ref].state is JobState.FAILED]
+                    by_ref[named[name]] = status_of(thing)
+            failed = [name for name, ref in named.items() if ref in by_ref and by_ref[ref].state is JobState.FAILED]
             if kind != "job" and failed:
                 for thing in _get(namespace, "job", failed, JOBSET_NAME):
                     if (status := status_of(thing)).exit_code:
-                        found[named[thing["metadata"]["labels"][JOBSET_NAME]]] = status
-        return found
+                        by_ref[named[thing["metadata"]["labels"][JOBSET_NAME]]] = status
+        return by_ref
 
     def cancel(self, ref: JobRef) -> None:
         """Delete the workload: its pods get SIGTERM and their grace period to save. Other objects stay for a resume."""
@@ -181,8 +181,8 @@ def pod_spec(workload: Object) -> Object:
     if workload["kind"] == "JobSet":
         spec = spec["replicatedJobs"][0]["template"]["spec"]
     if workload["kind"] != "TrainJob":
-        found: Object = spec["template"]["spec"]
-        return found
+        pod_template: Object = spec["template"]["spec"]
+        return pod_template
     patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     own = patch["template"]["spec"]["template"]["spec"]
     containers = [{**each, "securityContext": pod.container_security()} for each in own["containers"]]
@@ -204,7 +204,7 @@ def _require_admission(namespace: str, needed: Mapping[str, Any]) -> None:
         return
     label = "jsonpath={.metadata.labels.pod-security\\.kubernetes\\.io/enforce}"
     code, enforced, _ = run(("kubectl", "get", "namespace", namespace, "--output", label))
-    if code == 0 and not security.admits(enforced.strip(), needed["level"]):
+    if code == 0 and not pod.admits(enforced.strip(), needed["level"]):
         raise UserError(
             f"{namespace} enforces {enforced.strip()}",
             where="--namespace",
@@ -217,7 +217,7 @@ def _require_accepted(command: Sequence[str], text: str) -> None:
     """UserError if the cluster rejects an object: the workload is created last, and the others would stay."""
     code, _, words = run((*command, "--dry-run=server"), text)
     if code and NO_DRY_RUN not in words:
-        raise UserError(f"refused:\n{words}", where=command[0], fix=DRY_RUN)
+        raise UserError(f"failed:\n{words}", where=command[0], fix=DRY_RUN)
 
 
 def status_of(workload: Object) -> JobStatus:
@@ -229,9 +229,9 @@ def status_of(workload: Object) -> JobStatus:
     if failed := FAILED & held.keys():
         condition = held[failed.pop()]
         message = str(condition.get("message", ""))
-        told = FAILED_WITH.search(message)
+        code = FAILED_WITH.search(message)
         reason = f"{condition.get('reason', '')}: {message}".strip(": ")
-        return JobStatus(JobState.FAILED, int(told[1]) if told else None, reason)
+        return JobStatus(JobState.FAILED, int(code[1]) if code else None, reason)
     if SUSPENDED & held.keys():
         return JobStatus(JobState.PENDING, reason="suspended")
     restarts = int(status.get("restarts") or 0)  # of a JobSet
@@ -252,11 +252,11 @@ def _get(namespace: str, kind: str, names: list[str], label: str = INSTANCE) -> 
         yield from json.loads(answer)["items"]
 
 
-def _options(given: Given) -> Options:
+def _options(given: LauncherOptions) -> Options:
     image = given.get("image")
     if image is None:
         raise UserError(
-            "no image is named", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST; make image builds one"
+            "not set", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST; make image builds one"
         )
     names = {"secret", "image"}
     values = {name.replace("-", "_"): value for name, value in given.items() if value is not None and name not in names}

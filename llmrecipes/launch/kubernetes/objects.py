@@ -7,6 +7,7 @@ fails immediately. Anything else counts against `max_restarts`.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -15,9 +16,10 @@ import yaml
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.kubernetes import pod
 from llmrecipes.launch.kubernetes.options import RUNTIME, Options, check
-from llmrecipes.launch.kubernetes.patch import patched
 from llmrecipes.launch.kubernetes.pod import Object, Run
+from llmrecipes.launch.programs import require_program, run
 from llmrecipes.recipe import document
+from llmrecipes.recipe.section import JsonObject
 
 MOST_CONFIG_BYTES = 1 << 20
 KEEP_SECONDS = 7 * 24 * 3600
@@ -245,7 +247,7 @@ def _require_patchable(run: Run, options: Options) -> None:
     fix = "--flavor jobset"
     if options.host_network:
         rule = "a TrainJob takes host networking from its runtime"
-        raise UserError("given with --flavor trainjob", where="--host-network", rule=rule, fix=fix)
+        raise UserError("set with --flavor trainjob", where="--host-network", rule=rule, fix=fix)
     kubernetes = run.profile.kubernetes
     wanted = {
         "sidecars": kubernetes.sidecars,
@@ -254,8 +256,8 @@ def _require_patchable(run: Run, options: Options) -> None:
         "priority_class": kubernetes.priority_class,
         "patch": kubernetes.patch,
     }
-    if there := [f"kubernetes.{name}" for name, value in wanted.items() if value]:
-        what = f"{run.profile.name} has {', '.join(there)}"
+    if unsupported := [f"kubernetes.{name}" for name, value in wanted.items() if value]:
+        what = f"{run.profile.name} has {', '.join(unsupported)}"
         raise UserError(what, where="--flavor trainjob", rule="a TrainJob takes these from its runtime", fix=fix)
 
 
@@ -303,3 +305,58 @@ def _on_exit(action: str, codes: list[int]) -> Object:
 
 def _on_disruption(action: str) -> Object:
     return {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def patched(template: dict[str, Any], patch: JsonObject, cluster: str) -> dict[str, Any]:
+    """A pod template after a site's strategic merge patch, by a local kubectl; no cluster is needed.
+
+    Args:
+        template: `metadata` and `spec` of a pod.
+        patch: the same keys.
+        cluster: name of the profile, for messages.
+
+    Raises:
+        UserError: no kubectl on this machine, or it rejects the patch.
+    """
+    if not patch:
+        return template
+    where = f"kubernetes.patch of {cluster}"
+    require_program("kubectl", f"kubectl applies {where}; run this where it is, or remove the patch")
+    pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": "pod", **template["metadata"]}}
+    command = ("kubectl", "patch", "--local", "--filename", "-", "--type", "strategic", "--output", "json")
+    code, answer, words = run((*command, "--patch", json.dumps(patch)), json.dumps(pod))
+    if code:
+        raise UserError(f"rejected by kubectl:\n{words}", where=where, rule="a strategic merge patch of a pod template")
+    merged = json.loads(answer)
+    if missing := _containers(template["spec"]) - _containers(merged["spec"]):
+        rule = "a patch cannot remove the containers of a run"
+        raise UserError(f"removes the container {', '.join(sorted(missing))}", where=where, rule=rule)
+    # kubectl sorts keys; those of the template keep their order.
+    return {key: _in_order(merged[key], template[key]) for key in template} | {
+        "metadata": _patched_metadata(merged, template)
+    }
+
+
+def _containers(spec: dict[str, Any]) -> set[str]:
+    """Names of all containers; kubectl does not check that a patch leaves a valid pod."""
+    listed = [spec.get(key) for key in ("initContainers", "containers")]
+    return {each["name"] for part in listed if isinstance(part, list) for each in part if "name" in each}
+
+
+def _patched_metadata(merged: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in merged["metadata"].items() if key not in ("name", "creationTimestamp")}
+    ordered: dict[str, Any] = _in_order(kept, template["metadata"])
+    return ordered
+
+
+def _in_order(value: Any, like: Any) -> Any:
+    if isinstance(value, dict) and isinstance(like, dict):
+        keys = [*(key for key in like if key in value), *(key for key in value if key not in like)]
+        return {key: _in_order(value[key], like.get(key)) for key in keys}
+    if isinstance(value, list) and isinstance(like, list):
+        named = {each["name"]: each for each in like if isinstance(each, dict) and "name" in each}
+        return [
+            _in_order(each, named.get(each["name"]) if isinstance(each, dict) and "name" in each else None)
+            for each in value
+        ]
+    return value

@@ -94,7 +94,7 @@ def check(options: Options) -> None:
     if options.topology is not None and not NODE_LABEL.fullmatch(options.topology):
         raise UserError(f"{options.topology!r}", where="--topology", rule="the key of a node label")
     if options.topology is not None and options.queue is None:
-        raise UserError("given without --queue", where="--topology", rule="Kueue places pods by topology",
+        raise UserError("set without --queue", where="--topology", rule="Kueue places pods by topology",
                         fix="--queue NAME")  # fmt: skip
     if options.tracking_uri is not None:
         _check_tracking_uri(options.tracking_uri)
@@ -106,7 +106,7 @@ def parse_secrets(texts: Sequence[str]) -> dict[str, Secret]:
     Raises:
         UserError: another form. The message leaves the value out: it may be a token pasted by mistake.
     """
-    found = {}
+    secrets = {}
     for text in texts:
         variable, equals, place = text.partition("=")
         name, _, key = place.partition(":")
@@ -117,8 +117,8 @@ def parse_secrets(texts: Sequence[str]) -> dict[str, Secret]:
                 rule="--secret takes the name of a Secret in the namespace, never its value",
                 fix="kubectl create secret generic hf --from-file=HF_TOKEN, then --secret HF_TOKEN=hf",
             )
-        found[variable] = Secret(name, key or variable)
-    return found
+        secrets[variable] = Secret(name, key or variable)
+    return secrets
 
 
 def object_name(recipe: str, run_id: str) -> str:

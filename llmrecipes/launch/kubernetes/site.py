@@ -82,11 +82,11 @@ def claims(kubernetes: Kubernetes, channel: str | None) -> list[dict[str, Any]]:
         channel: ResourceClaimTemplate of the run's IMEX channel; None without one.
     """
     own = () if channel is None else (ResourceClaim(name=CHANNEL, template=channel),)
-    found = []
+    entries = []
     for each in (*own, *kubernetes.resource_claims):
         source = {"resourceClaimTemplateName": each.template} if each.template else {"resourceClaimName": each.claim}
-        found.append({"name": each.name, **source})
-    return found
+        entries.append({"name": each.name, **source})
+    return entries
 
 
 def tolerations(profile: Profile) -> list[dict[str, Any]]:

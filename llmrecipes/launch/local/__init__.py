@@ -1,5 +1,5 @@
 """Ranks on this machine."""
 
-from llmrecipes.launch.local.ranks import Grace, rank_environment, run_ranks
+from llmrecipes.launch.local.processes import Grace, rank_environment, run_ranks
 
 __all__ = ["Grace", "rank_environment", "run_ranks"]

@@ -19,7 +19,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.process import Watch
 from llmrecipes.launch import lease as leases
 from llmrecipes.launch import record
-from llmrecipes.launch.base import Given, JobHandle, JobRef, JobState, JobStatus, Logs, Rendering, Submission
+from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, LauncherOptions, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable
 
@@ -41,7 +41,7 @@ class Local:
     """Child processes, kept to be reaped."""
     _watch: ClassVar = Watch()
 
-    def render(self, submission: Submission, given: Given) -> Rendering:
+    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
         """The command of the process."""
         planned = submission.planned
         if planned.nodes != 1:
@@ -118,13 +118,13 @@ class Local:
 
 def _status(ref: JobRef, watch: Watch) -> JobStatus | None:
     host, _, token = _parts(ref)
-    here = _is_here(ref)
-    running = here and _process(ref) is not None
+    is_here = _is_here(ref)
+    running = is_here and _process(ref) is not None
     code = record.exit_code(ref.run_dir, token)  # read after checking the process, which writes it before it exits
     if code is not None:
         states = {int(ExitCode.DONE): JobState.COMPLETED, int(ExitCode.REQUEUE): JobState.SAVED}
         return JobStatus(states.get(code, JobState.FAILED), code)
-    if not here:
+    if not is_here:
         lease = _lease(ref)
         if lease is None:
             return None

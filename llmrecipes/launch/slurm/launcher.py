@@ -12,11 +12,10 @@ from typing import ClassVar
 
 from llmrecipes.errors import UserError
 from llmrecipes.launch import record
-from llmrecipes.launch.base import Given, JobHandle, JobRef, JobState, JobStatus, Logs, Rendering, Submission
+from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, LauncherOptions, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
-from llmrecipes.launch.slurm.command import Options, Request, after, command, prepare_command, script_text
-from llmrecipes.launch.slurm.warning import warning
+from llmrecipes.launch.slurm.sbatch import Options, Request, after, command, notice, prepare_command, script_text
 
 DRY_RUN = "--dry-run prints the command"
 SCRIPTS = Path(__file__).parents[3] / "slurm"
@@ -52,10 +51,10 @@ class Slurm:
     shares_disk: ClassVar = True
     poll_seconds: ClassVar = 15.0
 
-    def render(self, submission: Submission, given: Given) -> Rendering:
+    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
         """sbatch's command line; and that of the job which tokenizes, if GPUs would wait for it."""
         planned = submission.planned_for_cluster
-        warned = warning(planned.plan, planned.profile, submission.runs_dir, given.get("warning"))
+        warned = notice(planned.plan, planned.profile, submission.runs_dir, given.get("warning"))
         options = _options(submission, given, warned.seconds)
         request = Request(
             planned.asked, planned.cluster, planned.nodes, submission.run_id, submission.runs_dir,
@@ -110,7 +109,7 @@ class Slurm:
         for ref in refs:
             number, _, cluster = ref.job_id.partition(";")
             clusters[cluster][number] = ref
-        found = {}
+        by_ref = {}
         for cluster, numbered in clusters.items():
             where = (f"--clusters={cluster}",) if cluster else ()
             known = _squeue(numbered, where)
@@ -119,8 +118,8 @@ class Slurm:
             for number, ref in numbered.items():
                 code = None if number in known else record.exit_code(ref.run_dir, number)
                 if number in known or code is not None:
-                    found[ref] = known[number] if code is None else ended_with(code)
-        return found
+                    by_ref[ref] = known[number] if code is None else ended_with(code)
+        return by_ref
 
     def cancel(self, ref: JobRef) -> None:
         """scancel, which gives the ranks Slurm's `KillWait` to save."""
@@ -152,9 +151,9 @@ def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) ->
         reason: why the job waits, or why it failed.
         restarts: number of requeues.
     """
-    state, told = word.partition(" ")[0].rstrip("+"), "" if reason in ("None", "") else reason
+    state, pending = word.partition(" ")[0].rstrip("+"), "" if reason in ("None", "") else reason
     if state in PENDING:
-        return JobStatus(JobState.PENDING, reason=told, restarts=restarts)
+        return JobStatus(JobState.PENDING, reason=pending, restarts=restarts)
     if state in RUNNING:
         return JobStatus(JobState.RUNNING, restarts=restarts)
     code, colon, number = exit_code.partition(":")
@@ -165,9 +164,9 @@ def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) ->
     ended = (int(code) if code.isdecimal() else 0) or by_signal
     if state == "FAILED" and ended:
         return replace(ended_with(ended), restarts=restarts)
-    found = ENDED.get(state, JobState.FAILED)
-    code_or_none = ended or (0 if found == JobState.COMPLETED else None)
-    return JobStatus(found, code_or_none, "" if state in ENDED else state, restarts)
+    job_state = ENDED.get(state, JobState.FAILED)
+    code_or_none = ended or (0 if job_state == JobState.COMPLETED else None)
+    return JobStatus(job_state, code_or_none, "" if state in ENDED else state, restarts)
 
 
 def _squeue(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatus]:
@@ -194,7 +193,7 @@ def _sacct(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatu
     return {row[0]: status_of(row[1], row[2]) for row in rows}
 
 
-def _options(submission: Submission, given: Given, warning_seconds: int) -> Options:
+def _options(submission: Submission, given: LauncherOptions, warning_seconds: int) -> Options:
     image = given.get("image")
     return Options(
         partition=given.get("partition"),

@@ -14,10 +14,10 @@ import pytest
 from llmrecipes.cli.app import run as run_command
 from llmrecipes.hardware.load import names
 from llmrecipes.launch.base import JobState, JobStatus
-from llmrecipes.launch.kubernetes import security
 from llmrecipes.launch.kubernetes.launcher import objects_of, pod_spec, status_of
 from llmrecipes.launch.kubernetes.objects import to_yaml
 from llmrecipes.launch.kubernetes.options import Options
+from llmrecipes.launch.kubernetes.pod import LEVELS, admits, security_level
 from llmrecipes.workflow.submit import plan_for
 from tests.system.kubernetes.lab import Cluster, Object, control_plane
 
@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def levels(cluster: Cluster) -> dict[str, str]:
     """A namespace for each Pod Security Standard."""
-    return {level: cluster.namespace(f"is-{level}", level) for level in security.LEVELS}
+    return {level: cluster.namespace(f"is-{level}", level) for level in LEVELS}
 
 
 @pytest.fixture
@@ -103,12 +103,12 @@ def test_admission_has_the_same_opinion_as_the_preview(cluster: Cluster, levels:
     """The real admission of Pod Security Standards, each level."""
     template = rendered("default", site)[-1]["spec"]["template"]
     template["spec"].pop("priorityClassName", None)
-    needed, _ = security.level(template["spec"])
-    for enforced in security.LEVELS:
+    needed, _ = security_level(template["spec"])
+    for enforced in LEVELS:
         pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(template)}
         pod["metadata"] |= {"name": "pod", "namespace": levels[enforced]}
         printed = cluster("create", "--dry-run=server", "--filename=-", text=json.dumps(pod), check=False)
-        assert ("violates PodSecurity" not in printed) == security.admits(enforced, needed), printed
+        assert ("violates PodSecurity" not in printed) == admits(enforced, needed), printed
         assert "violates PodSecurity" in printed or "created" in printed, printed
 
 

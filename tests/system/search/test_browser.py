@@ -22,8 +22,7 @@ from optuna.trial import TrialState, create_trial
 from llmrecipes.cli.app import run
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.search.plots import plots
-from llmrecipes.search.report import write_report
+from llmrecipes.search.report import plots, write_report
 from llmrecipes.search.trials import own_trials
 from llmrecipes.search.worker import Worker
 from tests.helpers import write_recipe

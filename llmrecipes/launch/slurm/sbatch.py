@@ -5,16 +5,66 @@ The batch script, slurm/train.sbatch, is a file that does not change; everything
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Profile, Slurm
 from llmrecipes.launch.record import EXIT_FILE
+from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
+from llmrecipes.tracking.runs import Measured, measured
+
+SHORTEST = 120
+"""Seconds: a step, the exit of all ranks, and the end of the job."""
+LONGEST = 65535
+"""sbatch takes no more."""
+SAFETY = 2.0
+"""A file system that others use, too, may be slower than it was."""
+RUNS = 5
+"""Earlier runs of a recipe that are looked at, newest first."""
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Seconds before the time limit, and where they come from."""
+
+    seconds: int
+    reason: str
+
+
+def notice(plan: Plan, profile: Profile, runs_dir: Path, given: int | None) -> Notice:
+    """When to warn a job.
+
+    Args:
+        plan: of the run.
+        profile: with the bandwidth of its file system.
+        runs_dir: runs of the same recipe there are asked how long their steps and saves took.
+        given: the user's own seconds.
+    """
+    if given is not None:
+        return Notice(given, "--notice")
+    earlier = _longest(measured(runs_dir / plan.recipe.name, RUNS))
+    if earlier is None:
+        seconds = plan.checkpoint_bytes / (profile.storage_gb_per_s * GB)
+        reason = f"planned, {gib(plan.checkpoint_bytes)} at {profile.storage_gb_per_s:g} GB/s"
+        return _warning(seconds, 0.0, reason)
+    return _warning(earlier.save_seconds, earlier.step_seconds, f"measured in {earlier.run_id}")
+
+
+def _longest(runs: Iterable[Measured]) -> Measured | None:
+    return max(runs, key=lambda run: run.save_seconds + run.step_seconds, default=None)
+
+
+def _warning(save: float, step: float, source: str) -> Notice:
+    needed = SHORTEST + math.ceil(SAFETY * (save + step))
+    return Notice(min(needed, LONGEST), f"a save takes {save:.0f} s ({source})")
+
 
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@=+,-]*")
 TIME = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+(:\d+)?)?|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -227,7 +277,7 @@ def check(request: Request, profile: Profile, options: Options) -> None:
                 option,
                 where="--sbatch",
                 rule="a training is one job: the tasks of an array would share its run directory",
-                fix="submit each run by itself",
+                fix="submit every run separately",
             )
     for path in (request.runs_dir, request.data_dir):
         if not str(path).isprintable() or "\\" in str(path):
@@ -243,7 +293,7 @@ def _check_image(image: str, runtime: str) -> None:
         raise UserError(
             f"{image!r} with pyxis",
             where="--image",
-            rule="a .sqsh file is named by its absolute path; anything else is looked for in a registry",
+            rule="a .sqsh file needs an absolute path; pyxis looks up other names in a registry",
             fix=f"--image {Path(image).absolute()}",
         )
     suffix = {"pyxis": ".sif", "apptainer": ".sqsh"}.get(runtime)

@@ -42,8 +42,8 @@ def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dic
         port: rendezvous port on the loopback interface.
         threads: OpenMP threads of each rank.
     """
-    here = Rank(rank, world_size, rank, world_size, LOOPBACK, port)
-    return {**here.variables(), "OMP_NUM_THREADS": str(threads)}
+    identity = Rank(rank, world_size, rank, world_size, LOOPBACK, port)
+    return {**identity.variables(), "OMP_NUM_THREADS": str(threads)}
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _wait(ranks: dict[str, subprocess.Popen[bytes]], logs: Path, signals: _Signa
                     continue
                 first_failure = code if code > 0 else 128 - code
                 if first_failure == ExitCode.REQUEUE:
-                    continue  # all were told to stop, and exit by themselves
+                    continue  # all have the stop signal, and exit by themselves
                 if grace is not None and -code in STOP_SIGNALS:
                     # Every rank has handlers for these before any of them runs the first step.
                     logger.warning("asked to stop before training began: nothing is lost, run the same command again")
