@@ -9,6 +9,7 @@ from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.names import suffixed
+from llmrecipes.recipe.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.proxy_model import Device, small_layout, small_model
 from llmrecipes.recipe.schema import (
     Checkpoint,
@@ -40,7 +41,8 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by
     the standard library, the tokenizer by a small BPE (no network), given weights by initial ones, an explicit
     TransformerEngine by `auto`, NVMe by main memory. Disabled: torch.compile (not available on every CPU), ZeRO++
-    except for quantized weights on GPUs, and all tracking (a rehearsal is not an experiment).
+    except for quantized weights on GPUs, and the sinks of metrics that are not for rehearsals (a rehearsal is not an
+    experiment).
 
     Args:
         recipe: the full recipe.
@@ -154,6 +156,8 @@ def _checkpoint(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _tracking(tracking: Tracking) -> Tracking:
-    wandb = {name: None for name in type(tracking).model_fields if name.startswith("wandb_")}
-    off = {"mlflow": False, "tensorboard": False, "wandb": False, "system_metrics_interval": None}
-    return tracking.model_copy(update={**wandb, **off})
+    section, off = type(tracking), dict[str, object]()
+    for name, sink in declared(section, MetricSink).items():
+        if not sink.rehearsal:
+            off |= {name: False, **{key: section.model_fields[key].default for key in settings(section, name)}}
+    return tracking.model_copy(update={**off, "system_metrics_interval": None})

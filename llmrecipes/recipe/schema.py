@@ -12,6 +12,7 @@ from pydantic import Field
 from llmrecipes.recipe.chat import Chat
 from llmrecipes.recipe.evaluation import EvalTasks
 from llmrecipes.recipe.lora import Lora
+from llmrecipes.recipe.plugins import MetricSink
 from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 from llmrecipes.recipe.zero import Zero
@@ -362,13 +363,26 @@ class Checkpoint(Section):
 class Tracking(Section):
     """Where metrics go besides metrics.jsonl, which is always written."""
 
-    mlflow: bool = True
+    mlflow: Annotated[
+        bool, MetricSink(target="llmrecipes.tracking.mlflow.sink:MlflowSink", rehearsal=False, keeps_steps=True)
+    ] = True
     """Log to MLflow: to `MLFLOW_TRACKING_URI` if set, else to SQLite in the runs directory."""
     experiment: str | None = None
     """MLflow experiment; unset: the recipe's name."""
-    tensorboard: bool = True
+    tensorboard: Annotated[
+        bool, MetricSink(target="llmrecipes.tracking.tensorboard:TensorBoardSink", rehearsal=False, keeps_steps=True)
+    ] = True
     """Write TensorBoard event files into the run directory."""
-    wandb: bool = False
+    wandb: Annotated[
+        bool,
+        MetricSink(
+            target="llmrecipes.tracking.wandb.sink:WandbSink",
+            rehearsal=False,
+            keeps_steps=True,
+            extra="wandb",
+            package="wandb",
+        ),
+    ] = False
     """Log to Weights & Biases. Needs the extra `wandb`; the API key comes from `WANDB_API_KEY`, never from a recipe."""
     wandb_project: str | None = None
     """W&B project; unset: the recipe's name."""
