@@ -1,4 +1,7 @@
-"""What a key switches on: a sink of metrics, declared in the type of the key. The section is the table."""
+"""What a key switches on: a sink of metrics or a step of data preparation, declared in the type of the key.
+
+The section is the table: `Tracking` has the sinks, `Data` the steps, in the order in which they are applied.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,18 @@ class MetricSink:
     """Extra of pyproject.toml that has its package; None: the project's dependencies are enough."""
     package: str | None = None
     """What it imports from the extra."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataStep:
+    """A step of data preparation, in `Data`: the value of the key makes it, and at its default there is no step.
+
+    Dropped documents are counted by the key. A prepared folder depends on the key only where there is a step, so that
+    folders from before there was this key are still used.
+    """
+
+    target: str
+    """`module:name` of a function from the value to a `data.steps.Step`, imported on demand."""
 
 
 Declared = TypeVar("Declared")

@@ -9,7 +9,7 @@ from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.lora import Lora
 from llmrecipes.recipe.names import suffixed
-from llmrecipes.recipe.plugins import MetricSink, declared, settings
+from llmrecipes.recipe.plugins import DataStep, MetricSink, declared, settings
 from llmrecipes.recipe.proxy_model import Device, small_layout, small_model
 from llmrecipes.recipe.schema import (
     Checkpoint,
@@ -141,8 +141,11 @@ def _data(data: Data, model: Model) -> Data:
     # A file's template may have special tokens that a small tokenizer lacks.
     small = {"max_length": longest and min(longest, model.seq_length + 1), "chat_template": None}
     tokenizer = data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None})
+    # Steps are set for the recipe's sources.
+    steps = () if local else declared(type(data), DataStep)
     return data.model_copy(
         update={
+            **{name: type(data).model_fields[name].default for name in steps},
             "sources": local or (Source(type="docstrings" if data.chat else "stdlib"),),
             "chat": data.chat and data.chat.model_copy(update={**small, "overlong": "truncate"}),
             "tokenizer": tokenizer,

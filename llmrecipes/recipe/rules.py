@@ -222,6 +222,17 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
                 )
 
 
+def _characters(recipe: Recipe) -> Iterator[Problem]:
+    least, most = recipe.data.min_characters, recipe.data.max_characters
+    if least is not None and most is not None and least > most:
+        yield Problem(
+            "data.min_characters",
+            f"{least} is more than max_characters {most}",
+            "min_characters is at most max_characters",
+            "lower min_characters or raise max_characters",
+        )
+
+
 def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
     tokenizer = recipe.data.tokenizer
     if tokenizer.type == "huggingface" and not tokenizer.path:
@@ -294,7 +305,7 @@ def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
-    _loss_scale, _overlap, _sources, _tokenizer, _retention, _secrets, _sink_settings,
+    _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _secrets, _sink_settings,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     mup.rules, adapters.rules, chat_rules.sources, chat_rules.template, chat_rules.length,
     chat_rules.packing, chat_rules.objectives,

@@ -12,7 +12,7 @@ from pydantic import Field
 from llmrecipes.recipe.chat import Chat
 from llmrecipes.recipe.evaluation import EvalTasks
 from llmrecipes.recipe.lora import Lora
-from llmrecipes.recipe.plugins import MetricSink
+from llmrecipes.recipe.plugins import DataStep, MetricSink
 from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 from llmrecipes.recipe.zero import Zero
@@ -337,6 +337,10 @@ class Data(Section):
     chat: Chat | None = None
     split: Annotated[tuple[PosFloat, NonNegFloat, NonNegFloat], Field(strict=False)] = (98.0, 1.0, 1.0)
     """Relative sizes of the train, valid and test splits. A document's split depends only on the hash of its text."""
+    min_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps:min_characters")] = None
+    """Drop documents with less text, of a conversation that of all its messages; unset: none."""
+    max_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps:max_characters")] = None
+    """Drop documents with more text, of a conversation that of all its messages; unset: none."""
     num_workers: NonNegInt = 1
     """Loader processes per rank; 0 reads in the training process."""
     prefetch_factor: PosInt = 4

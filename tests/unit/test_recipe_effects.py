@@ -523,6 +523,8 @@ CASES: dict[str, Case] = {
     "data.tokenizer.type": Case("huggingface", tokens, along={"data.tokenizer.path": "gpt2"}),
     "data.tokenizer.path": Case("gpt3", tokens, TOKENIZER),
     "data.tokenizer.revision": Case("0" * 40, tokens, TOKENIZER),
+    "data.min_characters": Case(9, tokens),
+    "data.max_characters": Case(9, tokens),
     "data.split": Case([80.0, 10.0, 10.0], tokens),
     "data.num_workers": Case(3, loader),
     "data.prefetch_factor": Case(7, loader),
