@@ -27,17 +27,19 @@ from llmrecipes.data import checked, corpus, tokenizer
 from llmrecipes.data.encode import load
 from llmrecipes.data.pool import EncoderSpec
 from llmrecipes.data.split import SplitRule
+from llmrecipes.data.steps import StepSpec
 from llmrecipes.data.write import write
 from llmrecipes.recipe.schema import Source
 
 VOCABULARY = 8192
 SOURCES = (Source(type="stdlib"),)
-RULE = SplitRule((98.0, 1.0, 1.0))
+STEPS = StepSpec(SplitRule((98.0, 1.0, 1.0)))
 
 
 def ours(folder: Path, tokenizer_file: Path, cores: int) -> None:
     """Everything `prepare` does behind the training of the tokenizer."""
-    write(folder, SOURCES, RULE, EncoderSpec(tokenizer_file, "", 0, "uint16", by_word=True), cores, lambda line: None)
+    spec = EncoderSpec(tokenizer_file, "", 0, "uint16", True, STEPS)
+    write(folder, SOURCES, spec, cores, lambda line: None)
     checked.describe(folder, checked.Ids("uint16", VOCABULARY))
 
 
@@ -94,7 +96,7 @@ def main() -> None:
 
     datasets.disable_progress_bars()
 
-    kept = list(corpus.keep(SOURCES[0], RULE, set(), corpus.Tally()))
+    kept = list(corpus.kept(SOURCES[0], STEPS, set()))
     texts, mib = [document.text.decode() for document in kept], sum(len(document.text) for document in kept) / 2**20
     backend, _ = tokenizer.train(texts, VOCABULARY)
     with tempfile.TemporaryDirectory() as folder:

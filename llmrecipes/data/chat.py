@@ -173,14 +173,19 @@ class Conversations(Encoded):
 
     Args:
         answers: for each id a byte, 1 where the loss counts it.
-        tally: conversations that were dropped or cut, by reason, and the tokens that were cut off (`cut_tokens`;
-            of more than a million characters, at least).
+        tallies: of each conversation, why it was dropped or that it was cut, and the tokens that were cut off
+            (`cut_tokens`; of more than a million characters, at least).
         refusal: what the template said to the first one that it rejected.
     """
 
     answers: bytes
-    tally: dict[str, int]
+    tallies: list[dict[str, int]]
     refusal: str
+
+    @property
+    def tally(self) -> dict[str, int]:
+        """Of all conversations."""
+        return dict(sum(map(Counter, self.tallies), Counter[str]()))
 
 
 def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[list[bytes]], Conversations]:
@@ -200,11 +205,11 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
     limit = max((spec.max_length + 1) * longest, _WHOLE)
 
     def encode(documents: list[bytes]) -> Conversations:
-        tally: Counter[str] = Counter()
+        tallies: list[Counter[str]] = [Counter() for _ in documents]
         texts: list[str] = []
         every: list[list[tuple[int, int]] | None] = []
         refusal = ""
-        for document in documents:
+        for document, tally in zip(documents, tallies, strict=True):
             messages = json.loads(document)
             text, spans = "", None
             if any(forged.search(message["content"]) for message in messages):
@@ -225,7 +230,7 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
         ids: list[np.ndarray] = []
         answers: list[np.ndarray] = []
         encodings = backend.encode_batch(texts, add_special_tokens=False)
-        for encoding, spans in zip(encodings, every, strict=True):
+        for encoding, spans, tally in zip(encodings, every, tallies, strict=True):
             kept = None if spans is None else _kept(encoding, spans, spec, tally)
             lengths.append(0 if kept is None else len(kept))
             if kept is not None:
@@ -235,7 +240,7 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
             b"".join(part.tobytes() for part in ids),
             lengths,
             b"".join(part.tobytes() for part in answers),
-            dict(tally),
+            [dict(tally) for tally in tallies],
             refusal,
         )
 

@@ -6,7 +6,7 @@ import hashlib
 import struct
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llmrecipes.data.split import Split
 from llmrecipes.errors import UserError
@@ -59,6 +59,8 @@ class SourceRecord(Record):
     empty: int
     undecodable: int
     duplicates: int
+    steps: dict[str, int] = Field(default_factory=dict, exclude_if=lambda dropped: not dropped)
+    """Dropped, by the key of the step."""
     splits: dict[Split, Counts]
     files: SourceFiles | None
 

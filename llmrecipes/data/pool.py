@@ -1,4 +1,4 @@
-"""Worker processes that turn batches of documents into ids."""
+"""Worker processes that turn batches of documents into ids: the steps of preparation, then the tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from pathlib import Path
 from llmrecipes.data.chat import ChatSpec, chat_encoder
 from llmrecipes.data.corpus import Batch
 from llmrecipes.data.encode import Encode, Encoded, encoder
+from llmrecipes.data.steps import Document, StepSpec, pipeline
 from llmrecipes.errors import UserError
 
 _ALONE = 32  # batches, 1 MiB each: processes take longer to start than these to encode
@@ -26,11 +27,12 @@ _ALONE = 32  # batches, 1 MiB each: processes take longer to start than these to
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """All a worker process needs to make its encoder; see `encode.encoder`.
+    """All a worker process needs to make its steps and its encoder; see `encode.encoder`.
 
     Args:
         tokenizer: its `tokenizer.json`.
         identity: SHA-256 of that file; a process may later see a different file under the same name.
+        steps: what happens to a document before.
         chat: the documents are conversations.
     """
 
@@ -39,13 +41,28 @@ class EncoderSpec:
     eod: int
     dtype: str
     by_word: bool
+    steps: StepSpec
     chat: ChatSpec | None = None
 
 
-def encode_all(
-    batches: Iterable[Batch], spec: EncoderSpec, workers: int
-) -> Generator[tuple[Batch, Encoded], None, None]:
-    """Each batch with its ids, in the given order; at most two batches per worker are in flight, none after a `last`.
+@dataclass(frozen=True)
+class Worked:
+    """A batch when it comes back.
+
+    Args:
+        source: its number.
+        outcomes: of each text that was read, in order: the document, or the reason why it is dropped. The texts
+            of training documents are left out.
+        encoded: the ids of the documents.
+    """
+
+    source: int
+    outcomes: list[Document | str]
+    encoded: Encoded
+
+
+def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Generator[Worked, None, None]:
+    """Each batch with its ids, in the order of `batches`; at most two batches per worker are in flight.
 
     The first batches, and all of them with one worker, are encoded in this process. Closing
     the iterator stops the processes.
@@ -55,7 +72,7 @@ def encode_all(
     """
     every = iter(batches)
     for batch in every if workers == 1 else islice(every, _ALONE):
-        yield batch, _encode(spec, batch.texts())
+        yield _work(spec, batch)
     following = next(every, None)
     if following is None:
         return
@@ -63,14 +80,13 @@ def encode_all(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_live_with_parent)
     try:
-        waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
+        waiting: deque[Future[Worked]] = deque()
         for batch in chain([following], every):
-            waiting.append((batch, pool.submit(_encode, spec, batch.texts())))
-            while len(waiting) > (0 if batch.last else 2 * workers):
-                first, future = waiting.popleft()
-                yield first, future.result()
-        for first, future in waiting:
-            yield first, future.result()
+            waiting.append(pool.submit(_work, spec, batch))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
     except BrokenProcessPool as error:
         raise UserError(
             "a process of `prepare` was killed, most often by the kernel, out of memory",
@@ -97,8 +113,18 @@ def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
     os._exit(1)
 
 
-def _encode(spec: EncoderSpec, documents: list[bytes]) -> Encoded:
-    return _encoder(spec)(documents)
+def _work(spec: EncoderSpec, batch: Batch) -> Worked:
+    run = _pipeline(spec.steps)
+    outcomes = [run(text) for text in batch.texts]
+    texts = [each.text for each in outcomes if isinstance(each, Document)]
+    encoded = _encoder(spec)(texts)
+    for place, each in enumerate(outcomes):  # only what is written goes back to the process that writes
+        if isinstance(each, Document) and (each.split == "train" or spec.chat is not None):
+            outcomes[place] = replace(each, text=b"")
+    return Worked(batch.source, outcomes, encoded)
+
+
+_pipeline = cache(pipeline)
 
 
 @cache

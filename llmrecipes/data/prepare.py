@@ -20,7 +20,7 @@ from llmrecipes.data import checked, sources
 from llmrecipes.data import manifest as manifests
 from llmrecipes.data.manifest import ChatRecord, File, Manifest, TokenizerRecord
 from llmrecipes.data.prepared import TOKENIZER, Prepared, content, fingerprint, max_length, open_prepared
-from llmrecipes.data.split import SplitRule
+from llmrecipes.data.steps import StepSpec, step_spec
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import transformer_engine_obstacle
 from llmrecipes.hardware.cluster import cpu_cores
@@ -105,17 +105,17 @@ def _fill(
     from llmrecipes.data.pool import EncoderSpec
     from llmrecipes.data.write import write
 
-    every, rule = recipe.data.sources, SplitRule(recipe.data.split)
+    every, steps = recipe.data.sources, step_spec(recipe.data)
     for source in every:
         sources.files(source)  # report a missing source before minutes of work
     if recipe.data.chat is not None:
         templates.of_recipe(recipe)  # and a missing template
-    tokenizer = _tokenizer(recipe, rule, part, log)
+    tokenizer = _tokenizer(recipe, steps, part, log)
     spec_of_chat = _chat(recipe, part)
     dtype = DType.optimal_dtype(tokenizer.vocab_size).__name__
     by_word = recipe.data.tokenizer.type == "bpe"
-    spec = EncoderSpec(part / TOKENIZER, tokenizer.sha256, tokenizer.eod, dtype, by_word, spec_of_chat)
-    records, held_out, talks = write(part, every, rule, spec, workers, log, recipe.data.chat)
+    spec = EncoderSpec(part / TOKENIZER, tokenizer.sha256, tokenizer.eod, dtype, by_word, steps, spec_of_chat)
+    records, held_out, talks = write(part, every, spec, workers, log, recipe.data.chat)
     packages = ("megatron-core", "numpy", "tokenizers", "datasets", "transformers")
     contents = checked.describe(part, checked.Ids(dtype, tokenizer.vocab_size))
     manifest = Manifest(
@@ -156,7 +156,7 @@ def _chat(recipe: Recipe, part: Path) -> ChatSpec | None:
     return ChatSpec(template, max_length(recipe), chat.overlong == "truncate")
 
 
-def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, log: Callable[[str], None]) -> TokenizerRecord:
+def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str], None]) -> TokenizerRecord:
     from llmrecipes.data import corpus, tokenizer
     from llmrecipes.data.marked import special_tokens
 
@@ -164,7 +164,7 @@ def _tokenizer(recipe: Recipe, rule: SplitRule, part: Path, log: Callable[[str],
     if section.type == "bpe":
         started = time.monotonic()
         chat = recipe.data.chat
-        sample = corpus.training_sample(recipe.data.sources, rule, chat=chat)
+        sample = corpus.training_sample(recipe.data.sources, steps, chat=chat)
         sample_bytes = sum(len(text.encode()) for text in sample)
         backend, eod = tokenizer.train(sample, recipe.model.vocab_size, special_tokens(chat))
         seconds = time.monotonic() - started

@@ -15,8 +15,10 @@ from llmrecipes.data import checked, listing
 from llmrecipes.data import manifest as manifests
 from llmrecipes.data.manifest import Manifest
 from llmrecipes.data.split import SPLITS, Split, check_disjoint
+from llmrecipes.data.steps import selected
 from llmrecipes.data.tokenizer import TextTokenizer, read
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.plugins import DataStep, declared
 from llmrecipes.recipe.schema import Recipe
 
 logger = logging.getLogger(__name__)
@@ -119,6 +121,10 @@ def content(recipe: Recipe) -> dict[str, object]:
     for source in data["sources"]:
         if source["max_tokens"] is None:
             del source["max_tokens"]  # what was prepared before there was this key is found
+    chosen = selected(recipe.data)
+    for name in declared(type(recipe.data), DataStep):
+        if name not in chosen:
+            del data[name]  # what was prepared before there was this step is found
     if recipe.data.chat is None:
         del data["chat"]  # what was prepared before there were conversations is found
     else:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import gzip
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from llmrecipes.console import duration
 from llmrecipes.data import heldout, sources
-from llmrecipes.data.chat import Conversations
-from llmrecipes.data.corpus import Batch, Document, Limits, Tally, batches
-from llmrecipes.data.encode import Encoded
+from llmrecipes.data.chat import REJECTED, Conversations
+from llmrecipes.data.corpus import Tally, batches
 from llmrecipes.data.manifest import ChatCounts, Counts, HeldOut, SourceFiles, SourceRecord, stem
-from llmrecipes.data.pool import EncoderSpec, encode_all
-from llmrecipes.data.split import SPLITS, Split, SplitRule
+from llmrecipes.data.pool import EncoderSpec, Worked, encode_all
+from llmrecipes.data.split import SPLITS, Split
+from llmrecipes.data.steps import DUPLICATES, EMPTY, UNDECODABLE, Document
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import MIB
@@ -29,7 +30,6 @@ _REPORT_SECONDS = 5.0
 def write(
     folder: Path,
     every: tuple[Source, ...],
-    rule: SplitRule,
     spec: EncoderSpec,
     workers: int,
     log: Callable[[str], None],
@@ -43,44 +43,39 @@ def write(
     Raises:
         UserError: a source that cannot be read, or that keeps nothing for training.
     """
-    tallies, limits = [Tally() for _ in every], Limits()
-    tokens = [0 for _ in every]
+    tallies = [Tally() for _ in every]
     talks = [ChatCounts() for _ in every] if chat else []
+    tokens, sizes = [0 for _ in every], [0 for _ in every]
+    full: set[int] = set()
     with ExitStack() as stack:
-        parts: dict[tuple[int, Split], _Part] = {}
-        texts: dict[Split, _Text] = {}
+        output = _Output(folder, spec, stack)
         started = reported = time.monotonic()
-        sizes = [0 for _ in every]
-        reading = batches(every, rule, tallies, chat, limits)
-        counted = [Tally() for _ in every]
-        for batch, encoded in stack.enter_context(closing(encode_all(reading, spec, workers))):
-            number = batch.source
-            if number in limits.full:
-                limits.beyond |= {document.digest for document in batch.documents}
+        reading = batches(every, chat, full)
+        for worked in stack.enter_context(closing(encode_all(reading, spec, workers))):
+            number = worked.source
+            if number in full:
                 continue
-            room = None if (most := every[number].max_tokens) is None else most - tokens[number]
-            added, rest = _add(batch, encoded, room, folder, spec.dtype, parts, texts, stack)
-            tokens[number] += added
-            sizes[number] += batch.size - sum(len(document.text) for document in rest)
-            if batch.tally is not None:
-                counted[number] = replace(batch.tally, read=batch.tally.read - len(rest))
-            if isinstance(encoded, Conversations):
-                talks[number] = _counted(talks[number], encoded, added)
+            most = every[number].max_tokens
+            room = None if most is None else most - tokens[number]
+            added = output.add(worked, room, tallies[number])
+            tokens[number] += added.tokens
+            sizes[number] += added.size
+            if talks:
+                talks[number] = added.talks_with(talks[number])
             if most is not None and tokens[number] >= most:
-                limits.full.add(number)
-                limits.beyond |= {document.digest for document in rest}
+                full.add(number)
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
                 log(_progress(every, number, sizes, tokens, reported - started))
-        for number in limits.full:
-            tallies[number] = counted[number]
-        records = [_record(n, source, tallies[n], parts, talks) for n, source in enumerate(every)]
+        reasons = spec.steps.reasons
+        records = [_record(n, source, tallies[n], reasons, output.parts, talks) for n, source in enumerate(every)]
         for n, record in enumerate(records):
-            log(_summary(record) + (f"; read up to max_tokens {every[n].max_tokens:,}" if n in limits.full else ""))
+            log(_summary(record) + (f"; read up to max_tokens {every[n].max_tokens:,}" if n in full else ""))
             if talks:
                 log(_answers(record.label, talks[n]))
-        for part in parts.values():
+        for part in output.parts.values():
             part.finish()
+        texts = output.texts
     held_out: dict[Split, HeldOut] = {
         split: HeldOut(bytes=t.bytes, gzip_bytes=t.file.stat().st_size) for split, t in texts.items()
     }
@@ -108,7 +103,7 @@ class _Part:
         self.counts = Counts(
             documents=self.counts.documents + 1,
             tokens=self.counts.tokens + len(ids),
-            bytes=self.counts.bytes + len(document.text),
+            bytes=self.counts.bytes + document.size,
         )
 
     def finish(self) -> None:
@@ -141,50 +136,99 @@ def _progress(every: tuple[Source, ...], number: int, sizes: list[int], tokens: 
     return f"{line}; about {duration(left / rate)} left"
 
 
-def _add(
-    batch: Batch,
-    encoded: Encoded,
-    room: int | None,
-    folder: Path,
-    dtype: str,
-    parts: dict[tuple[int, Split], _Part],
-    texts: dict[Split, _Text],
-    stack: ExitStack,
-) -> tuple[int, list[Document]]:
-    """Write documents until `room` tokens are reached; the number of tokens, and the documents behind them."""
-    ids = np.frombuffer(encoded.ids, dtype)
-    talks = isinstance(encoded, Conversations)
-    answers = encoded.answers if isinstance(encoded, Conversations) else b""
-    start = 0
-    for place, (document, length) in enumerate(zip(batch.documents, encoded.lengths, strict=True)):
-        if room is not None and start >= room:
-            return start, batch.documents[place:]
-        if not length:
-            continue
-        key = (batch.source, document.split)
-        if key not in parts:
-            parts[key] = _Part(folder / stem(*key), dtype, stack, answers=talks)
-        parts[key].add(document, ids[start : start + length], answers[start : start + length])
-        start += length
-        if document.split != "train" and not talks:
-            if document.split not in texts:
-                texts[document.split] = _Text(folder / heldout.name(document.split), stack)
-            texts[document.split].add(document.text)
-    return start, []
+class _Output:
+    """What is written: documents in the order in which they were read, each text once."""
+
+    def __init__(self, folder: Path, spec: EncoderSpec, stack: ExitStack) -> None:
+        self.parts: dict[tuple[int, Split], _Part] = {}
+        self.texts: dict[Split, _Text] = {}
+        self._folder, self._dtype, self._stack = folder, spec.dtype, stack
+        self._seen: set[bytes] = set()
+
+    def add(self, worked: Worked, room: int | None, tally: Tally) -> _Added:
+        """Write the documents of a batch until there are `room` tokens; those behind them count as not read."""
+        encoded, added = worked.encoded, _Added()
+        talks = encoded if isinstance(encoded, Conversations) else None
+        ids = np.frombuffer(encoded.ids, self._dtype)
+        number = start = 0
+        for outcome in worked.outcomes:
+            if room is not None and added.tokens >= room:
+                break
+            tally.read += 1
+            if isinstance(outcome, str):
+                tally.dropped[outcome] += 1
+                continue
+            length = encoded.lengths[number]
+            place, chosen = number, slice(start, start + length)
+            number, start = number + 1, start + length
+            if outcome.digest in self._seen:
+                tally.dropped[DUPLICATES] += 1
+                continue
+            self._seen.add(outcome.digest)
+            answers = b""
+            if talks is not None:
+                answers = talks.answers[chosen]
+                added.conversation(talks.tallies[place], answers, talks.refusal)
+            if length:
+                added.tokens += length
+                added.size += outcome.size
+                self._write(worked.source, outcome, ids[chosen], None if talks is None else answers)
+        return added
+
+    def _write(self, source: int, document: Document, ids: np.ndarray, answers: bytes | None) -> None:
+        key = (source, document.split)
+        if key not in self.parts:
+            prefix = self._folder / stem(*key)
+            self.parts[key] = _Part(prefix, self._dtype, self._stack, answers=answers is not None)
+        self.parts[key].add(document, ids, answers or b"")
+        if document.split != "train" and answers is None:
+            if document.split not in self.texts:
+                file = self._folder / heldout.name(document.split)
+                self.texts[document.split] = _Text(file, self._stack)
+            self.texts[document.split].add(document.text)
 
 
-def _counted(counts: ChatCounts, encoded: Conversations, added: int) -> ChatCounts:
-    answers = np.frombuffer(encoded.answers, np.uint8)[:added]
-    more = {**encoded.tally, "tokens": len(answers), "answer_tokens": int(answers.sum())}
-    update: dict[str, object] = {name: getattr(counts, name) + value for name, value in more.items()}
-    return counts.model_copy(update={**update, "refusal": counts.refusal or encoded.refusal})
+@dataclass
+class _Added:
+    """What a batch has added: tokens, bytes of text, and of conversations what was dropped, cut and counted."""
+
+    tokens: int = 0
+    size: int = 0
+    tally: Counter[str] = field(default_factory=Counter)
+    refusal: str = ""
+
+    def conversation(self, tally: dict[str, int], answers: bytes, refusal: str) -> None:
+        self.tally.update({**tally, "tokens": len(answers), "answer_tokens": answers.count(1)})
+        if REJECTED in tally:
+            self.refusal = refusal
+
+    def talks_with(self, counts: ChatCounts) -> ChatCounts:
+        """The sums of a source with these."""
+        update: dict[str, object] = {name: getattr(counts, name) + value for name, value in self.tally.items()}
+        return counts.model_copy(update={**update, "refusal": counts.refusal or self.refusal})
 
 
 def _record(
-    number: int, source: Source, tally: Tally, parts: dict[tuple[int, Split], _Part], talks: list[ChatCounts]
+    number: int,
+    source: Source,
+    tally: Tally,
+    reasons: tuple[str, ...],
+    parts: dict[tuple[int, Split], _Part],
+    talks: list[ChatCounts],
 ) -> SourceRecord:
     where = f"data.sources[{number}]"
     kept = {split: parts[number, split].counts if (number, split) in parts else Counts() for split in SPLITS}
+    listing = sources.listing(source)
+    record = SourceRecord(
+        label=sources.label(source),
+        read=tally.read,
+        empty=tally.dropped[EMPTY],
+        undecodable=tally.dropped[UNDECODABLE],
+        duplicates=tally.dropped[DUPLICATES],
+        steps={reason: tally.dropped[reason] for reason in reasons},
+        splits=kept,
+        files=SourceFiles(files=listing.files, bytes=listing.bytes, sha256=listing.sha256) if listing else None,
+    )
     if not any(counts.documents for counts in kept.values()):
         if talks and talks[number].dropped:
             raise UserError(
@@ -194,7 +238,7 @@ def _record(
                 fix="look at the rows and the template, or raise max_length (at most model.seq_length + 1)",
             )
         raise UserError(
-            f"source {sources.label(source)!r} has no documents: {_dropped(tally)} of {tally.read}",
+            f"source {sources.label(source)!r} has no documents: {_dropped(record)} of {record.read:,}",
             where=where,
             rule="a source has text that no earlier source has",
             fix="point it at other files, or take it out",
@@ -206,20 +250,12 @@ def _record(
             rule="the split is drawn by document hash; few documents may all fall outside",
             fix="add documents, or give train a larger share in data.split",
         )
-    listing = sources.listing(source)
-    return SourceRecord(
-        label=sources.label(source),
-        read=tally.read,
-        empty=tally.empty,
-        undecodable=tally.undecodable,
-        duplicates=tally.duplicates,
-        splits=kept,
-        files=SourceFiles(files=listing.files, bytes=listing.bytes, sha256=listing.sha256) if listing else None,
-    )
+    return record
 
 
-def _dropped(tally: Tally | SourceRecord) -> str:
-    return f"{tally.duplicates:,} duplicate, {tally.empty:,} empty, {tally.undecodable:,} not UTF-8"
+def _dropped(record: SourceRecord) -> str:
+    by_steps = "".join(f", {count:,} by {key}" for key, count in record.steps.items())
+    return f"{record.duplicates:,} duplicate, {record.empty:,} empty, {record.undecodable:,} not UTF-8{by_steps}"
 
 
 def _summary(record: SourceRecord) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.plugins import DataStep, MetricSink, declared, settings
 from llmrecipes.recipe.rules import MIN_BPE_VOCAB
 from llmrecipes.recipe.schema import (
     Checkpoint,
@@ -249,7 +250,8 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by
     the standard library, the tokenizer by a small BPE (no network), given weights by initial ones, an explicit
     TransformerEngine by `auto`, NVMe by main memory. Disabled: torch.compile (not available on every CPU), ZeRO++
-    except for quantized weights on GPUs, and all tracking (a rehearsal is not an experiment).
+    except for quantized weights on GPUs, and the sinks of metrics that are not for rehearsals (a rehearsal is not an
+    experiment).
 
     Args:
         device: of the ranks; on a CPU experts are not split (`expert_tensor_parallel_size` 1).
@@ -347,8 +349,11 @@ def _data(data: Data, model: Model) -> Data:
     # A file's template may have special tokens that a small tokenizer lacks.
     small = {"max_length": longest and min(longest, model.seq_length + 1), "chat_template": None}
     tokenizer = data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None})
+    # Steps are set for the recipe's sources.
+    steps = () if local else declared(type(data), DataStep)
     return data.model_copy(
         update={
+            **{name: type(data).model_fields[name].default for name in steps},
             "sources": local or (Source(type="docstrings" if data.chat else "stdlib"),),
             "chat": data.chat and data.chat.model_copy(update={**small, "overlong": "truncate"}),
             "tokenizer": tokenizer,
@@ -362,9 +367,11 @@ def _checkpoint(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _tracking(tracking: Tracking) -> Tracking:
-    wandb = {name: None for name in type(tracking).model_fields if name.startswith("wandb_")}
-    off = {"mlflow": False, "tensorboard": False, "wandb": False, "system_metrics_interval": None}
-    return tracking.model_copy(update={**wandb, **off})
+    section, off = type(tracking), dict[str, object]()
+    for name, sink in declared(section, MetricSink).items():
+        if not sink.rehearsal:
+            off |= {name: False, **{key: section.model_fields[key].default for key in settings(section, name)}}
+    return tracking.model_copy(update={**off, "system_metrics_interval": None})
 
 
 SHORT = {

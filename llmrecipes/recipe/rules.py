@@ -9,6 +9,7 @@ from llmrecipes.recipe import adapters, layout_rules, moe_rules, search_rules, s
 from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import unknown_engine
+from llmrecipes.recipe.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import has_secret
 
@@ -318,6 +319,17 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
                 )
 
 
+def _characters(recipe: Recipe) -> Iterator[Problem]:
+    least, most = recipe.data.min_characters, recipe.data.max_characters
+    if least is not None and most is not None and least > most:
+        yield Problem(
+            "data.min_characters",
+            f"{least} is more than max_characters {most}",
+            "min_characters is at most max_characters",
+            "lower min_characters or raise max_characters",
+        )
+
+
 def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
     tokenizer = recipe.data.tokenizer
     if tokenizer.type == "huggingface" and not tokenizer.path:
@@ -370,24 +382,27 @@ def _secrets(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _wandb(recipe: Recipe) -> Iterator[Problem]:
-    tracking = recipe.tracking
-    for name in ("wandb_project", "wandb_exp_name", "wandb_entity", "wandb_save_dir"):
-        value = getattr(tracking, name)
-        if value is not None and not tracking.wandb:
-            yield Problem(
-                f"tracking.{name}",
-                f"{value!r} with wandb false",
-                f"{name} is only used with tracking.wandb",
-                f"leave {name} out, or tracking.wandb true",
-            )
-        elif value is not None and not value.strip():
-            yield Problem(f"tracking.{name}", "empty", f"{name} is a name", f"leave {name} out")
+def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
+    tracking, section = recipe.tracking, type(recipe.tracking)
+    for sink in declared(section, MetricSink):
+        for name in settings(section, sink):
+            value = getattr(tracking, name)
+            if value == section.model_fields[name].default:
+                continue
+            if not getattr(tracking, sink):
+                yield Problem(
+                    f"tracking.{name}",
+                    f"{value!r} with {sink} false",
+                    f"{name} is only used with tracking.{sink} true",
+                    f"leave {name} out, or tracking.{sink} true",
+                )
+            elif isinstance(value, str) and not value.strip():
+                yield Problem(f"tracking.{name}", "empty", f"{name} is a name", f"leave {name} out")
 
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
-    _loss_scale, _overlap, _sources, _tokenizer, _retention, _secrets, _wandb,
+    _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _secrets, _sink_settings,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, chat_sources, chat_template, chat_length,
     chat_packing, chat_objectives,

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.plugins import DataStep, MetricSink
 from llmrecipes.recipe.search import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 from llmrecipes.recipe.zero import Zero
@@ -397,6 +398,10 @@ class Data(Section):
     chat: Chat | None = None
     split: Annotated[tuple[PosFloat, NonNegFloat, NonNegFloat], Field(strict=False)] = (98.0, 1.0, 1.0)
     """Relative sizes of the train, valid and test splits. A document's split depends only on the hash of its text."""
+    min_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps:min_characters")] = None
+    """Drop documents with less text, of a conversation that of all its messages; unset: none."""
+    max_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps:max_characters")] = None
+    """Drop documents with more text, of a conversation that of all its messages; unset: none."""
     num_workers: NonNegInt = 1
     """Loader processes per rank; 0 reads in the training process."""
     prefetch_factor: PosInt = 4
@@ -423,13 +428,26 @@ class Checkpoint(Section):
 class Tracking(Section):
     """Where metrics go besides metrics.jsonl, which is always written."""
 
-    mlflow: bool = True
+    mlflow: Annotated[
+        bool, MetricSink(target="llmrecipes.tracking.mlflow.sink:MlflowSink", rehearsal=False, keeps_steps=True)
+    ] = True
     """Log to MLflow: to `MLFLOW_TRACKING_URI` if set, else to SQLite in the runs directory."""
     experiment: str | None = None
     """MLflow experiment; unset: the recipe's name."""
-    tensorboard: bool = True
+    tensorboard: Annotated[
+        bool, MetricSink(target="llmrecipes.tracking.tensorboard:TensorBoardSink", rehearsal=False, keeps_steps=True)
+    ] = True
     """Write TensorBoard event files into the run directory."""
-    wandb: bool = False
+    wandb: Annotated[
+        bool,
+        MetricSink(
+            target="llmrecipes.tracking.wandb.sink:WandbSink",
+            rehearsal=False,
+            keeps_steps=True,
+            extra="wandb",
+            package="wandb",
+        ),
+    ] = False
     """Log to Weights & Biases. Needs the extra `wandb`; the API key comes from `WANDB_API_KEY`, never from a recipe."""
     wandb_project: str | None = None
     """W&B project; unset: the recipe's name."""

@@ -1,11 +1,19 @@
-"""Events that the training loop reports, and the interface of their sinks."""
+"""Events that the training loop reports, and the base class of their sinks."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from llmrecipes.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 RunStatus = Literal["FINISHED", "KILLED", "FAILED"]
 """How a run ends, in MLflow's terms: finished, stopped from outside with its state saved, or failed."""
@@ -113,13 +121,58 @@ class Note:
     time: float = field(default_factory=time.time)
 
 
-class Sink(Protocol):
-    """Receives a run's events, called from the training loop on one rank: it must not block."""
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """The start of a run, or of another attempt of it, from which a sink opens.
 
-    def step(self, metrics: StepMetrics) -> None: ...
+    Attributes:
+        run_dir: `<runs_dir>/<recipe>/<run-id>`, with `documents` and logs/.
+        resumed_step: step of the checkpoint that this attempt continues, 0 for a new run. What an earlier attempt
+            recorded of later steps does not count: a sink that keeps steps drops them.
+        total_steps: the last step.
+        tags: of the run in a tracker, without secrets.
+        documents: names of files in `run_dir` that describe the run.
+        console: the user's terminal or log.
+        messages: lines for the user from other threads, which must not print into a progress bar.
+    """
 
-    def eval(self, metrics: EvalMetrics) -> None: ...
+    recipe: Recipe
+    run_dir: Path
+    runs_dir: Path
+    resumed_step: int
+    total_steps: int
+    tags: Mapping[str, str]
+    documents: tuple[str, ...]
+    console: Console
+    messages: SimpleQueue[str]
 
-    def note(self, note: Note) -> None: ...
 
-    def close(self, status: RunStatus) -> None: ...
+class Sink(ABC):
+    """Receives a run's events, called from the training loop on one rank: it must not block.
+
+    `recipe.plugins.MetricSink` declares a sink with its key in a recipe.
+    """
+
+    @classmethod
+    @abstractmethod
+    def of(cls, start: RunStart) -> Self:
+        """Open it. An error disables the sink for this attempt, with one warning."""
+
+    @abstractmethod
+    def step(self, metrics: StepMetrics) -> None:
+        """Every optimizer step; the sink applies `train.log_interval` itself."""
+
+    @abstractmethod
+    def eval(self, metrics: EvalMetrics) -> None:
+        """An evaluation on the validation split."""
+
+    @abstractmethod
+    def note(self, note: Note) -> None:
+        """Something that happened, without secrets."""
+
+    def end(self, status: RunStatus) -> None:  # noqa: B027 - most sinks have nothing to begin
+        """Begin what `close` will wait for; called for all sinks before the first `close`."""
+
+    @abstractmethod
+    def close(self, status: RunStatus) -> None:
+        """The last call."""

@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 
 import psutil
 
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.mirror import MirrorConfig
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 30.0
 
 
-class MirrorSink:
+class MirrorSink(Sink):
     """Copies the run to a tracker through another process, which follows metrics.jsonl.
 
     Only `close` waits for the tracker, for at most `close_seconds`.

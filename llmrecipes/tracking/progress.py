@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from llmrecipes.console import duration
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.units import GIB
 
 SECONDS_BETWEEN_LINES = 1.0
@@ -28,7 +29,7 @@ SHORT = ("loss", "speed", "skipped", "left")
 """Values shown on a narrower terminal."""
 
 
-class ProgressSink:
+class ProgressSink(Sink):
     """Shows step, loss, learning rate, gradient norm, tokens/s, MFU, memory and time left.
 
     On a terminal a bar is updated at every step (drawn four times a second at most). Elsewhere (a file, a pipe, Slurm's
@@ -66,6 +67,16 @@ class ProgressSink:
             self._task = self._live.add_task("first step ...", total=total_steps, completed=resumed_step)
             self._live.start()
         self._print_messages()
+
+    @classmethod
+    def of(cls, start: RunStart) -> Self:
+        return cls(
+            start.console,
+            resumed_step=start.resumed_step,
+            total_steps=start.total_steps,
+            log_interval=start.recipe.train.log_interval,
+            messages=start.messages,
+        )
 
     def step(self, metrics: StepMetrics) -> None:
         self._print_messages()

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -13,31 +14,51 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import recipe_hash, to_yaml
+from llmrecipes.recipe.plugins import MetricSink, declared, resolve
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import redact, redacted
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, Sink, StepMetrics
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.jsonl import METRICS, JsonlSink
-from llmrecipes.tracking.mirror_sink import MirrorSink
-from llmrecipes.tracking.mlflow.config import MlflowConfig
-from llmrecipes.tracking.mlflow.sink import MlflowSink, flatten
-from llmrecipes.tracking.progress import ProgressSink
-from llmrecipes.tracking.status import StatusSink
-from llmrecipes.tracking.store import DATABASE, artifact_root, is_local, own_database, sqlite_uri, tracking_uri
-from llmrecipes.tracking.tensorboard import TensorBoardSink
-from llmrecipes.tracking.wandb.sink import WandbSink, require_library, wandb_config
 from llmrecipes.untrusted import Refused, parse_json, read
 
 logger = logging.getLogger(__name__)
 
 ARTIFACTS = ("recipe.yaml", "plan.json", "env.json")
+STATUS = MetricSink(target="llmrecipes.tracking.status:StatusSink", rehearsal=True, keeps_steps=False)
+PROGRESS = MetricSink(target="llmrecipes.tracking.progress:ProgressSink", rehearsal=True, keeps_steps=False)
+
+
+def opened_by(recipe: Recipe) -> dict[str, MetricSink]:
+    """The sinks of a run besides metrics.jsonl: two without a key, and those that the recipe enables, by their key.
+
+    Progress is last: it prints what opening the others has to say.
+    """
+    sinks = declared(type(recipe.tracking), MetricSink)
+    enabled = {f"tracking.{name}": sink for name, sink in sinks.items() if getattr(recipe.tracking, name)}
+    return {"status.json": STATUS, **enabled, "progress": PROGRESS}
+
+
+def require_packages_of_sinks(recipe: Recipe) -> None:
+    """Refuse a recipe with a sink whose package is not installed.
+
+    Raises:
+        UserError: the package is missing.
+    """
+    for name, sink in opened_by(recipe).items():
+        if sink.package is not None and find_spec(sink.package) is None:
+            raise UserError(
+                f"true, but the package {sink.package} is not installed",
+                where=name,
+                rule=f"{sink.package} is optional: it is in the extra {sink.extra}",
+                fix=f"pip install -e '.[{sink.extra}]' in the checkout, or {name}=false",
+            )
 
 
 class RunTracker:
-    """Forwards every event to metrics.jsonl, status.json, the terminal, TensorBoard, MLflow and W&B.
+    """Forwards every event to metrics.jsonl, and then to the sinks that the recipe opens (`opened_by`).
 
     metrics.jsonl is first and must be writable when the run starts. Any other sink that fails is dropped with one
     warning; training continues. As a context manager it closes with the status that matches how the block was left.
@@ -76,7 +97,7 @@ class RunTracker:
         Raises:
             UserError: the run directory cannot be written, or a library that the recipe needs is missing.
         """
-        require_library(recipe)
+        require_packages_of_sinks(recipe)
         documents = (
             redact(to_yaml(recipe)),
             json.dumps(redacted(plan), indent=2) + "\n",
@@ -99,53 +120,21 @@ class RunTracker:
         if record.problems:
             logger.warning("%s: %s", run_dir / METRICS, "; ".join(record.problems))
             notes.append(Note(step=resumed_step, event="metrics_damaged", details={"problems": record.problems}))
-        settings, interval = recipe.tracking, recipe.train.log_interval
-        shown = console or Console()
-        messages: SimpleQueue[str] = SimpleQueue()  # from the mirrors' threads, which must not print into the bar
-        openers: dict[str, Callable[[], Sink]] = {
-            "status.json": lambda: StatusSink(run_dir, resumed_step=resumed_step, total_steps=total_steps),
-            "progress": lambda: ProgressSink(
-                shown,
-                resumed_step=resumed_step,
-                total_steps=total_steps,
-                log_interval=interval,
-                messages=messages,
-            ),
-        }
-        if settings.tensorboard:
-            openers["TensorBoard"] = lambda: TensorBoardSink(
-                run_dir / "tensorboard", resumed_step=resumed_step, log_interval=interval
-            )
-        all_tags = redacted(_tags(environment)) | {"recipe.hash": recipe_hash(recipe)} | redacted(dict(tags or {}))
-        if settings.mlflow:
-            database = own_database(run_dir)
-            uri = tracking_uri(runs_dir) if database is None else sqlite_uri(database)
-            experiment = settings.experiment or recipe.name
-            if is_local(uri) and database is None:
-                messages.put(_where_to_look(runs_dir, experiment, run_dir.name))
-            mlflow = MlflowConfig(
-                run_dir=str(run_dir.resolve()),
-                uri=uri,
-                artifact_root=artifact_root(runs_dir) if is_local(uri) else None,
-                experiment=experiment,
-                kept_database=None if database is None else str(run_dir.resolve() / DATABASE),
-                run_name=run_dir.name,
-                params=redacted(flatten(recipe)),
-                tags=all_tags,
-                artifacts=list(ARTIFACTS),
-                log_interval=interval,
-                resumed_step=resumed_step,
-                total_steps=total_steps,
-                system_metrics_interval=settings.system_metrics_interval,
-            )
-            openers["MLflow"] = lambda: MlflowSink(mlflow, messages.put)
-        if settings.wandb:
-            wandb = wandb_config(recipe, run_dir, all_tags, list(ARTIFACTS), resumed_step, total_steps)
-            openers["W&B"] = lambda: WandbSink(wandb, messages.put)
+        start = RunStart(
+            recipe=recipe,
+            run_dir=run_dir,
+            runs_dir=runs_dir,
+            resumed_step=resumed_step,
+            total_steps=total_steps,
+            tags=redacted(_tags(environment)) | {"recipe.hash": recipe_hash(recipe)} | redacted(dict(tags or {})),
+            documents=ARTIFACTS,
+            console=console or Console(),
+            messages=SimpleQueue(),
+        )
         others: dict[str, Sink] = {}
-        for name, opener in openers.items():
+        for name, sink in opened_by(recipe).items():
             try:
-                others[name] = opener()
+                others[name] = resolve(sink.target).of(start)
             except Exception as error:  # no sink may prevent the run
                 logger.warning("%s is disabled for this run: %s: %s", name, type(error).__name__, error)
         tracker = cls(record, others)
@@ -175,9 +164,7 @@ class RunTracker:
             return
         self._closed = True
         self._record.close(status)
-        for sink in self._others.values():
-            if isinstance(sink, MirrorSink):
-                sink.end(status)  # all of them, before waiting for the first
+        self._tell_others(lambda sink: sink.end(status))  # all of them, before waiting for the first
         self._tell_others(lambda sink: sink.close(status))
 
     def _tell_others(self, call: Callable[[Sink], None]) -> None:
@@ -203,10 +190,6 @@ def _status_of(error: BaseException | None) -> RunStatus:
     if error is None or (isinstance(error, SystemExit) and code in (None, 0)):
         return "FINISHED"
     return "KILLED" if isinstance(error, KeyboardInterrupt) or code == ExitCode.REQUEUE else "FAILED"
-
-
-def _where_to_look(runs_dir: Path, experiment: str, run_name: str) -> str:
-    return f" MLflow  {command_line('ui', runs_dir=runs_dir)}: experiment {experiment}, run {run_name}"
 
 
 def _tags(environment: Mapping[str, Any]) -> dict[str, str]:

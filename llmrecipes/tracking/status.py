@@ -9,13 +9,13 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
 from llmrecipes.hardware.process import process_seconds
 from llmrecipes.io import write_atomic
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.untrusted import RECORD, read_json
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def _alive(values: dict[str, Any]) -> bool:
         return False
 
 
-class StatusSink:
+class StatusSink(Sink):
     """Keeps status.json up to date, at most once a second."""
 
     def __init__(self, run_dir: Path, *, resumed_step: int, total_steps: int) -> None:
@@ -71,6 +71,10 @@ class StatusSink:
         self._written = 0.0
         self._failed = False
         self._write()
+
+    @classmethod
+    def of(cls, start: RunStart) -> Self:
+        return cls(start.run_dir, resumed_step=start.resumed_step, total_steps=start.total_steps)
 
     def step(self, metrics: StepMetrics) -> None:
         self._values["step"] = metrics.step

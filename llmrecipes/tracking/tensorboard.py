@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Self
 
-from llmrecipes.tracking.events import TASKS_EVALUATED, EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.tracking.events import TASKS_EVALUATED, EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.experts import expert_metrics
 
 TRAIN = (
@@ -23,7 +24,7 @@ TRAIN = (
 VALID = ("valid_loss", "valid_bits_per_byte")
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Writes every `log_interval`-th step and all evaluations.
 
     Args:
@@ -36,6 +37,11 @@ class TensorBoardSink:
 
         self._log_interval = log_interval
         self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1, flush_secs=10)
+
+    @classmethod
+    def of(cls, start: RunStart) -> Self:
+        interval = start.recipe.train.log_interval
+        return cls(start.run_dir / "tensorboard", resumed_step=start.resumed_step, log_interval=interval)
 
     def step(self, metrics: StepMetrics) -> None:
         if metrics.step % self._log_interval == 0:

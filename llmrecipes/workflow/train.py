@@ -16,7 +16,7 @@ from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.derive import Plan, default_world_size
 from llmrecipes.recipe.degrees import multiples
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.wandb.sink import require_library
+from llmrecipes.tracking.run_tracker import require_packages_of_sinks
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.pretrained import with_pretrained
 from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
@@ -49,7 +49,7 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
         _set_environment_of(options.cluster, recipe, ranks, cluster, nodes)
     plan = plan_run(recipe, cluster, ranks)
     require_packages(recipe)
-    require_library(recipe)
+    require_packages_of_sinks(recipe)
     spec = new_spec(recipe, paths, options)
     if options.node is not None and not options.run.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
         log(f"{spec.run_dir} has done all its steps")  # the other nodes, which it would wait for, are gone

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from llmrecipes.data.steps import Step
+from llmrecipes.recipe.plugins import DataStep
 from llmrecipes.recipe.schema import Data, Model, Optimizer, Recipe, Source, Tokenizer, Train
 
 
@@ -27,6 +29,14 @@ def recipe(
         optimizer=Optimizer(lr=1e-3),
         data=Data(sources=sources, split=split, tokenizer=tokenizer or Tokenizer()),
     )
+
+
+def without(word: str) -> Step:
+    """A step of data preparation: drops documents that are only this word, and takes it out of the others."""
+    return lambda texts: None if texts == [word] else [text.replace(word, "") for text in texts]
+
+
+WITHOUT = DataStep(target="tests.unit.data_recipes:without")
 
 
 def corpus(folder: Path, documents: int = 200, seed: int = 0, word: str = "word") -> Source:

@@ -359,10 +359,10 @@ def test_a_stopped_prepare_leaves_no_part_and_no_process(
         add(*arguments)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    add = write._add
-    monkeypatch.setattr(write, "_add", stopped)
+    add = write._Output.add
+    monkeypatch.setattr(write._Output, "add", stopped)
     monkeypatch.setattr(pool, "_ALONE", 0)
-    monkeypatch.setattr(corpus_module, "_BATCH_BYTES", 4096)
+    monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
     with pytest.raises(SystemExit) as caught:
         prepare(made[0], tmp_path, workers=workers)
     assert caught.value.code == 75
@@ -374,15 +374,15 @@ def test_a_stopped_prepare_leaves_no_part_and_no_process(
 def test_a_process_of_prepare_that_is_killed_is_one_message(
     made: tuple[Recipe, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill(*arguments: Any) -> None:
+    def kill(*arguments: Any) -> Any:
         for child in active_children():
             child.kill()
-        add(*arguments)
+        return add(*arguments)
 
-    add = write._add
-    monkeypatch.setattr(write, "_add", kill)
+    add = write._Output.add
+    monkeypatch.setattr(write._Output, "add", kill)
     monkeypatch.setattr(pool, "_ALONE", 0)
-    monkeypatch.setattr(corpus_module, "_BATCH_BYTES", 4096)
+    monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
     with refused("--workers", rule="--workers 2"):
         prepare(made[0], tmp_path, workers=2)
     assert not list(tmp_path.glob(".*.part"))

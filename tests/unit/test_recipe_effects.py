@@ -35,6 +35,7 @@ from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.engines import ENGINES, Engine
 from llmrecipes.recipe.keys import ITEM, keys
+from llmrecipes.recipe.plugins import resolve
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.tracking import run_tracker
@@ -154,10 +155,12 @@ def loader(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def tracking(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Everything that metrics are sent to, and what it is told."""
     found: dict[str, Any] = {}
-    for name in ("ProgressSink", "TensorBoardSink", "MlflowSink", "WandbSink"):
-        monkeypatch.setattr(run_tracker, name, lambda *a, name=name, **told: found.update({name: (a, told)}))
-    for name in ("require_library", "flatten"):  # the parameters that MLflow is told have every key
-        monkeypatch.setattr(run_tracker, name, lambda _: {})
+    for name, declared in run_tracker.opened_by(recipe).items():
+        if name != "status.json":  # which has the time
+            sink = resolve(declared.target)
+            monkeypatch.setattr(sink, "__init__", lambda _, *a, name=name, **told: found.update({name: (a, told)}))
+    monkeypatch.setattr(run_tracker, "require_packages_of_sinks", lambda _: None)
+    monkeypatch.setattr("llmrecipes.tracking.mlflow.sink.flatten", lambda _: {})  # its parameters have every key
     for name in ("to_yaml", "recipe_hash"):
         monkeypatch.setattr(run_tracker, name, lambda _: "")
     monkeypatch.setattr("llmrecipes.recipe.schema.Recipe.model_dump", lambda *_, **__: {})
@@ -520,6 +523,8 @@ CASES: dict[str, Case] = {
     "data.tokenizer.type": Case("huggingface", tokens, along={"data.tokenizer.path": "gpt2"}),
     "data.tokenizer.path": Case("gpt3", tokens, TOKENIZER),
     "data.tokenizer.revision": Case("0" * 40, tokens, TOKENIZER),
+    "data.min_characters": Case(9, tokens),
+    "data.max_characters": Case(9, tokens),
     "data.split": Case([80.0, 10.0, 10.0], tokens),
     "data.num_workers": Case(3, loader),
     "data.prefetch_factor": Case(7, loader),

@@ -15,9 +15,10 @@ from llmrecipes.nested import leaves
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
+from llmrecipes.recipe.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.proxy import proxy, scaled
 from llmrecipes.recipe.rules import check
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Recipe, Tracking
 
 GIB = 1 << 30
 LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=16 * GIB, memory_available_bytes=12 * GIB, disk_free_bytes=GIB)
@@ -30,8 +31,8 @@ DEGREES = (
 MAY_CHANGE = {
     "name", "description", "data.sources", "data.tokenizer.type", "data.tokenizer.path", "data.tokenizer.revision",
     "data.num_workers", "checkpoint.save_interval", "checkpoint.keep_interval", "scheduler.lr_decay_iters",
-    "scheduler.lr_warmup_iters", "scheduler.lr_wsd_decay_iters", "tracking.mlflow", "tracking.tensorboard",
-    "tracking.wandb", "tracking.system_metrics_interval", "train.eval_interval", "train.eval_iters",
+    "scheduler.lr_warmup_iters", "scheduler.lr_wsd_decay_iters", "tracking.system_metrics_interval",
+    "train.eval_interval", "train.eval_iters",
     "train.global_batch_size", "train.log_interval", "train.micro_batch_size", "train.train_iters",
     "train.pretrained", "lora.rank", "lora.alpha", "data.chat.chat_template",
     "train.recompute_num_layers", "train.torch_compile", *(f"parallelism.{name}" for name in DEGREES),
@@ -42,7 +43,7 @@ MAY_CHANGE = {
         "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
         "stage3_max_reuse_distance", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
     )),
-    *(f"tracking.wandb_{name}" for name in ("project", "exp_name", "entity", "save_dir")),
+    *(f"tracking.{key}" for sink in declared(Tracking, MetricSink) for key in (sink, *settings(Tracking, sink))),
     *(f"model.{name}" for name in (
         "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
         "seq_length", "max_position_embeddings", "rotary_percent", "vocab_size", "make_vocab_size_divisible_by",

@@ -7,17 +7,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import pytest
 import yaml
+from pydantic import create_model
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.recipe.plugins import MetricSink, declared, resolve
+from llmrecipes.recipe.proxy import proxy
+from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
-from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.tracking.runs import list_runs
 from tests.refusals import refused
@@ -163,7 +168,7 @@ def test_a_failing_sink_is_dropped_once_and_the_run_continues(tmp_path: Path, ca
         tracker.step(step(number))
         tracker.note(Note(step=number, event="x"))
     tracker.close("FINISHED")
-    assert caplog.text.count("TensorBoard is disabled") == 1
+    assert caplog.text.count("tracking.tensorboard is disabled") == 1
     assert caplog.text.count("progress is disabled") == 1
     assert len(steps(tmp_path / "tiny" / "one")) == 6
 
@@ -209,3 +214,94 @@ def test_a_resume_notes_what_is_missing_from_the_record(tmp_path: Path) -> None:
     notes = [json.loads(line) for line in (tmp_path / "tiny/one/metrics.jsonl").read_text().splitlines()]
     assert notes[-1]["event"] == "metrics_damaged"
     assert notes[-1]["details"]["problems"] == ["steps 2 to 3 are missing"]
+
+
+class Lines(Sink):
+    """A whole sink: a file with a line for each event; `lines_name` names it."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        self._path = path
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(line for line in lines if int(line.split()[1]) <= resumed_step))
+
+    @classmethod
+    def of(cls, start: RunStart) -> Self:
+        name: str | None = start.recipe.tracking.lines_name  # type: ignore[attr-defined]
+        return cls(start.run_dir / (name or "lines.txt"), start.resumed_step)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._add(f"step {metrics.step} {metrics.loss}")
+
+    def eval(self, metrics: EvalMetrics) -> None:
+        self._add(f"eval {metrics.step} {metrics.valid_loss}")
+
+    def note(self, note: Note) -> None:
+        self._add(f"note {note.step} {note.event}")
+
+    def close(self, status: RunStatus) -> None:
+        self._add(f"end {10**9} {status}")
+
+    def _add(self, line: str) -> None:
+        with self._path.open("a") as file:
+            print(line, file=file)
+
+
+LINES = MetricSink(target="tests.unit.test_tracking_run:Lines", rehearsal=False, keeps_steps=True)
+
+
+def recipe_with_lines(declared: MetricSink = LINES, **tracking: Any) -> Recipe:
+    """A recipe whose schema has one more key, `lines`, and its setting."""
+    fields: Any = {"lines": (Annotated[bool, declared], True), "lines_name": (str | None, None)}
+    section = create_model("WithLines", __base__=Tracking, **fields)
+    made = recipe()
+    return made.model_copy(update={"tracking": section(mlflow=False, tensorboard=False, **tracking)})
+
+
+def test_a_sink_is_one_class_and_one_key(tmp_path: Path) -> None:
+    used = recipe_with_lines(lines_name="mine.txt")
+    with pytest.raises(KeyboardInterrupt), open_tracker(tmp_path, made_from=used) as tracker:
+        for number in range(1, 8):
+            tracker.step(step(number))
+        raise KeyboardInterrupt
+    with open_tracker(tmp_path, resumed_step=5, made_from=used) as tracker:
+        tracker.step(step(6, loss=6.0))
+        tracker.eval(EvalMetrics(step=6, valid_loss=1.0, consumed_samples=1, consumed_tokens=1, eval_seconds=1.0))
+        tracker.note(Note(step=6, event="checkpoint_saved"))
+    assert (tmp_path / "tiny" / "one" / "mine.txt").read_text().splitlines() == [
+        *(f"step {number} 5.0" for number in range(1, 6)),
+        "step 6 6.0",
+        "eval 6 1.0",
+        "note 6 checkpoint_saved",
+        "end 1000000000 FINISHED",
+    ]
+    open_tracker(tmp_path / "off", made_from=recipe_with_lines(lines=False)).close("FINISHED")
+    assert not list((tmp_path / "off").rglob("lines.txt"))
+    assert "tracking.lines_name" in {problem.key for problem in check(recipe_with_lines(lines=False, lines_name="a"))}
+
+
+def test_a_rehearsal_writes_only_the_sinks_that_declare_it() -> None:
+    small: Any = proxy(recipe_with_lines(lines_name="a")).tracking
+    assert (small.lines, small.lines_name) == (False, None)
+    kept: Any = proxy(recipe_with_lines(replace(LINES, rehearsal=True), lines_name="a")).tracking
+    assert (kept.lines, kept.lines_name) == (True, "a")
+
+
+RESUMED = {
+    "mlflow": "test_tracking_mlflow: test_resumed_runs_are_one_mlflow_run_without_duplicate_points",
+    "tensorboard": "test_tracking_run: test_a_resumed_run_reads_as_if_never_interrupted",
+    "wandb": "test_tracking_wandb: test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process",
+}
+"""For each sink that keeps steps, the test of what a resumed run has in it."""
+
+
+def test_every_sink_is_declared_and_its_resume_is_tested() -> None:
+    sinks = declared(Tracking, MetricSink)
+    switches = {name for name, key in Tracking.model_fields.items() if key.annotation is bool}
+    assert switches == set(sinks), "a key of `Tracking` that is true or false declares its MetricSink"
+    for sink in sinks.values():
+        assert issubclass(resolve(sink.target), Sink)
+    kept = {name for name, sink in sinks.items() if sink.keeps_steps}
+    assert kept == set(RESUMED), "a sink that keeps steps has a test of a resumed run, named in RESUMED"
+    for place in RESUMED.values():
+        module, test = place.split(": ")
+        assert f"\ndef {test}(" in Path(__file__).with_name(f"{module}.py").read_text()

@@ -206,7 +206,7 @@ def test_a_missing_library_is_named_before_anything_starts(
 
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        "llmrecipes.tracking.wandb.sink.find_spec", lambda name: None if name == "wandb" else found(name)
+        "llmrecipes.tracking.run_tracker.find_spec", lambda name: None if name == "wandb" else found(name)
     )
     monkeypatch.chdir(tmp_path)
     assert cli.run(["train", "gpt-tiny", "tracking.wandb=true"]) == 2

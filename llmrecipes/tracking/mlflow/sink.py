@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Self
 
+from llmrecipes.commandline import command_line
 from llmrecipes.nested import leaves
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.redact import redacted
+from llmrecipes.tracking.events import RunStart
 from llmrecipes.tracking.mirror_sink import MirrorSink
 from llmrecipes.tracking.mlflow.config import MlflowConfig
-from llmrecipes.tracking.store import process_environment, redact
+from llmrecipes.tracking.store import (
+    DATABASE,
+    artifact_root,
+    is_local,
+    own_database,
+    process_environment,
+    redact,
+    sqlite_uri,
+    tracking_uri,
+)
 
 LONGEST_PARAM = 6000  # MLflow's limits, in characters
 CUT = " ... [cut: the whole value is in the artifact recipe.yaml]"
@@ -31,6 +44,36 @@ class MlflowSink(MirrorSink):
             process_environment(),
             show=show,
         )
+
+    @classmethod
+    def of(cls, start: RunStart) -> Self:
+        return cls(mlflow_config(start), start.messages.put)
+
+
+def mlflow_config(start: RunStart) -> MlflowConfig:
+    """Configuration of the mirror; if the store is a local one, the user is told how to look at it."""
+    recipe, run_dir, runs_dir = start.recipe, start.run_dir, start.runs_dir
+    database = own_database(run_dir)
+    uri = tracking_uri(runs_dir) if database is None else sqlite_uri(database)
+    experiment = recipe.tracking.experiment or recipe.name
+    if is_local(uri) and database is None:
+        where = f"experiment {experiment}, run {run_dir.name}"
+        start.messages.put(f" MLflow  {command_line('ui', runs_dir=runs_dir)}: {where}")
+    return MlflowConfig(
+        run_dir=str(run_dir.resolve()),
+        uri=uri,
+        artifact_root=artifact_root(runs_dir) if is_local(uri) else None,
+        experiment=experiment,
+        kept_database=None if database is None else str(run_dir.resolve() / DATABASE),
+        run_name=run_dir.name,
+        params=redacted(flatten(recipe)),
+        tags=dict(start.tags),
+        artifacts=list(start.documents),
+        log_interval=recipe.train.log_interval,
+        resumed_step=start.resumed_step,
+        total_steps=start.total_steps,
+        system_metrics_interval=recipe.tracking.system_metrics_interval,
+    )
 
 
 def flatten(recipe: Recipe) -> dict[str, str]:

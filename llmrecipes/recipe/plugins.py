@@ -1,0 +1,62 @@
+"""What a key switches on: a sink of metrics or a step of data preparation, declared in the type of the key.
+
+The section is the table: `Tracking` has the sinks, `Data` the steps, in the order in which they are applied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSink:
+    """A sink of metrics, in `Tracking`: the key, which is true or false, opens it. Its settings begin with its name."""
+
+    target: str
+    """`module:class` of its `tracking.events.Sink`, imported on demand."""
+    rehearsal: bool
+    """Whether rehearsals (`smoke`, `verify`) write it too."""
+    keeps_steps: bool
+    """Whether it has the values of single steps. A resumed run then has each step once: what an earlier attempt
+    recorded after the checkpoint is dropped, or stands for the repeated step where it cannot be deleted."""
+    extra: str | None = None
+    """Extra of pyproject.toml that has its package; None: the project's dependencies are enough."""
+    package: str | None = None
+    """What it imports from the extra."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataStep:
+    """A step of data preparation, in `Data`: the value of the key makes it, and at its default there is no step.
+
+    Dropped documents are counted by the key. A prepared folder depends on the key only where there is a step, so that
+    folders from before there was this key are still used.
+    """
+
+    target: str
+    """`module:name` of a function from the value to a `data.steps.Step`, imported on demand."""
+
+
+Declared = TypeVar("Declared")
+
+
+def declared(section: type[BaseModel], kind: type[Declared]) -> dict[str, Declared]:
+    """The keys of a section that declare something of that kind, in the order of the schema."""
+    return {
+        name: each for name, field in section.model_fields.items() for each in field.metadata if isinstance(each, kind)
+    }
+
+
+def settings(section: type[BaseModel], sink: str) -> tuple[str, ...]:
+    """The keys that only one sink reads."""
+    return tuple(name for name in section.model_fields if name.startswith(f"{sink}_"))
+
+
+def resolve(target: str) -> Any:
+    """What `module:name` names."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
