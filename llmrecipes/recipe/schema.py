@@ -163,6 +163,19 @@ class Model(Section):
     name. The one in use is printed and recorded."""
 
 
+TRAINING_ONLY = frozenset(
+    {
+        "seq_length", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method",
+        "init_method_std", "transformer_impl", "mtp_loss_scaling_factor", "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_router_dtype",
+        "moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy", "moe_token_dispatcher_type",
+    }
+)  # fmt: skip
+"""Keys of `Model` that say how it is trained, not what its weights compute: a model that is imported or exported may
+have any value. Every other key needs an account in `hf/families/` and in `recipe/megatron_lm.py`."""
+
+
 class Parallelism(Section):
     """How the work is spread over ranks. Data-parallel size is derived: world size over the model-parallel degrees."""
 

@@ -18,13 +18,14 @@ from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel, build
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hf.export import write
-from llmrecipes.hf.family import config_of, family_of, model_of
+from llmrecipes.hf.family import FAMILIES, config_of, family_of, model_of
 from llmrecipes.hf.megatron import weights
 from llmrecipes.hf.table import Family, resolved
 from llmrecipes.hf.views import AsHuggingFace
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Model, Recipe
-from tests.helpers import ROOMY
+from tests.helpers import ROOMY, another
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -234,6 +235,60 @@ def test_greedy_text_is_the_same_token_by_token(name: str, tmp_path: Path) -> No
     )
     assert found[0, len(prompt) :].tolist() == mine
     assert len(set(mine)) > 1
+
+
+def test_every_family_accounts_for_every_key_of_the_model() -> None:
+    accounts = {name: family.accounts() for name, family in FAMILIES.items()}
+    wrong = [
+        f"{family}: model.{key} has {len(names)} accounts, {names}: see 'A recipe key' in CONTRIBUTING.md"
+        for family, account in accounts.items()
+        for key in sorted({*Model.model_fields, *frozenset().union(*account.values())})
+        if len(names := [name for name, keys in account.items() if key in keys]) != 1 or key not in Model.model_fields
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+LINKED = {"rope_scaling_factor": {"rope_scaling": True}}
+"""What a key needs to have an effect."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_accounts_of_a_family_are_true(name: str) -> None:
+    """Another value of a key changes config.json or is refused, unless it is free."""
+    family = FAMILIES[name]
+    base = next(case.model for case in CASES.values() if case.family == name)
+    for account, keys in family.accounts().items():
+        for key in keys:
+            linked = LINKED.get(key, {}) if account == "translated" else {}
+            model = Model.model_validate({**base, "max_position_embeddings": 2 * LENGTH, **linked})
+            changed = model.model_copy(update={key: another(model, key)})
+            config, problems = family.config_of(changed)
+            if account == "free":
+                assert (config, problems) == family.config_of(model), key
+            elif account in ("needed", "default only"):
+                assert f"model.{key}" in {each.key for each in problems}, key
+            else:
+                assert problems or config != family.config_of(model)[0], key
+
+
+def test_a_key_without_an_account_is_exported_with_its_default_only() -> None:
+    class Interleaved(Model):
+        rotary_interleaved: bool = False
+
+    assert family_of(Interleaved.model_validate(LLAMA)).name == "llama"
+    for name in ("llama", None):
+        with refused("model.rotary_interleaved", rule="False"):
+            family_of(Interleaved.model_validate({**LLAMA, "rotary_interleaved": True}), name)
+
+
+def test_groups_of_experts_are_scored_by_two_experts() -> None:
+    """megatron-core takes as many as a chosen group gives, here four."""
+    four = Model.model_validate({**DEEPSEEK, "moe_router_topk": 4})
+    with refused("model.moe_router_group_topk", rule="4"):
+        family_of(four, "deepseek_v3")
+    config = config_of(FAMILIES["deepseek_v3"], Model.model_validate(DEEPSEEK))
+    with refused("topk_group", rule="4"):
+        model_of(FAMILIES["deepseek_v3"], {**config, "num_experts_per_tok": 4}, "config.json")
 
 
 @pytest.mark.parametrize("name", CASES)

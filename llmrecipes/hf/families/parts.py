@@ -6,7 +6,7 @@ from typing import Any
 
 from llmrecipes.hf.table import ACTIVATIONS, Config, Key, Obstacle, To
 from llmrecipes.hf.transforms import GATE_UP, QKV, SAME, VOCABULARY, Transform
-from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.schema import TRAINING_ONLY, Model
 
 LAYER, LAYERS = "decoder.layers.*.", "model.layers.*."
 EXPERT = "mlp.experts.local_experts.*."
@@ -27,6 +27,15 @@ LLAMA: dict[str, Any] = {
     "add_qkv_bias": False,
     "qk_layernorm": False,
 }
+
+LATENT = frozenset({"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"})
+UNSUPPORTED = frozenset(key for key in Model.model_fields if key.startswith("mup_"))
+"""Keys that no family has: `default_only` of all."""
+EXPERT_KEYS = frozenset(key for key in Model.model_fields if key.startswith("moe_"))
+"""Keys of experts, which have no effect without `num_moe_experts`: rules refuse another value than the default."""
+FREE = TRAINING_ONLY - {"attention_dropout", "init_method_std"} - EXPERT_KEYS
+"""Training-only keys of a dense model that config.json does not have."""
+FREE_EXPERTS = FREE | TRAINING_ONLY & EXPERT_KEYS
 
 SIZES = (
     Key("vocab_size", "vocab_size"),
@@ -52,6 +61,7 @@ class Heads:
     """
 
     theirs = ("num_key_value_heads", "head_dim")
+    ours = ("num_query_groups", "kv_channels")
 
     def __init__(self, *, free: bool = True, channels: int | None = None, groups: int | None = None) -> None:
         self._free, self._channels, self._groups = free, channels, groups
@@ -97,6 +107,7 @@ class Window:
     """
 
     theirs = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+    ours = ()
 
     def __init__(self, absent: int | None = None, *, said: bool = False, switch: bool = False) -> None:
         self._absent, self._said, self._switch = absent, said, switch
@@ -141,6 +152,7 @@ class Rope:
     """
 
     theirs = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    ours = ("rotary_base", "rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor")
 
     def __init__(self, theta: float = 10000.0, *, scales: bool = True, said: bool = False) -> None:
         self._theta, self._scales, self._said = theta, scales, said
@@ -150,6 +162,9 @@ class Rope:
         scaling: dict[str, Any] | None = {"rope_type": "default"} if self._said else None
         if model.rope_scaling and not self._scales:
             return {}, [Obstacle("model.rope_scaling", True, "this family has no scaling of that kind")]
+        if (factor := model.rotary_seq_len_interpolation_factor) is not None and not self._scales:
+            rule = "this family does not interpolate positions"
+            return {}, [Obstacle("model.rotary_seq_len_interpolation_factor", factor, rule)]
         if model.rotary_seq_len_interpolation_factor is not None:
             scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
         if model.rope_scaling:
