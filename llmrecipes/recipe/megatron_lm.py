@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.recipe.shape import shape
 
@@ -136,13 +137,26 @@ def _attention(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, A
         for name in _LATENT:
             if name in arguments:
                 yield name, name, arguments[name], getattr(model, name)
-        if "rope_type" in arguments:
-            yield "multi_latent_attention", "rope_type", arguments["rope_type"], "rope"
+        yield from _latent_positions(arguments, model)
         return
     yield from _given(arguments, "kv_channels", "kv_channels", sizes.kv_channels)
     if "group_query_attention" in arguments:
         groups = arguments.get("num_query_groups" if arguments["group_query_attention"] else "num_attention_heads")
         yield "num_query_groups", "num_query_groups", groups, sizes.num_query_groups
+
+
+def _latent_positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:
+    if "rope_type" not in arguments:
+        return
+    # An argument that is unset, or that a version does not have, is the default of megatron-core's configuration.
+    kind = arguments["rope_type"] or "yarn"
+    yield "rope_type", "rope_type", kind, model.rope_type
+    if kind == model.rope_type == "yarn":
+        for name in LATENT_YARN:
+            yield name, name, arguments.get(name, Model.model_fields[name].default), getattr(model, name)
+    elif kind == "rope" and arguments.get("rotary_scaling_factor", 1.0) > 1:
+        # It scales the scores whatever the rotation is.
+        yield "mscale_all_dim", "mscale_all_dim", arguments.get("mscale_all_dim", 0.0), 0.0
 
 
 def _positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:
@@ -153,7 +167,8 @@ def _positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, A
         ours = shape(model).max_position_embeddings
         yield from _given(arguments, "max_position_embeddings", "max_position_embeddings", ours)
         return
-    for name in _ROTARY:
+    yarn = [name for name in Model.model_fields if name.startswith("yarn_")]
+    for name in (*_ROTARY, *(yarn if model.position_embedding_type == "yarn" else ())):
         yield from _given(arguments, name, name, getattr(model, name))
     if "use_rope_scaling" in arguments:
         yield "rope_scaling", "use_rope_scaling", arguments["use_rope_scaling"], model.rope_scaling

@@ -51,6 +51,9 @@ DEEPSEEK: dict[str, Any] = {
     "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_num_groups": 2,
     "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
+YARN: dict[str, Any] = {
+    "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8,
+}  # fmt: skip
 TINY: dict[str, Any] = {
     **SHAPE, "position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False,
     "qk_layernorm": True, "share_embeddings_and_output_weights": False,
@@ -79,6 +82,14 @@ CASES = {
         {**LLAMA, "rope_scaling": True, "rope_scaling_factor": 4.0, "share_embeddings_and_output_weights": True},
         config={"tie_word_embeddings": True},
     ),
+    "llama, yarn": Case("llama", {**LLAMA, **YARN, "yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.4}),
+    "qwen2, yarn": Case(
+        "qwen2",
+        {
+            **LLAMA, **YARN, "add_qkv_bias": True, "yarn_mscale": 0.0, "yarn_beta_fast": 2.0, "yarn_beta_slow": 0.2,
+            "yarn_correction_range_round_to_int": False,
+        },
+    ),
     "llama, wide heads": Case("llama", {**LLAMA, "kv_channels": 24}, config={"head_dim": 24}),
     "mistral": Case("mistral", LLAMA, asked=True, config={"sliding_window": None}),
     "qwen2": Case("qwen2", {**LLAMA, "add_qkv_bias": True, "share_embeddings_and_output_weights": True}),
@@ -99,6 +110,13 @@ CASES = {
         config={"mlp_only_layers": [1], "norm_topk_prob": False},
     ),
     "deepseek-v3": Case("deepseek_v3", DEEPSEEK, config={"first_k_dense_replace": 1, "n_shared_experts": 2}),
+    "deepseek-v3, yarn": Case(
+        "deepseek_v3",
+        {
+            **DEEPSEEK, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 8,
+            "mscale_all_dim": 1.0, "beta_fast": 2.0, "beta_slow": 0.2,
+        },
+    ),
     "deepseek-v3, one group": Case(
         "deepseek_v3",
         {

@@ -89,6 +89,7 @@ DEEPSEEK_V3 = Family(
     prefix="model.",
     needs={
         **ROTARY,
+        "position_embedding_type": "rope",  # of which YaRN is the `rope_type`
         "use_mup": False,
         "gated_linear_unit": True,
         "add_qkv_bias": False,
@@ -146,6 +147,6 @@ DEEPSEEK_V3 = Family(
         **gated(EXPERT, "mlp.experts.*."),
         **gated("mlp.shared_experts.", "mlp.shared_experts."),
     },
-    specials=(_Heads(), Rope(scales=False), _Experts()),
+    specials=(_Heads(), Rope(latent=True), _Experts()),
     training_only=frozenset({"aux_loss_alpha", "ep_size", "seq_aux"}),
 )
