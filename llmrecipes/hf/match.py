@@ -181,7 +181,7 @@ def _differences(model: Model, theirs: Model) -> Iterator[UserError]:
     if not theirs.num_moe_experts:
         ignored |= {name for name in now if name.startswith("moe_")}
     ignored |= {"kv_channels", "num_query_groups"} if theirs.multi_latent_attention else LATENT
-    if theirs.position_embedding_type != "rope":
+    if theirs.position_embedding_type == "learned_absolute":
         ignored |= ROTARY
     if not theirs.rope_scaling:
         ignored.add("rope_scaling_factor")

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model, Recipe
 from llmrecipes.recipe.shape import shape
 
@@ -29,6 +30,7 @@ _EXPERTS = (
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
 )  # fmt: skip
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")
+_YARN = tuple(name for name in Model.model_fields if name.startswith("yarn_"))
 _MUP = (
     "use_mup", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim",
     "mup_attn_scale_power",
@@ -44,8 +46,8 @@ BY_SHAPE = frozenset(
 """Keys of which another value has other weights, or others of their shapes: compared where there is an argument."""
 BY_ARGUMENT = frozenset(
     {
-        *_ROTARY, *_MUP, *_EXPERTS, "num_attention_heads", "num_query_groups", "kv_channels", "rope_scaling",
-        "rope_scaling_factor", "layernorm_epsilon", "activation_func",
+        *_ROTARY, *_YARN, *LATENT_YARN, "rope_type", *_MUP, *_EXPERTS, "num_attention_heads", "num_query_groups",
+        "kv_channels", "rope_scaling", "rope_scaling_factor", "layernorm_epsilon", "activation_func",
     }
 )  # fmt: skip
 """Keys that only the arguments show; without an argument, a recipe has the default."""
@@ -190,8 +192,7 @@ def _attention(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, A
         for name in _LATENT:
             if name in arguments:
                 yield name, name, arguments[name], getattr(model, name)
-        if "rope_type" in arguments:
-            yield "multi_latent_attention", "rope_type", arguments["rope_type"], "rope"
+        yield from _latent_positions(arguments, model)
         return
     if not arguments:
         return
@@ -203,6 +204,20 @@ def _attention(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, A
     yield "num_query_groups", "num_query_groups", groups, sizes.num_query_groups
 
 
+def _latent_positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:
+    if "rope_type" not in arguments:
+        return
+    # An argument that is unset, or that a version does not have, is the default of megatron-core's configuration.
+    kind = arguments["rope_type"] or "yarn"
+    yield "rope_type", "rope_type", kind, model.rope_type
+    if kind == model.rope_type == "yarn":
+        for name in LATENT_YARN:
+            yield name, name, arguments.get(name, Model.model_fields[name].default), getattr(model, name)
+    elif kind == "rope" and arguments.get("rotary_scaling_factor", 1.0) > 1:
+        # It scales the scores whatever the rotation is.
+        yield "mscale_all_dim", "mscale_all_dim", arguments.get("mscale_all_dim", 0.0), 0.0
+
+
 def _positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:
     kind = "rope" if arguments.get("use_rotary_position_embeddings") else arguments.get("position_embedding_type")
     if kind is not None:
@@ -211,7 +226,7 @@ def _positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, A
         ours = shape(model).max_position_embeddings
         yield from _given(arguments, "max_position_embeddings", "max_position_embeddings", ours)
         return
-    for name in _ROTARY:
+    for name in (*_ROTARY, *(_YARN if model.position_embedding_type == "yarn" else ())):
         yield from _given(arguments, name, name, getattr(model, name))
     if "use_rope_scaling" in arguments:
         yield "rope_scaling", "use_rope_scaling", arguments["use_rope_scaling"], model.rope_scaling

@@ -39,8 +39,9 @@ class Model(Section):
     """Channels of one head; unset: `hidden_size` / `num_attention_heads`."""
     max_position_embeddings: PosInt | None = None
     """Largest number of positions; unset: `seq_length`."""
-    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
-    """Position embedding: a learned table, or rotary embeddings (arXiv 2104.09864)."""
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn"] = "learned_absolute"
+    """Position embedding: a learned table, rotary embeddings (arXiv 2104.09864), or rotary embeddings scaled to longer
+    contexts by YaRN (arXiv 2309.00071). Latent attention has `rope` here, and YaRN as `rope_type`."""
     rotary_base: PosFloat = 10000.0
     """Base period of the rotary embedding."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -51,6 +52,21 @@ class Model(Section):
     """Factor of `rope_scaling`."""
     rotary_seq_len_interpolation_factor: PosFloat | None = None
     """Positions are divided by this before the rotary embedding (linear interpolation, arXiv 2306.15595)."""
+    yarn_rotary_scaling_factor: PosFloat | None = None
+    """YaRN: the context is this many times longer; needs `position_embedding_type: yarn`, as the keys below."""
+    yarn_original_max_position_embeddings: PosInt | None = None
+    """YaRN: longest sequences before the extension."""
+    yarn_beta_fast: PosFloat = 32.0
+    """YaRN: channels that turn more often than this in the original context are left as they are."""
+    yarn_beta_slow: PosFloat = 1.0
+    """YaRN: channels that turn less often than this in the original context are fully interpolated."""
+    yarn_mscale: NonNegFloat = 1.0
+    """YaRN: queries and keys are multiplied by m(`yarn_mscale`) / m(`yarn_mscale_all_dim`), where m(x) = 0.1 x
+    ln(`yarn_rotary_scaling_factor`) + 1."""
+    yarn_mscale_all_dim: NonNegFloat = 0.0
+    """YaRN: the divisor of `yarn_mscale`."""
+    yarn_correction_range_round_to_int: bool = True
+    """YaRN: round the bounds that follow from `yarn_beta_fast` and `yarn_beta_slow` to whole channels."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Normalisation in front of attention, MLP and output layer."""
     layernorm_epsilon: PosFloat = 1e-5
@@ -151,6 +167,21 @@ class Model(Section):
     """Rotated channels of a query head, and of the rotated key that all heads share."""
     v_head_dim: PosInt = 128
     """Channels of a value head."""
+    rope_type: Literal["rope", "yarn"] = "rope"
+    """Rotation of latent attention: unscaled, or scaled to longer contexts by YaRN (arXiv 2309.00071)."""
+    rotary_scaling_factor: PosFloat = 40.0
+    """YaRN of latent attention: the context is this many times longer; needs `rope_type: yarn`, as the keys below."""
+    original_max_position_embeddings: PosInt = 4096
+    """YaRN of latent attention: longest sequences before the extension."""
+    beta_fast: PosFloat = 32.0
+    """YaRN of latent attention: as `yarn_beta_fast`."""
+    beta_slow: PosFloat = 1.0
+    """YaRN of latent attention: as `yarn_beta_slow`."""
+    mscale: NonNegFloat = 1.0
+    """YaRN of latent attention: rotated queries and keys are multiplied by m(`mscale`) / m(`mscale_all_dim`), where
+    m(x) = 0.1 x ln(`rotary_scaling_factor`) + 1."""
+    mscale_all_dim: NonNegFloat = 0.0
+    """YaRN of latent attention: attention scores are multiplied by m(`mscale_all_dim`)²."""
     mtp_num_layers: PosInt | None = None
     """Multi-token prediction: extra layers after the last that each predict one token further, in training only
     (DeepSeek-V3, arXiv 2412.19437, section 2.2); unset: none."""

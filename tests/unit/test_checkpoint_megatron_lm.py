@@ -258,6 +258,20 @@ def test_gelu_is_the_approximation_where_the_kernel_adds_the_bias() -> None:
     assert [each.key for each in check(vars(megatron_lm.arguments(recipe)), recipe)] == ["model.activation_func"]
 
 
+def test_yarn_of_latent_attention_is_compared_with_megatron_core_s_defaults() -> None:
+    latent = {
+        **LLAMA, "num_query_groups": None, "multi_latent_attention": True, "rope_type": "yarn",
+        "rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    recipe = tiny(model=latent)
+    # Without --rope-type it is YaRN.
+    same = {"rope_type": None, "rotary_scaling_factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    assert not list(check(vars(megatron_lm.arguments(recipe, **same)), recipe))
+    for key, value in (("rope_type", "rope"), ("mscale_all_dim", 0.0), ("original_max_position_embeddings", 64)):
+        problems = {each.key for each in check(vars(megatron_lm.arguments(recipe, **{**same, key: value})), recipe)}
+        assert f"model.{key}" in problems, key
+
+
 def test_what_is_not_refused_is_said() -> None:
     recipe = tiny(data={"tokenizer": {"type": "huggingface", "path": "folder"}})
     assert len(list(notes({}, recipe))) == 1

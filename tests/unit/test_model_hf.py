@@ -23,6 +23,7 @@ from llmrecipes.hf.megatron import weights
 from llmrecipes.hf.table import Family, resolved
 from llmrecipes.hf.views import AsHuggingFace
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import Model, Recipe
 from tests.helpers import ROOMY, another
 from tests.refusals import refused
@@ -52,6 +53,9 @@ DEEPSEEK: dict[str, Any] = {
     "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_num_groups": 2,
     "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
+YARN: dict[str, Any] = {
+    "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8,
+}  # fmt: skip
 TINY: dict[str, Any] = {
     **SHAPE, "position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False,
     "qk_layernorm": True, "share_embeddings_and_output_weights": False,
@@ -80,6 +84,14 @@ CASES = {
         {**LLAMA, "rope_scaling": True, "rope_scaling_factor": 4.0, "share_embeddings_and_output_weights": True},
         config={"tie_word_embeddings": True},
     ),
+    "llama, yarn": Case("llama", {**LLAMA, **YARN, "yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.4}),
+    "qwen2, yarn": Case(
+        "qwen2",
+        {
+            **LLAMA, **YARN, "add_qkv_bias": True, "yarn_mscale": 0.0, "yarn_beta_fast": 2.0, "yarn_beta_slow": 0.2,
+            "yarn_correction_range_round_to_int": False,
+        },
+    ),
     "llama, wide heads": Case("llama", {**LLAMA, "kv_channels": 24}, config={"head_dim": 24}),
     "mistral": Case("mistral", LLAMA, asked=True, config={"sliding_window": None}),
     "qwen2": Case("qwen2", {**LLAMA, "add_qkv_bias": True, "share_embeddings_and_output_weights": True}),
@@ -100,6 +112,13 @@ CASES = {
         config={"mlp_only_layers": [1], "norm_topk_prob": False},
     ),
     "deepseek-v3": Case("deepseek_v3", DEEPSEEK, config={"first_k_dense_replace": 1, "n_shared_experts": 2}),
+    "deepseek-v3, yarn": Case(
+        "deepseek_v3",
+        {
+            **DEEPSEEK, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 8,
+            "mscale_all_dim": 1.0, "beta_fast": 2.0, "beta_slow": 0.2,
+        },
+    ),
     "deepseek-v3, one group": Case(
         "deepseek_v3",
         {
@@ -248,7 +267,11 @@ def test_every_family_accounts_for_every_key_of_the_model() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-LINKED = {"rope_scaling_factor": {"rope_scaling": True}}
+LINKED: dict[str, dict[str, Any]] = {
+    "rope_scaling_factor": {"rope_scaling": True},
+    **{key: {"rope_type": "yarn"} for key in LATENT_YARN},
+    **{key: YARN for key in Model.model_fields if key.startswith("yarn_")},
+}
 """What a key needs to have an effect."""
 
 
@@ -256,7 +279,8 @@ LINKED = {"rope_scaling_factor": {"rope_scaling": True}}
 def test_accounts_of_a_family_are_true(name: str) -> None:
     """Another value of a key changes config.json or is refused, unless it is free."""
     family = FAMILIES[name]
-    base = next(case.model for case in CASES.values() if case.family == name)
+    plain = [case.model for case in CASES.values() if case.family == name]
+    base = next(model for model in plain if model.get("position_embedding_type") != "yarn")
     for account, keys in family.accounts().items():
         for key in keys:
             linked = LINKED.get(key, {}) if account == "translated" else {}

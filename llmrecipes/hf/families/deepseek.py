@@ -16,6 +16,7 @@ from llmrecipes.hf.families.parts import (
     ROTARY,
     SIZES,
     UNSUPPORTED,
+    YARN,
     Rope,
     gated,
     in_layer,
@@ -123,6 +124,7 @@ DEEPSEEK_V3 = Family(
     prefix="model.",
     needs={
         **ROTARY,
+        "position_embedding_type": "rope",  # of which YaRN is the `rope_type`
         "use_mup": False,
         "gated_linear_unit": True,
         "add_qkv_bias": False,
@@ -182,7 +184,7 @@ DEEPSEEK_V3 = Family(
     },
     # Layers of multi-token prediction are left out, and sigmoid scores have no softmax.
     free=FREE_EXPERTS | {"mtp_num_layers", "moe_router_pre_softmax"},
-    default_only=UNSUPPORTED | {"num_query_groups", "kv_channels"},
-    specials=(_Heads(), Rope(scales=False), _Experts()),
+    default_only=UNSUPPORTED | YARN | {"num_query_groups", "kv_channels"},
+    specials=(_Heads(), Rope(latent=True), _Experts()),
     training_only=frozenset({"aux_loss_alpha", "ep_size", "seq_aux"}),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmrecipes.hf.families.parts import DENSE, EXPERT_KEYS, FREE, LATENT, UNSUPPORTED
+from llmrecipes.hf.families.parts import DENSE, EXPERT_KEYS, FREE, LATENT, UNSUPPORTED, YARN
 from llmrecipes.hf.table import ACTIVATIONS, Config, Family, Fixed, Key, Obstacle, To
 from llmrecipes.hf.transforms import FUSED_QKV, SAME, TRANSPOSED, VOCABULARY
 from llmrecipes.recipe.schema import Model
@@ -99,7 +99,7 @@ GPT2 = Family(
     },
     # add_bias_linear includes it; and nothing is rotated.
     free=FREE - {"hidden_dropout"} | {"add_qkv_bias", "rotary_base", "rotary_percent", "rope_scaling_factor"},
-    default_only=UNSUPPORTED | EXPERT_KEYS | LATENT | {"rope_scaling", "rotary_seq_len_interpolation_factor"},
+    default_only=UNSUPPORTED | EXPERT_KEYS | LATENT | YARN | {"rope_scaling", "rotary_seq_len_interpolation_factor"},
     specials=(_Dropout(), _Heads()),
     training_only=frozenset(
         {
