@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import torch
@@ -29,7 +29,7 @@ from llmrecipes.engine.megatron.platform import select
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import to_yaml
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Model, Recipe
 
 ROOT = Path(__file__).parents[1]
 ROOMY = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 40, memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)
@@ -56,6 +56,23 @@ def tiny(name: str = "tiny", **sections: dict[str, Any]) -> Recipe:
     }
     merged = {key: {**base.get(key, {}), **sections.get(key, {})} for key in base.keys() | sections.keys()}
     return Recipe.model_validate({"name": name, **merged})
+
+
+def another(model: Model, key: str) -> Any:
+    """Another value of a key of a model, which its rules may refuse."""
+    value = getattr(model, key)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return 2 * value
+    if isinstance(value, float):
+        return value / 2 or 0.5
+    if isinstance(value, list):
+        return value[::-1]
+    if value is None:
+        return 2
+    values = get_args(Model.model_fields[key].annotation)
+    return None if type(None) in values else next(each for each in values if each != value)
 
 
 def tiny_on(corpus: Path, name: str = "tiny", **sections: dict[str, Any]) -> Recipe:

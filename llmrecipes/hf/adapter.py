@@ -22,6 +22,8 @@ from llmrecipes.hf.weights import FolderWeights
 from llmrecipes.recipe.schema import Lora, Model
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+KEYS = frozenset({"rank", "alpha", "dropout", "target_modules"})
+"""Keys of `lora` that adapters are written and merged with: of any other, only its default has a form in PEFT."""
 SUFFIX = "_lora"
 """Follows the name of a matrix in that of its adapter, in checkpoints."""
 

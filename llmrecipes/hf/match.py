@@ -12,39 +12,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from llmrecipes.errors import UserError
+from llmrecipes.hf.families.parts import LATENT
 from llmrecipes.hf.family import FAMILIES, family_named, model_of
 from llmrecipes.hf.reading import CONFIG, runs_code
 from llmrecipes.hf.table import Family, resolved
-from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.schema import TRAINING_ONLY, Model
 
-FREE = frozenset(
-    {
-        "seq_length",  # both: see `_lengths`
-        "max_position_embeddings",
-        "vocab_size",  # see `_vocabulary`
-        "make_vocab_size_divisible_by",
-        "attention_dropout",
-        "hidden_dropout",
-        "init_method",
-        "init_method_std",
-        "transformer_impl",
-        "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_router_bias_update_rate",
-        "moe_router_dtype",
-        "moe_input_jitter_eps",
-        "moe_expert_capacity_factor",
-        "moe_pad_expert_input_to_capacity",
-        "moe_token_drop_policy",
-        "moe_token_dispatcher_type",
-        "mtp_loss_scaling_factor",
-    }
-)
-"""Keys of `model` that a recipe chooses: they say how it is trained, not what the weights compute."""
+FREE = TRAINING_ONLY | {"max_position_embeddings", "vocab_size"}
+"""Keys of `model` that a recipe chooses; these two within limits, see `_lengths` and `_vocabulary`."""
 MOST, MOST_COUNTED = 1 << 31, 1 << 14
 """Largest size in a config.json, and largest number of layers or experts."""
-LATENT = frozenset({"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"})
 ROTARY = frozenset(
     {"rotary_base", "rotary_percent", "rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
 )
@@ -204,7 +181,7 @@ def _differences(model: Model, theirs: Model) -> Iterator[UserError]:
     if not theirs.num_moe_experts:
         ignored |= {name for name in now if name.startswith("moe_")}
     ignored |= {"kv_channels", "num_query_groups"} if theirs.multi_latent_attention else LATENT
-    if theirs.position_embedding_type != "rope":
+    if theirs.position_embedding_type == "learned_absolute":
         ignored |= ROTARY
     if not theirs.rope_scaling:
         ignored.add("rope_scaling_factor")

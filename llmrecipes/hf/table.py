@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from llmrecipes.hf.megatron import weights
 from llmrecipes.hf.transforms import SAME, Transform
 from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.section import Section
 from llmrecipes.recipe.shape import shape
 
 REQUIRED: Any = object()
@@ -86,6 +87,10 @@ class Special(Protocol):
     def theirs(self) -> Sequence[str]:
         """Keys of config.json that `model_of` reads."""
 
+    @property
+    def ours(self) -> Collection[str]:
+        """Keys of `model` that `config_of` writes, or refuses where config.json cannot say them."""
+
 
 @dataclass(frozen=True)
 class To:
@@ -105,7 +110,11 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model of transformers."""
+    """A kind of model of transformers.
+
+    Every key of `model` has one account: it is in `needs`, translated by `keys` or `specials`, in `free`, or in
+    `default_only`. One without an account is exported with its default only, like those of `default_only`.
+    """
 
     name: str
     """`model_type` in config.json."""
@@ -117,6 +126,10 @@ class Family:
     keys: tuple[Key, ...]
     fixed: tuple[Fixed, ...]
     tensors: Mapping[str, To]
+    free: frozenset[str]
+    """Keys of `model` that change nothing in what the weights of such a model compute."""
+    default_only: frozenset[str]
+    """Keys of `model` that config.json cannot say: another value than the default is refused."""
     specials: tuple[Special, ...] = ()
     training_only: frozenset[str] = field(default=frozenset())
     """Keys of config.json without an effect on what a model computes."""
@@ -147,7 +160,28 @@ class Family:
             more, problems = special.config_of(model)
             config |= more
             found += problems
-        return config, found
+        # Where something else stands in the way, these are often its consequences.
+        return config, found or self._not_default(model)
+
+    def accounts(self) -> dict[str, frozenset[str]]:
+        """The accounts by name, each with its keys of `model`."""
+        special = (key for each in self.specials for key in each.ours)
+        return {
+            "needed": frozenset(self.needs),
+            "translated": frozenset({each.ours for each in self.keys} | set(special)),
+            "free": self.free,
+            "default only": self.default_only,
+        }
+
+    def _not_default(self, model: Model) -> list[Obstacle]:
+        """Keys that are exported with their default only, and have another value."""
+        accounts = self.accounts()
+        exported = accounts["needed"] | accounts["translated"] | accounts["free"]
+        return [
+            Obstacle(f"model.{key}", value, f"a model of type {self.name} has the default, {default}")
+            for key, default in defaults(type(model)).items()
+            if key not in exported and (value := getattr(model, key)) != default
+        ]
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
         """The section `model` of a config.json, but for `seq_length`; and what of it has no counterpart."""
@@ -218,6 +252,11 @@ NEUTRAL = frozenset(
     }
 )  # fmt: skip
 """Keys of any config.json that do not change what a model computes, or say what other files say too."""
+
+
+def defaults(section: type[Section]) -> dict[str, Any]:
+    """Default of every key of a section; that of a required key equals no value."""
+    return {key: field.get_default(call_default_factory=True) for key, field in section.model_fields.items()}
 
 
 def resolved(model: Model) -> dict[str, Any]:

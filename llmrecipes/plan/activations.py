@@ -278,7 +278,7 @@ class _PerToken:
     @property
     def tables(self) -> float:
         """Rotary angles in fp32, which recomputed layers keep; all sequences have the same."""
-        if self.recipe.model.position_embedding_type != "rope":
+        if self.recipe.model.position_embedding_type == "learned_absolute":
             return 0.0
         return 4.0 * self.shape.kv_channels / self.recipe.train.micro_batch_size
 
@@ -329,7 +329,7 @@ class _PerToken:
         down = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
         outside = self.norm + self.edge * max(keeps_input(self.recipe, name) for name in down) + self.mask
         gathered = self.layout.context_parallel_size > 1 and own_layers(self.recipe, self.device) and not self._in_parts
-        rope = model.position_embedding_type == "rope"
+        rope = model.position_embedding_type != "learned_absolute"
         copied = copies_keys(self.recipe, s, self.device)
         own = (s.query_size + s.context_size) * copied  # a key and a value for each query
         inner = float(element * (s.context_size + own + self._projected(gathered=gathered or copied)))
@@ -360,7 +360,7 @@ class _PerToken:
             return whole
         if self._in_parts:
             return whole if self._value_is_view else 0
-        return whole if not gathered or model.position_embedding_type != "rope" else 0
+        return whole if not gathered or model.position_embedding_type == "learned_absolute" else 0
 
     def _heads(self, *, rotated: bool) -> float:
         """Queries and keys that are kept besides those that attention reads and the projection they come from."""

@@ -77,6 +77,24 @@ def sequence(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def yarn(recipe: Recipe) -> Iterator[Problem]:
+    """The context before YaRN divides over context-parallel ranks: megatron-core prepares its angles for it."""
+    model, ranks = recipe.model, recipe.parallelism.context_parallel_size
+    name = "original_max_position_embeddings"
+    if model.position_embedding_type == "yarn":
+        name = f"yarn_{name}"
+    elif not model.multi_latent_attention or model.rope_type != "yarn":
+        return
+    length = getattr(model, name)
+    if ranks > 1 and length is not None and length % (2 * ranks):
+        yield Problem(
+            f"model.{name}",
+            f"{length} is not a multiple of 2 × context_parallel_size {ranks}",
+            "context-parallel ranks share the angles of the original context in two chunks of the same length",
+            f"{name} {multiples(length, 2 * ranks)}",
+        )
+
+
 def pipeline(recipe: Recipe) -> Iterator[Problem]:
     """Layers, and embedding and loss if counted as layers, divide over stages and their chunks."""
     parallel, layers = recipe.parallelism, recipe.model.num_layers

@@ -1,17 +1,20 @@
 """What the arguments of a Megatron-LM training say of its model, against a recipe.
 
-Names are those of `megatron/training/arguments.py`, of megatron-core 0.19 and before. An argument that a version does
-not have is not compared; whether the weights have the recipe's shapes is checked besides.
+Names are those of `megatron/training/arguments.py`, of megatron-core 0.19 and before. Every key of `Model` has one
+account: it is compared, shown by the weights themselves, or says only how a model is trained. A key that is not
+compared, because the arguments do not have it or this module does not know it, must have its default: that is what a
+version without the argument computes. Whether the weights have the recipe's shapes is checked besides.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.recipe.moe_rules import LATENT_YARN
+from llmrecipes.recipe.schema import TRAINING_ONLY, Model, Recipe
 from llmrecipes.recipe.shape import shape
 
 Arguments = Mapping[str, Any]
@@ -27,11 +30,28 @@ _EXPERTS = (
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
 )  # fmt: skip
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")
+_YARN = tuple(name for name in Model.model_fields if name.startswith("yarn_"))
 _MUP = (
     "use_mup", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim",
     "mup_attn_scale_power",
 )  # fmt: skip
-_FIXED: Mapping[str, Any] = {
+BY_SHAPE = frozenset(
+    {
+        *_LATENT, "num_layers", "hidden_size", "ffn_hidden_size", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+        "normalization", "gated_linear_unit", "share_embeddings_and_output_weights", "position_embedding_type",
+        "max_position_embeddings", "multi_latent_attention", "num_moe_experts", "moe_layer_freq",
+        "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "mtp_num_layers", "vocab_size",
+    }
+)  # fmt: skip
+"""Keys of which another value has other weights, or others of their shapes: compared where there is an argument."""
+BY_ARGUMENT = frozenset(
+    {
+        *_ROTARY, *_YARN, *LATENT_YARN, "rope_type", *_MUP, *_EXPERTS, "num_attention_heads", "num_query_groups",
+        "kv_channels", "rope_scaling", "rope_scaling_factor", "layernorm_epsilon", "activation_func",
+    }
+)  # fmt: skip
+"""Keys that only the arguments show; without an argument, a recipe has the default."""
+FIXED: Mapping[str, Any] = {
     "apply_residual_connection_post_layernorm": False,
     "apply_layernorm_1p": False,
     "layernorm_zero_centered_gamma": False,
@@ -54,6 +74,7 @@ _FIXED: Mapping[str, Any] = {
     "moe_apply_probs_on_input": False,
     "moe_shared_expert_gate": False,
     "moe_latent_size": None,
+    "moe_router_topk_limited_devices": None,
     "moe_mlp_glu_interleave_size": None,
     "moe_shared_expert_glu_interleave_size": None,
     "mtp_use_repeated_layer": False,
@@ -63,7 +84,9 @@ _FIXED: Mapping[str, Any] = {
 
 def check(arguments: Arguments, recipe: Recipe) -> Iterator[Problem]:
     """Keys of the recipe that describe another model than the arguments, with both values."""
+    seen = set()
     for key, name, theirs, ours in _compared(arguments, recipe.model):
+        seen.add(key)
         if not _equal(theirs, ours):
             yield Problem(
                 f"model.{key}",
@@ -71,14 +94,39 @@ def check(arguments: Arguments, recipe: Recipe) -> Iterator[Problem]:
                 "the recipe describes the model that was trained",
                 f"model.{key}={_shown(theirs)}",
             )
+    yield from _not_compared(arguments, recipe.model, seen)
     yield from _vocabulary(arguments, recipe.model)
-    for name, needed in _FIXED.items():
+    for name, needed in FIXED.items():
         if name in arguments and not _equal(arguments[name], needed):
             yield Problem(
                 name,
                 f"{_shown(arguments[name])} in the checkpoint",
                 f"recipes have {name} {_shown(needed)}",
             )
+
+
+def _not_compared(arguments: Arguments, model: Model, seen: Collection[str]) -> Iterator[Problem]:
+    """Keys with another value than the default that no argument was compared with, if there are arguments at all."""
+    known = {*seen, *TRAINING_ONLY, *BY_SHAPE, *_without_effect(model)}
+    for key, field in type(model).model_fields.items() if arguments else ():
+        default, ours = field.get_default(call_default_factory=True), getattr(model, key)
+        if key not in known and ours != default:
+            yield Problem(
+                f"model.{key}",
+                f"{_shown(ours)} in the recipe, no argument in the checkpoint",
+                "a key that the arguments do not have is at its default",
+                "" if field.is_required() else f"model.{key}={_shown(default)}",
+            )
+
+
+def _without_effect(model: Model) -> Iterator[str]:
+    """Keys whose value does not matter in this model."""
+    if model.position_embedding_type == "learned_absolute":
+        yield from _ROTARY
+    if not model.rope_scaling:
+        yield "rope_scaling_factor"
+    if model.moe_router_score_function != "softmax":
+        yield "moe_router_pre_softmax"
 
 
 def notes(arguments: Arguments, recipe: Recipe) -> Iterator[str]:
@@ -88,11 +136,19 @@ def notes(arguments: Arguments, recipe: Recipe) -> Iterator[str]:
     if recipe.data.tokenizer.type == "bpe":
         yield "data.tokenizer.type bpe trains a new tokenizer: token ids mean something else than they did"
     plain = recipe.model.activation_func == "gelu" and not recipe.model.gated_linear_unit
-    if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear"):
-        yield "its GELU was the tanh approximation (bias_gelu_fusion); the recipe's is exact"
+    if plain and _approximates(arguments):
+        yield (
+            "its GELU was the tanh approximation (bias_gelu_fusion), in the recipe it is exact; the same is "
+            "model.activation_func=gelu_tanh"
+        )
     kind = next((name for name in ("bf16", "fp16") if arguments.get(name)), "fp32") if "bf16" in arguments else ""
     if kind and kind != recipe.train.precision:
         yield f"its weights were trained in {kind}; they are converted to {recipe.train.precision}"
+
+
+def _approximates(arguments: Arguments) -> bool:
+    """Whether GELU is the tanh approximation: that of the kernel that adds the bias too."""
+    return bool(arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear"))
 
 
 def _compared(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:
@@ -136,13 +192,30 @@ def _attention(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, A
         for name in _LATENT:
             if name in arguments:
                 yield name, name, arguments[name], getattr(model, name)
-        if "rope_type" in arguments:
-            yield "multi_latent_attention", "rope_type", arguments["rope_type"], "rope"
+        yield from _latent_positions(arguments, model)
         return
-    yield from _given(arguments, "kv_channels", "kv_channels", sizes.kv_channels)
-    if "group_query_attention" in arguments:
-        groups = arguments.get("num_query_groups" if arguments["group_query_attention"] else "num_attention_heads")
-        yield "num_query_groups", "num_query_groups", groups, sizes.num_query_groups
+    if not arguments:
+        return
+    heads = model.num_attention_heads
+    channels = arguments.get("kv_channels") or model.hidden_size // heads
+    yield "kv_channels", "kv_channels", channels, sizes.kv_channels
+    grouped = arguments.get("group_query_attention", "num_query_groups" in arguments)
+    groups = arguments.get("num_query_groups") if grouped else arguments.get("num_attention_heads", heads)
+    yield "num_query_groups", "num_query_groups", groups, sizes.num_query_groups
+
+
+def _latent_positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:
+    if "rope_type" not in arguments:
+        return
+    # An argument that is unset, or that a version does not have, is the default of megatron-core's configuration.
+    kind = arguments["rope_type"] or "yarn"
+    yield "rope_type", "rope_type", kind, model.rope_type
+    if kind == model.rope_type == "yarn":
+        for name in LATENT_YARN:
+            yield name, name, arguments.get(name, Model.model_fields[name].default), getattr(model, name)
+    elif kind == "rope" and arguments.get("rotary_scaling_factor", 1.0) > 1:
+        # It scales the scores whatever the rotation is.
+        yield "mscale_all_dim", "mscale_all_dim", arguments.get("mscale_all_dim", 0.0), 0.0
 
 
 def _positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:
@@ -153,7 +226,7 @@ def _positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, A
         ours = shape(model).max_position_embeddings
         yield from _given(arguments, "max_position_embeddings", "max_position_embeddings", ours)
         return
-    for name in _ROTARY:
+    for name in (*_ROTARY, *(_YARN if model.position_embedding_type == "yarn" else ())):
         yield from _given(arguments, name, name, getattr(model, name))
     if "use_rope_scaling" in arguments:
         yield "rope_scaling", "use_rope_scaling", arguments["use_rope_scaling"], model.rope_scaling
@@ -166,6 +239,8 @@ def _activation(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, 
         return
     kind = next((name for name in ("swiglu", "squared_relu") if arguments.get(name)), "gelu")
     theirs = "silu" if kind == "swiglu" else kind
+    if theirs == "gelu" and model.activation_func == "gelu_tanh" and _approximates(arguments):
+        theirs = "gelu_tanh"
     yield "activation_func", f"{kind}:", theirs, model.activation_func
     yield "gated_linear_unit", "swiglu", bool(arguments["swiglu"]), model.gated_linear_unit
 

@@ -9,7 +9,11 @@ from llmrecipes.recipe.degrees import divisors
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Model, Recipe
 
-_LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+LATENT_YARN = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+               "mscale_all_dim")  # fmt: skip
+"""Of which `rope_type: yarn` makes use, with megatron-core's defaults."""
+_LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type",
+                *LATENT_YARN)  # fmt: skip
 # Keys that megatron-core's latent attention ignores, with their neutral values.
 _NOT_LATENT = {"num_query_groups": None, "kv_channels": None, "add_qkv_bias": False, "rotary_percent": 1.0,
                "rope_scaling": False, "rotary_seq_len_interpolation_factor": None}  # fmt: skip
@@ -19,7 +23,7 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
     """Keys of experts are consistent."""
     model = recipe.model
     if model.num_moe_experts is None:
-        yield from _belongs(model, _moe_keys(), "a mixture of experts", "num_moe_experts")
+        yield from belongs(model, _moe_keys(), "a mixture of experts", "num_moe_experts")
         return
     if model.moe_router_topk > model.num_moe_experts:
         yield Problem(
@@ -117,7 +121,7 @@ def latent_attention(recipe: Recipe) -> Iterator[Problem]:
     """Keys of latent attention need it, and those of other attention exclude it."""
     model = recipe.model
     if not model.multi_latent_attention:
-        yield from _belongs(model, _LATENT_KEYS, "latent attention", "multi_latent_attention")
+        yield from belongs(model, _LATENT_KEYS, "latent attention", "multi_latent_attention")
         return
     for name, nothing in _NOT_LATENT.items():
         if getattr(model, name) != nothing:
@@ -131,9 +135,11 @@ def latent_attention(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.position_embedding_type",
             f"{model.position_embedding_type} with multi_latent_attention",
-            "latent attention rotates a part of its queries and keys",
-            "position_embedding_type rope",
+            "latent attention rotates a part of its queries and keys; YaRN is its rope_type",
+            "position_embedding_type rope" + (", rope_type yarn" if model.position_embedding_type == "yarn" else ""),
         )
+    if model.rope_type != "yarn":
+        yield from belongs(model, LATENT_YARN, "YaRN", "rope_type yarn")
     if model.qk_pos_emb_head_dim % 2:
         yield Problem(
             "model.qk_pos_emb_head_dim",
@@ -147,9 +153,9 @@ def multi_token_prediction(recipe: Recipe) -> Iterator[Problem]:
     """Multi-token prediction is only used with what megatron-core supports."""
     model, train = recipe.model, recipe.train
     if model.mtp_num_layers is None:
-        yield from _belongs(model, ("mtp_loss_scaling_factor",), "multi-token prediction", "mtp_num_layers")
+        yield from belongs(model, ("mtp_loss_scaling_factor",), "multi-token prediction", "mtp_num_layers")
         return
-    if model.position_embedding_type != "rope":
+    if model.position_embedding_type == "learned_absolute":
         yield Problem(
             "model.mtp_num_layers",
             f"{model.mtp_num_layers} with position_embedding_type {model.position_embedding_type}",
@@ -176,7 +182,8 @@ def _moe_keys() -> tuple[str, ...]:
     return tuple(name for name in Model.model_fields if name.startswith("moe_"))
 
 
-def _belongs(model: Model, names: tuple[str, ...], what: str, switch: str) -> Iterator[Problem]:
+def belongs(model: Model, names: tuple[str, ...], what: str, switch: str) -> Iterator[Problem]:
+    """Keys that only have an effect with `switch`, and are set without it."""
     for name in names:
         default: Any = Model.model_fields[name].default
         if getattr(model, name) != default:

@@ -113,6 +113,7 @@ def small_model(recipe: Recipe, parallel: Parallelism) -> Model:
             # Twice the sequence if the recipe's table is longer than its sequence, so that it stays longer.
             "max_position_embeddings": None if longest is None else max(sequence, min(longest, 2 * sequence)),
             "rotary_percent": _rotary_percent(model, small),
+            **_yarn(model, sequence, parallel),
             "vocab_size": vocabulary,
             "make_vocab_size_divisible_by": step * ranks if -(-vocabulary // step) * step % ranks else step,
             "transformer_impl": "local" if model.transformer_impl == "local" else "auto",
@@ -217,10 +218,24 @@ def _sequence(length: int, parallel: Parallelism) -> int:
     return max(step, min(length, MAX_SEQUENCE) // step * step)
 
 
+def _yarn(model: Model, sequence: int, parallel: Parallelism) -> dict[str, Any]:
+    """The context before YaRN: as many times shorter as the sequence, in two chunks for each context-parallel rank."""
+    step = 2 * parallel.context_parallel_size
+    return {
+        name: max(step, length * sequence // model.seq_length // step * step)
+        for name, used in (
+            ("yarn_original_max_position_embeddings", model.position_embedding_type == "yarn"),
+            ("original_max_position_embeddings", model.multi_latent_attention and model.rope_type == "yarn"),
+        )
+        if used and (length := getattr(model, name)) is not None
+    }
+
+
 def _rotary_percent(model: Model, channels: int) -> float:
     """The recipe's share, or the nearest one that rotates a whole number of pairs of the smaller head."""
     rotated = int(channels * model.rotary_percent)
-    if model.position_embedding_type != "rope" or model.multi_latent_attention or (rotated >= 2 and rotated % 2 == 0):
+    rotates = model.position_embedding_type != "learned_absolute"
+    if not rotates or model.multi_latent_attention or (rotated >= 2 and rotated % 2 == 0):
         return model.rotary_percent
     return max(2, 2 * (rotated // 2)) / channels
 

@@ -10,7 +10,7 @@ from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import unknown_engine
 from llmrecipes.recipe.plugins import MetricSink, declared, settings
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.redact import has_secret
 
 CONVERSATIONS = ("docstrings", "jsonl", "parquet", "hub")
@@ -164,14 +164,42 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
             "linear interpolation is only used with position_embedding_type rope and rope_scaling false",
             "leave it out",
         )
+    yield from _yarn(model)
     channels = model.kv_channels or model.hidden_size // model.num_attention_heads
     rotated = int(channels * model.rotary_percent)
-    if rope and channels and not model.multi_latent_attention and (rotated < 2 or rotated % 2):
+    rotates = model.position_embedding_type != "learned_absolute"
+    if rotates and channels and not model.multi_latent_attention and (rotated < 2 or rotated % 2):
         yield Problem(
             "model.rotary_percent",
             f"{model.rotary_percent:g} of {channels} channels a head rotates {rotated}",
             "the rotary embedding turns pairs: the rotated channels of a head are an even number, at least 2",
             "an even kv_channels with rotary_percent 1",
+        )
+
+
+def _yarn(model: Model) -> Iterator[Problem]:
+    if model.position_embedding_type != "yarn":
+        names = tuple(name for name in Model.model_fields if name.startswith("yarn_"))
+        yield from moe_rules.belongs(model, names, "YaRN", "position_embedding_type yarn")
+        return
+    for name, value in (
+        ("yarn_rotary_scaling_factor", 4.0),
+        ("yarn_original_max_position_embeddings", model.seq_length),
+    ):
+        if getattr(model, name) is None:
+            yield Problem(
+                f"model.{name}",
+                "unset with position_embedding_type yarn",
+                "YaRN extends a context by a factor: yarn_rotary_scaling_factor and "
+                "yarn_original_max_position_embeddings",
+                f"{name} {value}",
+            )
+    if model.rotary_percent != 1:
+        yield Problem(
+            "model.rotary_percent",
+            f"{model.rotary_percent:g} with position_embedding_type yarn",
+            "megatron-core's YaRN rotates all channels of a head",
+            "rotary_percent 1, or position_embedding_type rope",
         )
 
 
@@ -406,7 +434,8 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, chat_sources, chat_template, chat_length,
     chat_packing, chat_objectives,
-    layout_rules.tensor, layout_rules.sequence, layout_rules.pipeline, layout_rules.expert,
+    layout_rules.tensor, layout_rules.sequence, layout_rules.yarn, layout_rules.pipeline,
+    layout_rules.expert,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
     zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_rules.extra, search_rules.check,
 )  # fmt: skip

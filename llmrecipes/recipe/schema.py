@@ -101,8 +101,9 @@ class Model(Section):
     """Channels of one head; unset: `hidden_size` / `num_attention_heads`."""
     max_position_embeddings: PosInt | None = None
     """Largest number of positions; unset: `seq_length`."""
-    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
-    """Position embedding: a learned table, or rotary embeddings (arXiv 2104.09864)."""
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn"] = "learned_absolute"
+    """Position embedding: a learned table, rotary embeddings (arXiv 2104.09864), or rotary embeddings scaled to longer
+    contexts by YaRN (arXiv 2309.00071). Latent attention has `rope` here, and YaRN as `rope_type`."""
     rotary_base: PosFloat = 10000.0
     """Base period of the rotary embedding."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -113,6 +114,21 @@ class Model(Section):
     """Factor of `rope_scaling`."""
     rotary_seq_len_interpolation_factor: PosFloat | None = None
     """Positions are divided by this before the rotary embedding (linear interpolation, arXiv 2306.15595)."""
+    yarn_rotary_scaling_factor: PosFloat | None = None
+    """YaRN: the context is this many times longer; needs `position_embedding_type: yarn`, as the keys below."""
+    yarn_original_max_position_embeddings: PosInt | None = None
+    """YaRN: longest sequences before the extension."""
+    yarn_beta_fast: PosFloat = 32.0
+    """YaRN: channels that turn more often than this in the original context are left as they are."""
+    yarn_beta_slow: PosFloat = 1.0
+    """YaRN: channels that turn less often than this in the original context are fully interpolated."""
+    yarn_mscale: NonNegFloat = 1.0
+    """YaRN: queries and keys are multiplied by m(`yarn_mscale`) / m(`yarn_mscale_all_dim`), where m(x) = 0.1 x
+    ln(`yarn_rotary_scaling_factor`) + 1."""
+    yarn_mscale_all_dim: NonNegFloat = 0.0
+    """YaRN: the divisor of `yarn_mscale`."""
+    yarn_correction_range_round_to_int: bool = True
+    """YaRN: round the bounds that follow from `yarn_beta_fast` and `yarn_beta_slow` to whole channels."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Normalisation in front of attention, MLP and output layer."""
     layernorm_epsilon: PosFloat = 1e-5
@@ -213,6 +229,21 @@ class Model(Section):
     """Rotated channels of a query head, and of the rotated key that all heads share."""
     v_head_dim: PosInt = 128
     """Channels of a value head."""
+    rope_type: Literal["rope", "yarn"] = "rope"
+    """Rotation of latent attention: unscaled, or scaled to longer contexts by YaRN (arXiv 2309.00071)."""
+    rotary_scaling_factor: PosFloat = 40.0
+    """YaRN of latent attention: the context is this many times longer; needs `rope_type: yarn`, as the keys below."""
+    original_max_position_embeddings: PosInt = 4096
+    """YaRN of latent attention: longest sequences before the extension."""
+    beta_fast: PosFloat = 32.0
+    """YaRN of latent attention: as `yarn_beta_fast`."""
+    beta_slow: PosFloat = 1.0
+    """YaRN of latent attention: as `yarn_beta_slow`."""
+    mscale: NonNegFloat = 1.0
+    """YaRN of latent attention: rotated queries and keys are multiplied by m(`mscale`) / m(`mscale_all_dim`), where
+    m(x) = 0.1 x ln(`rotary_scaling_factor`) + 1."""
+    mscale_all_dim: NonNegFloat = 0.0
+    """YaRN of latent attention: attention scores are multiplied by m(`mscale_all_dim`)²."""
     mtp_num_layers: PosInt | None = None
     """Multi-token prediction: extra layers after the last that each predict one token further, in training only
     (DeepSeek-V3, arXiv 2412.19437, section 2.2); unset: none."""
@@ -223,6 +254,19 @@ class Model(Section):
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation: TransformerEngine if it is installed and the GPU supports it (`auto`), or one by
     name. The one in use is printed and recorded."""
+
+
+TRAINING_ONLY = frozenset(
+    {
+        "seq_length", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method",
+        "init_method_std", "transformer_impl", "mtp_loss_scaling_factor", "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_router_dtype",
+        "moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy", "moe_token_dispatcher_type",
+    }
+)  # fmt: skip
+"""Keys of `Model` that say how it is trained, not what its weights compute: a model that is imported or exported may
+have any value. Every other key needs an account in `hf/families/` and in `recipe/megatron_lm.py`."""
 
 
 class Parallelism(Section):

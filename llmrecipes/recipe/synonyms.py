@@ -27,7 +27,12 @@ SAME: dict[str, str] = {
     "model.rope_scaling": "use_rope_scaling rope_scaling.type rope_scaling.rope_type rope_scaling.low_freq_factor "
     "rope_scaling.high_freq_factor rope_scaling.original_max_position_embeddings",
     "model.rope_scaling_factor": "rope_scaling.factor",
-    "model.rotary_seq_len_interpolation_factor": "rotary_scaling_factor seq_len_interpolation_factor",
+    "model.rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+    "model.yarn_beta_fast": "rope_scaling.beta_fast",
+    "model.yarn_beta_slow": "rope_scaling.beta_slow",
+    "model.yarn_mscale": "rope_scaling.mscale rope_scaling.attention_factor attention_factor",
+    "model.yarn_mscale_all_dim": "rope_scaling.mscale_all_dim",
+    "model.yarn_correction_range_round_to_int": "rope_scaling.truncate",
     "model.position_embedding_type": "pos_emb use_rotary_position_embeddings rotary",
     "model.share_embeddings_and_output_weights": "tie_word_embeddings tie_embeddings weight_tying no_weight_tying "
     "untie_embeddings_and_output_weights",
@@ -151,7 +156,8 @@ NOTES: tuple[tuple[str, str], ...] = (
     (
         "rope_scaling.type rope_scaling.rope_type rope_scaling.low_freq_factor rope_scaling.high_freq_factor "
         "use_rope_scaling rope_scaling.original_max_position_embeddings",
-        "true is Llama 3.1's scaling, with its low_freq_factor 1, high_freq_factor 4 and 8192 original positions",
+        "true is Llama 3.1's scaling, with its low_freq_factor 1, high_freq_factor 4 and 8192 original positions; YaRN "
+        "is position_embedding_type: yarn, or rope_type: yarn of latent attention",
     ),
     (
         "data_parallel_size data_parallel_degree dp dp_size world_size num_gpus data_parallel_shard_degree "
@@ -176,7 +182,8 @@ NOTES: tuple[tuple[str, str], ...] = (
         "use_parallel_residual parallel_attn",
         "not supported: the MLP comes after attention",
     ),
-    ("alibi", "not supported: positions are rope or learned_absolute"),
+    ("alibi", "not supported: positions are rope, yarn or learned_absolute"),
+    ("rope_scaling.attention_factor attention_factor", "0.1 × yarn_mscale × ln(yarn_rotary_scaling_factor) + 1"),
     (
         "swiglu hidden_act hidden_activation activation_function",
         "swiglu is activation_func: silu with gated_linear_unit: true",
@@ -187,10 +194,11 @@ NOTES: tuple[tuple[str, str], ...] = (
     ("rms_norm_eps rms_norm_epsilon", "RMSNorm is normalization: RMSNorm"),
     (
         "rope_parameters",
-        "rotary_base is rope_theta; Llama 3.1's scaling is rope_scaling: true and rope_scaling_factor",
+        "rotary_base is rope_theta; Llama 3.1's scaling is rope_scaling: true and rope_scaling_factor; YaRN is "
+        "position_embedding_type: yarn",
     ),
     ("rotary_dim", "a share: rotary_dim / kv_channels"),
-    ("use_rotary_position_embeddings rotary", "rope or learned_absolute"),
+    ("use_rotary_position_embeddings rotary", "rope, yarn or learned_absolute"),
     (
         "attention_bias",
         "biases of the query, key and value projections; add_bias_linear is for all linear layers",
@@ -220,7 +228,11 @@ NOTES: tuple[tuple[str, str], ...] = (
         "leave it out: the attention kernel follows from the device",
     ),
     ("output_dir save_dir", "leave it out: --runs-dir says where runs are kept"),
-    ("rope_scaling", "Llama 3.1's scaling is rope_scaling: true, and its factor rope_scaling_factor"),
+    (
+        "rope_scaling",
+        "Llama 3.1's scaling is rope_scaling: true, and its factor rope_scaling_factor; YaRN is "
+        "position_embedding_type: yarn",
+    ),
 )
 """Names with an explanation: how the concept differs, or why a recipe has no such key."""
 

@@ -161,13 +161,23 @@ def require_merge(recipe: Recipe, run: Path, *, asked: bool) -> None:
 
 
 def lora_of(recipe: Recipe, run: Path) -> Lora:
-    """The section `lora` of a run.
+    """The section `lora` of a run, for an export.
 
     Raises:
-        UserError: it has none.
+        UserError: it has none, or a key that is not exported.
     """
+    from llmrecipes.hf.adapter import KEYS
+    from llmrecipes.hf.table import defaults
+
     if recipe.lora is None:
         raise _without(run, "--to", "--to hf, which writes all weights")
+    for key, default in defaults(type(recipe.lora)).items():
+        if key not in KEYS and getattr(recipe.lora, key) != default:
+            raise UserError(
+                f"{getattr(recipe.lora, key)} has no form in PEFT",
+                where=f"lora.{key}",
+                rule=f"exported adapters have the default, {default}",
+            )
     return recipe.lora
 
 

@@ -60,6 +60,15 @@ _DEEPSEEK: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 64, "moe_router_num_groups": 2, "moe_router_group_topk": 2,
     "moe_router_topk_scaling_factor": 2.5, "mtp_num_layers": 1,
 }  # fmt: skip
+# An eighth of the sequence, so that most positions of every context-parallel rank are beyond the original context.
+_YARN: dict[str, Any] = {
+    "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 8.0, "yarn_original_max_position_embeddings": 4,
+    "yarn_beta_fast": 0.5, "yarn_beta_slow": 0.1,
+}  # fmt: skip
+_MLA_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rotary_scaling_factor": 8.0, "original_max_position_embeddings": 4, "mscale_all_dim": 1.0,
+    "beta_fast": 0.5, "beta_slow": 0.1,
+}  # fmt: skip
 _MUP: dict[str, Any] = {
     "use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 4.0, "mup_embedding_mult": 2.0,
 }  # fmt: skip
@@ -83,6 +92,7 @@ VARIANTS: dict[str, Sections] = {
     "gpt in bf16": {"train": {"precision": "bf16"}},
     "gpt in fp16": {"train": {"precision": "fp16", "initial_loss_scale": 1024.0}},
     "llama": {"model": _LLAMA},
+    "llama with yarn": {"model": {**_LLAMA, **_YARN}},
     "llama in bf16": {"model": _LLAMA, "train": {"precision": "bf16"}},
     "moe": {"model": _MOE},
     "moe in bf16": {"model": _MOE, "train": {"precision": "bf16"}},
@@ -109,6 +119,7 @@ VARIANTS: dict[str, Sections] = {
     "moe with padded room for all and lora": {**_EXPERTS_LORA, "model": {**_LLAMA, **_MOE, **_ROOM}},
     "mixtral": {"model": {**_LLAMA, **_MOE, "moe_aux_loss_coeff": 0.1}},
     "mla": {"model": _MLA},
+    "mla with yarn": {"model": {**_MLA, **_MLA_YARN}},
     "mla with more weights": {"model": {**_MLA, "add_bias_linear": True, "normalization": "LayerNorm"}},
     "mtp": {"model": {**_ROPE, "mtp_num_layers": 1}},
     "mtp without weight tying": {"model": {**_ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}},
@@ -268,6 +279,7 @@ def _rows() -> Iterator[Row]:
         yield Row("gpt", layout)
     for layout in ("tp2 sp", "cp2", "pp2", "tp2 sp cp2", "tp2 sp pp2"):
         yield Row("llama", layout)
+    yield Row("llama with yarn", "tp2 sp cp2")
     yield Row("gpt without weight tying", "pp2")
     yield Row("gpt without weight tying", "tp2 sp pp2")
     for layout in ("tp2", "tp4 sp", "pp2"):
@@ -327,6 +339,7 @@ def _rows() -> Iterator[Row]:
     # -- latent attention and multi-token prediction --
     for layout in ("tp2", "tp2 sp", "cp2", "pp2", "tp2 sp cp2"):
         yield Row("mla", layout)
+    yield Row("mla with yarn", "tp2 sp cp2")
     for layout in ("tp2", "tp2 sp", "cp2"):
         yield Row("mtp", layout)
     for layout in ("cp2", "pp2", "pp2 dp2", "pp2 vpp2", "tp2 sp pp2"):

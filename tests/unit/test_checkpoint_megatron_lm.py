@@ -25,11 +25,11 @@ from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.world import join
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.megatron_lm import check, notes
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.megatron_lm import BY_ARGUMENT, BY_SHAPE, FIXED, check, notes
+from llmrecipes.recipe.schema import TRAINING_ONLY, Model, Recipe
 from llmrecipes.workflow.importing import import_megatron
 from tests import megatron_lm
-from tests.helpers import ROOMY, engine_of, steps, tiny, write_recipe
+from tests.helpers import ROOMY, another, engine_of, steps, tiny, write_recipe
 from tests.refusals import refused, require_message
 
 LLAMA: dict[str, Any] = {
@@ -213,6 +213,63 @@ def test_experts_are_compared_layer_by_layer() -> None:
     assert not list(check(vars(megatron_lm.arguments(recipe, moe_layer_freq=2)), recipe))
     (problem,) = check(vars(megatron_lm.arguments(recipe, moe_layer_freq=1)), recipe)
     assert problem.key == "model.moe_layer_freq"
+
+
+def test_every_key_of_the_model_has_an_account() -> None:
+    accounts = {"compared": BY_ARGUMENT, "shown by the weights": BY_SHAPE, "of the training only": TRAINING_ONLY}
+    wrong = [
+        f"megatron_lm: model.{key} has {len(names)} accounts, {names}: see 'A recipe key' in CONTRIBUTING.md"
+        for key in sorted({*Model.model_fields, *frozenset().union(*accounts.values())})
+        if len(names := [name for name, keys in accounts.items() if key in keys]) != 1 or key not in Model.model_fields
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert not FIXED.keys() & Model.model_fields, "a key of the recipe is compared, not fixed"
+
+
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_another_value_is_refused_unless_the_weights_show_it(name: str) -> None:
+    """Also where no argument says it, as in a checkpoint of a version without the key."""
+    recipe = tiny(model={**MODELS[name], "rope_scaling": True})
+    found = vars(megatron_lm.arguments(recipe, use_rope_scaling=True))
+    assert not list(check(found, recipe))
+    for key in Model.model_fields:
+        model = recipe.model.model_copy(update={key: another(recipe.model, key)})
+        problems = {each.key for each in check(found, recipe.model_copy(update={"model": model}))}
+        if key in BY_ARGUMENT and (name == "experts" or not key.startswith("moe_")):
+            assert f"model.{key}" in problems, key
+        elif key in TRAINING_ONLY:
+            assert not problems, key
+
+
+def test_a_key_without_an_account_is_imported_with_its_default_only() -> None:
+    class Interleaved(Model):
+        new_key: bool = False
+
+    recipe = tiny(model=LLAMA)
+    found = vars(megatron_lm.arguments(recipe))
+    for value, refused_keys in ((False, []), (True, ["model.new_key"])):
+        model = Interleaved.model_validate({**recipe.model.model_dump(), "new_key": value})
+        assert [each.key for each in check(found, recipe.model_copy(update={"model": model}))] == refused_keys
+
+
+def test_gelu_is_the_approximation_where_the_kernel_adds_the_bias() -> None:
+    recipe = tiny(model={"activation_func": "gelu_tanh"})
+    assert not list(check(vars(megatron_lm.arguments(recipe, bias_gelu_fusion=True)), recipe))
+    assert [each.key for each in check(vars(megatron_lm.arguments(recipe)), recipe)] == ["model.activation_func"]
+
+
+def test_yarn_of_latent_attention_is_compared_with_megatron_core_s_defaults() -> None:
+    latent = {
+        **LLAMA, "num_query_groups": None, "multi_latent_attention": True, "rope_type": "yarn",
+        "rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    recipe = tiny(model=latent)
+    # Without --rope-type it is YaRN.
+    same = {"rope_type": None, "rotary_scaling_factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    assert not list(check(vars(megatron_lm.arguments(recipe, **same)), recipe))
+    for key, value in (("rope_type", "rope"), ("mscale_all_dim", 0.0), ("original_max_position_embeddings", 64)):
+        problems = {each.key for each in check(vars(megatron_lm.arguments(recipe, **{**same, key: value})), recipe)}
+        assert f"model.{key}" in problems, key
 
 
 def test_what_is_not_refused_is_said() -> None:

@@ -214,7 +214,12 @@ UNKNOWN: list[tuple[str, dict[str, Any]]] = [
     ("mlp_bias", {"mlp_bias": True}),
     ("hidden_act", {"hidden_act": "relu"}),
     ("hidden_size", {"hidden_size": None}),
-    ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    ("rope_scaling.factor", {"rope_scaling": {"rope_type": "yarn", "factor": None}}),
+    ("rope_scaling.beta_fast", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}}),
+    ("rope_scaling.attn_factor", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.9}}),
+    # Nothing is multiplied without a longer context.
+    ("rope_scaling.attention_factor", {"rope_scaling": {"type": "yarn", "factor": 1.0, "attention_factor": 1.2}}),
     ("rope_scaling.low_freq_factor", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}),
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
     ("quantization_config", {"quantization_config": {"quant_method": "fp8"}}),
@@ -223,6 +228,19 @@ UNKNOWN: list[tuple[str, dict[str, Any]]] = [
     ("layer_types", {"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}),
     ("layer_types", {"model_type": "llama", "layer_types": ["sliding_attention", "full_attention"]}),
 ]
+
+
+@pytest.mark.parametrize("changes", [{"truncate": False}, {"mscale_all_dim": 0.7, "attention_factor": 0.3}], ids=str)
+def test_yarn_that_latent_attention_does_not_have_is_refused_with_the_key(changes: dict[str, Any]) -> None:
+    from tests.hf_models import CONFIGS
+
+    scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    config = {**CONFIGS["deepseek_v3"]().to_dict(), "rope_parameters": None, "rope_theta": 10000}
+    published = {**config, "rope_scaling": {**scaling, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    model = model_of(FAMILIES["deepseek_v3"], published, "config.json")
+    assert (model["rope_type"], model["mscale"], model["mscale_all_dim"]) == ("yarn", 1.0, 1.0)
+    with refused(f"rope_scaling.{[*changes][-1]}"):
+        model_of(FAMILIES["deepseek_v3"], {**config, "rope_scaling": {**scaling, **changes}}, "")
 
 
 @pytest.mark.parametrize(("key", "changes"), UNKNOWN, ids=[json.dumps(changes) for _, changes in UNKNOWN])

@@ -87,6 +87,16 @@ def test_an_import_computes_the_same_and_leaves_with_the_same_bytes(kind: str, m
 
 WINDOW = 16
 ROPE = {"rope_theta": 10000.0}
+# An eighth of the sequence: most of the positions are beyond the original context.
+YARN = {**ROPE, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": LENGTH // 8}
+
+
+def latent(**mscales: float) -> transformers.PretrainedConfig:
+    config = CONFIGS["deepseek_v3"]()
+    config.rope_parameters = {**YARN, "beta_fast": 2.0, "beta_slow": 0.2, **mscales}
+    return config
+
+
 POSITIONS: dict[str, tuple[transformers.PretrainedConfig, int]] = {
     "mistral-window": (transformers.MistralConfig(**SIZES, sliding_window=WINDOW), WINDOW),
     "qwen2-window": (
@@ -97,7 +107,17 @@ POSITIONS: dict[str, tuple[transformers.PretrainedConfig, int]] = {
         transformers.LlamaConfig(**SIZES, rope_parameters={**ROPE, "rope_type": "linear", "factor": 4.0}),
         LENGTH,
     ),
-}
+    "yarn": (transformers.LlamaConfig(**SIZES, rope_parameters=YARN), LENGTH),
+    "qwen3-yarn": (
+        transformers.Qwen3Config(
+            **SIZES, head_dim=32,
+            rope_parameters={**YARN, "attention_factor": 0.8, "beta_fast": 2.0, "beta_slow": 0.2, "truncate": False},
+        ),
+        LENGTH,
+    ),
+    "deepseek_v3-yarn": (latent(mscale=1.0, mscale_all_dim=0.7), LENGTH),
+    "deepseek_v3-yarn-attention-factor": (latent(mscale_all_dim=1.0, attention_factor=1.5), LENGTH),
+}  # fmt: skip
 """A configuration, and the longest sequences that a recipe computes the same."""
 
 
@@ -115,11 +135,17 @@ def test_windows_and_interpolated_positions_compute_the_same(kind: str, models: 
     tokens = torch.randint(VOCABULARY, (2, longest), generator=torch.Generator().manual_seed(4))
     platform = select()
     platform.install()
-    with join(platform, 1, recipe.parallelism), torch.no_grad():
+    with join(platform, 1, recipe.parallelism):
         ours = build(derive(recipe, 1, ROOMY), platform, open_weights(models / kind, recipe.model)).module.eval()
         logits = ours(tokens, torch.arange(longest).expand(2, -1), None)[..., :VOCABULARY]
-        expected = theirs(tokens).logits
+        logits.logsumexp(-1).sum().backward()
+    expected = theirs(tokens).logits
+    expected.logsumexp(-1).sum().backward()
+    gradient = ours.embedding.word_embeddings.weight.grad
+    reference = theirs.get_parameter("model.embed_tokens.weight").grad
     assert float((logits - expected).norm() / expected.norm()) < 1e-5
+    # The gradient of the embedding has passed through all layers.
+    assert reference is not None and float((gradient[:VOCABULARY] - reference).norm() / reference.norm()) < 1e-5
     written = family.config_of(recipe.model)[0]
     assert section_of(written, models)[1] == section
     with refused("model.seq_length"):

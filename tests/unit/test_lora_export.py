@@ -20,15 +20,17 @@ from llmrecipes.engine.base import Progress
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.world import join
+from llmrecipes.hf.adapter import KEYS
 from llmrecipes.hf.match import section_of
 from llmrecipes.hf.reading import read_config
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import recipe_hash, to_yaml
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Lora, Recipe
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.export import Options, export, export_adapter
 from llmrecipes.workflow.pretrained import base_weights, with_pretrained
-from tests.helpers import ROOMY, random_batches, steps
+from llmrecipes.workflow.tensors import lora_of
+from tests.helpers import ROOMY, random_batches, steps, tiny
 from tests.hf_models import LENGTH, VOCABULARY, saved
 from tests.refusals import refused, require_message
 
@@ -186,6 +188,17 @@ def test_a_checkpoint_has_adapters_alone_and_goes_on_exactly(tmp_path: Path) -> 
     with engine_of_run(spec) as engine:
         engine.load_state(entry)
         assert losses(engine, 1) == first
+
+
+def test_a_key_that_is_not_exported_has_its_default() -> None:
+    class Stabilised(Lora):
+        use_rslora: bool = False
+
+    recipe = tiny("adapted")
+    assert lora_of(recipe.model_copy(update={"lora": Stabilised(rank=4)}), Path()).rank == 4
+    with refused("lora.use_rslora"):
+        lora_of(recipe.model_copy(update={"lora": Stabilised(rank=4, use_rslora=True)}), Path())
+    assert Lora.model_fields.keys() == KEYS, "a new key of lora: does hf/adapter.py write and merge it?"
 
 
 def test_what_has_no_adapters_or_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

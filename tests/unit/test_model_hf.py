@@ -18,13 +18,15 @@ from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel, build
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hf.export import write
-from llmrecipes.hf.family import config_of, family_of, model_of
+from llmrecipes.hf.family import FAMILIES, config_of, family_of, model_of
 from llmrecipes.hf.megatron import weights
 from llmrecipes.hf.table import Family, resolved
 from llmrecipes.hf.views import AsHuggingFace
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import Model, Recipe
-from tests.helpers import ROOMY
+from tests.helpers import ROOMY, another
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -50,6 +52,9 @@ DEEPSEEK: dict[str, Any] = {
     "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 96, "moe_router_load_balancing_type": "none",
     "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_num_groups": 2,
     "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5,
+}  # fmt: skip
+YARN: dict[str, Any] = {
+    "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8,
 }  # fmt: skip
 TINY: dict[str, Any] = {
     **SHAPE, "position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False,
@@ -79,6 +84,14 @@ CASES = {
         {**LLAMA, "rope_scaling": True, "rope_scaling_factor": 4.0, "share_embeddings_and_output_weights": True},
         config={"tie_word_embeddings": True},
     ),
+    "llama, yarn": Case("llama", {**LLAMA, **YARN, "yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.4}),
+    "qwen2, yarn": Case(
+        "qwen2",
+        {
+            **LLAMA, **YARN, "add_qkv_bias": True, "yarn_mscale": 0.0, "yarn_beta_fast": 2.0, "yarn_beta_slow": 0.2,
+            "yarn_correction_range_round_to_int": False,
+        },
+    ),
     "llama, wide heads": Case("llama", {**LLAMA, "kv_channels": 24}, config={"head_dim": 24}),
     "mistral": Case("mistral", LLAMA, asked=True, config={"sliding_window": None}),
     "qwen2": Case("qwen2", {**LLAMA, "add_qkv_bias": True, "share_embeddings_and_output_weights": True}),
@@ -99,6 +112,13 @@ CASES = {
         config={"mlp_only_layers": [1], "norm_topk_prob": False},
     ),
     "deepseek-v3": Case("deepseek_v3", DEEPSEEK, config={"first_k_dense_replace": 1, "n_shared_experts": 2}),
+    "deepseek-v3, yarn": Case(
+        "deepseek_v3",
+        {
+            **DEEPSEEK, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 8,
+            "mscale_all_dim": 1.0, "beta_fast": 2.0, "beta_slow": 0.2,
+        },
+    ),
     "deepseek-v3, one group": Case(
         "deepseek_v3",
         {
@@ -234,6 +254,65 @@ def test_greedy_text_is_the_same_token_by_token(name: str, tmp_path: Path) -> No
     )
     assert found[0, len(prompt) :].tolist() == mine
     assert len(set(mine)) > 1
+
+
+def test_every_family_accounts_for_every_key_of_the_model() -> None:
+    accounts = {name: family.accounts() for name, family in FAMILIES.items()}
+    wrong = [
+        f"{family}: model.{key} has {len(names)} accounts, {names}: see 'A recipe key' in CONTRIBUTING.md"
+        for family, account in accounts.items()
+        for key in sorted({*Model.model_fields, *frozenset().union(*account.values())})
+        if len(names := [name for name, keys in account.items() if key in keys]) != 1 or key not in Model.model_fields
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+LINKED: dict[str, dict[str, Any]] = {
+    "rope_scaling_factor": {"rope_scaling": True},
+    **{key: {"rope_type": "yarn"} for key in LATENT_YARN},
+    **{key: YARN for key in Model.model_fields if key.startswith("yarn_")},
+}
+"""What a key needs to have an effect."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_accounts_of_a_family_are_true(name: str) -> None:
+    """Another value of a key changes config.json or is refused, unless it is free."""
+    family = FAMILIES[name]
+    plain = [case.model for case in CASES.values() if case.family == name]
+    base = next(model for model in plain if model.get("position_embedding_type") != "yarn")
+    for account, keys in family.accounts().items():
+        for key in keys:
+            linked = LINKED.get(key, {}) if account == "translated" else {}
+            model = Model.model_validate({**base, "max_position_embeddings": 2 * LENGTH, **linked})
+            changed = model.model_copy(update={key: another(model, key)})
+            config, problems = family.config_of(changed)
+            if account == "free":
+                assert (config, problems) == family.config_of(model), key
+            elif account in ("needed", "default only"):
+                assert f"model.{key}" in {each.key for each in problems}, key
+            else:
+                assert problems or config != family.config_of(model)[0], key
+
+
+def test_a_key_without_an_account_is_exported_with_its_default_only() -> None:
+    class Interleaved(Model):
+        rotary_interleaved: bool = False
+
+    assert family_of(Interleaved.model_validate(LLAMA)).name == "llama"
+    for name in ("llama", None):
+        with refused("model.rotary_interleaved", rule="False"):
+            family_of(Interleaved.model_validate({**LLAMA, "rotary_interleaved": True}), name)
+
+
+def test_groups_of_experts_are_scored_by_two_experts() -> None:
+    """megatron-core takes as many as a chosen group gives, here four."""
+    four = Model.model_validate({**DEEPSEEK, "moe_router_topk": 4})
+    with refused("model.moe_router_group_topk", rule="4"):
+        family_of(four, "deepseek_v3")
+    config = config_of(FAMILIES["deepseek_v3"], Model.model_validate(DEEPSEEK))
+    with refused("topk_group", rule="4"):
+        model_of(FAMILIES["deepseek_v3"], {**config, "num_experts_per_tok": 4}, "config.json")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -320,6 +320,10 @@ class Case:
 
 ROPE = {"model.position_embedding_type": "rope"}
 SCALED = {**ROPE, "model.rope_scaling": True}
+YARN = {
+    "model.position_embedding_type": "yarn", "model.yarn_rotary_scaling_factor": 4.0,
+    "model.yarn_original_max_position_embeddings": 16, "model.rotary_base": 100.0,
+}  # fmt: skip
 MOE = {"model.num_moe_experts": 4, "model.add_bias_linear": False}
 SIGMOID = {**MOE, "model.moe_router_score_function": "sigmoid"}
 GROUPS = {**MOE, "model.num_moe_experts": 8, "model.moe_router_num_groups": 4, "model.moe_router_group_topk": 1}
@@ -327,6 +331,7 @@ MLA = {
     **ROPE, "model.multi_latent_attention": True, "model.kv_lora_rank": 32, "model.qk_head_dim": 16,
     "model.qk_pos_emb_head_dim": 16, "model.v_head_dim": 16, "model.add_bias_linear": False,
 }  # fmt: skip
+MLA_YARN = {**MLA, "model.rope_type": "yarn"}
 MUP = {"model.use_mup": True}
 LORA = {"lora.rank": 4}
 MTP = {**ROPE, "model.mtp_num_layers": 1}
@@ -377,6 +382,13 @@ CASES: dict[str, Case] = {
     "model.rope_scaling": Case(True, model, ROPE),
     "model.rope_scaling_factor": Case(2.0, model, SCALED),
     "model.rotary_seq_len_interpolation_factor": Case(4.0, model, ROPE),
+    "model.yarn_rotary_scaling_factor": Case(8.0, model, YARN),
+    "model.yarn_original_max_position_embeddings": Case(64, model, YARN),
+    "model.yarn_beta_fast": Case(1.0, model, YARN),
+    "model.yarn_beta_slow": Case(0.01, model, YARN),
+    "model.yarn_mscale": Case(2.0, model, YARN),
+    "model.yarn_mscale_all_dim": Case(2.0, model, YARN),
+    "model.yarn_correction_range_round_to_int": Case(False, model, YARN),
     "model.normalization": Case("RMSNorm", config),
     "model.layernorm_epsilon": Case(1e-3, config),
     "model.activation_func": Case("silu", config),
@@ -422,6 +434,13 @@ CASES: dict[str, Case] = {
     "model.qk_head_dim": Case(32, config, MLA),
     "model.qk_pos_emb_head_dim": Case(32, config, MLA),
     "model.v_head_dim": Case(32, config, MLA),
+    "model.rope_type": Case("yarn", config, MLA),
+    "model.rotary_scaling_factor": Case(8.0, config, MLA_YARN),
+    "model.original_max_position_embeddings": Case(64, config, MLA_YARN),
+    "model.beta_fast": Case(16.0, config, MLA_YARN),
+    "model.beta_slow": Case(2.0, config, MLA_YARN),
+    "model.mscale": Case(2.0, config, MLA_YARN),
+    "model.mscale_all_dim": Case(1.0, config, MLA_YARN),
     "model.mtp_num_layers": Case(2, config, MTP),
     "model.mtp_loss_scaling_factor": Case(0.5, config, MTP),
     "model.make_vocab_size_divisible_by": Case(999, plan),

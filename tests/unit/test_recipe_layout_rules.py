@@ -12,6 +12,7 @@ from llmrecipes.recipe.schema import Recipe
 MOE = {"num_moe_experts": 8, "add_bias_linear": False}
 LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "add_bias_linear": False}
 ROPE = {"position_embedding_type": "rope"}
+YARN = {"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 30}
 
 
 def make(model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, /, **parallelism: Any) -> Recipe:
@@ -124,6 +125,20 @@ EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_i
             make({**LATENT, "position_embedding_type": "learned_absolute"}),
             "model.position_embedding_type", "learned_absolute", "rope",
         ),
+        (
+            make({**LATENT, "position_embedding_type": "yarn", **YARN}),
+            "model.position_embedding_type", "yarn", "rope_type yarn",
+        ),
+        (make({**LATENT, "mscale_all_dim": 1.0}), "model.mscale_all_dim", "rope_type yarn", "mscale_all_dim"),
+        (make({"rope_type": "yarn"}), "model.rope_type", "multi_latent_attention", "rope_type"),
+        (
+            make({**LATENT, "rope_type": "yarn", "original_max_position_embeddings": 30}, **{CP: 2}),
+            "model.original_max_position_embeddings", "30", "28 or 32",
+        ),
+        (
+            make({"position_embedding_type": "yarn", **YARN}, **{CP: 2}),
+            "model.yarn_original_max_position_embeddings", "30", "28 or 32",
+        ),
         (make({**LATENT, "qk_pos_emb_head_dim": 9}), "model.qk_pos_emb_head_dim", "9", "10"),
         (
             make({"mtp_loss_scaling_factor": 0.3}),
@@ -162,6 +177,8 @@ def test_a_broken_rule_names_values_and_what_works(recipe: Recipe, key: str, wha
         make({**MOE, "ffn_hidden_size": 51, "moe_ffn_hidden_size": 64}, **{TP: 2, EP: 4}, sequence_parallel=True),
         make({**MOE, "moe_layer_freq": [0, 1] * 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}, **{EP: 8}),
         make({**LATENT, "hidden_size": 100}),
+        make({**LATENT, "rope_type": "yarn", "mscale_all_dim": 1.0}, **{CP: 2}),
+        make({"position_embedding_type": "yarn", **YARN, "mtp_num_layers": 1}, **{CP: 3}),
         make({**ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}, **{PP: 2, TP: 2}),
     ],
 )

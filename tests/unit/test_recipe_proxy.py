@@ -46,7 +46,8 @@ MAY_CHANGE = {
     *(f"tracking.{key}" for sink in declared(Tracking, MetricSink) for key in (sink, *settings(Tracking, sink))),
     *(f"model.{name}" for name in (
         "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
-        "seq_length", "max_position_embeddings", "rotary_percent", "vocab_size", "make_vocab_size_divisible_by",
+        "seq_length", "max_position_embeddings", "yarn_original_max_position_embeddings",
+        "original_max_position_embeddings", "rotary_percent", "vocab_size", "make_vocab_size_divisible_by",
         "transformer_impl", "mtp_num_layers", "num_moe_experts", "moe_router_topk", "moe_router_pre_softmax",
         "moe_router_num_groups", "moe_router_group_topk", "moe_ffn_hidden_size", "moe_layer_freq",
         "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",

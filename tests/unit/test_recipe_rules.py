@@ -16,6 +16,11 @@ from llmrecipes.recipe.schema import Recipe
 ROOT = Path(__file__).parents[2]
 
 
+YARN = {
+    "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
 def make(**sections: dict[str, Any]) -> Recipe:
     base: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512},
@@ -35,6 +40,13 @@ def make(**sections: dict[str, Any]) -> Recipe:
         ({"model": {"max_position_embeddings": 32}}, "model.seq_length", "64", "seq_length 32"),
         ({"model": {"rope_scaling": True}}, "model.rope_scaling", "learned_absolute", "position_embedding_type rope"),
         ({"model": {"position_embedding_type": "rope", "kv_channels": 5}}, "model.rotary_percent", "5", "kv_channels"),
+        ({"model": {"yarn_beta_fast": 16}}, "model.yarn_beta_fast", "without", "position_embedding_type yarn"),
+        (
+            {"model": {**YARN, "yarn_original_max_position_embeddings": None}},
+            "model.yarn_original_max_position_embeddings", "yarn", "64",
+        ),
+        ({"model": {**YARN, "rotary_percent": 0.5}}, "model.rotary_percent", "0.5", "rotary_percent 1"),
+        ({"model": {**YARN, "rope_scaling": True}}, "model.rope_scaling", "yarn", "position_embedding_type rope"),
         ({"model": {"vocab_size": 100}}, "model.vocab_size", "100", "257"),
         ({"optimizer": {"min_lr": 1}}, "optimizer.min_lr", "lr 0.001", "0.0001"),
         ({"scheduler": {"lr_warmup_iters": 10}}, "scheduler.lr_warmup_iters", "train.train_iters 10", "1"),
@@ -137,6 +149,8 @@ def test_a_rehearsal_keeps_the_head_structure(heads: int, groups: int | None, ex
         {"model": {"hidden_size": 3072, "num_attention_heads": 16, "kv_channels": 256, "ffn_hidden_size": 24576}},
         {"model": {"hidden_size": 128, "position_embedding_type": "rope", "rotary_percent": 0.0625}},
         {"model": {"max_position_embeddings": 4096, "seq_length": 4096}},
+        {"model": {**YARN, "seq_length": 4098, "yarn_original_max_position_embeddings": 30},
+             "parallelism": {"context_parallel_size": 3}},
         {"scheduler": {"lr_decay_style": "WSD", "lr_warmup_iters": 8, "lr_wsd_decay_iters": 2}},
         {"scheduler": {"lr_warmup_iters": 9, "lr_decay_iters": 10}, "train": {"train_iters": 100_000}},
         {"train": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 40},

@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmrecipes.hf.families.parts import AROUND, EXPERT, GATED_MLP, NORMS, ROTARY, SIZES, Rope, gated, in_layer
+from llmrecipes.hf.families.parts import (
+    AROUND,
+    EXPERT,
+    FREE_EXPERTS,
+    GATED_MLP,
+    NORMS,
+    ROTARY,
+    SIZES,
+    UNSUPPORTED,
+    YARN,
+    Rope,
+    gated,
+    in_layer,
+)
 from llmrecipes.hf.megatron import moe_layers
 from llmrecipes.hf.table import Config, Family, Fixed, Key, Obstacle, resolved
 from llmrecipes.hf.transforms import SAME
@@ -20,6 +33,7 @@ class _Heads:
     """Every query head has its own key and value."""
 
     theirs = ("num_key_value_heads", "head_dim", "qk_head_dim")
+    ours = ()
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
         return {"num_key_value_heads": model.num_attention_heads}, []
@@ -34,6 +48,10 @@ class _Experts:
     theirs = (
         "n_routed_experts", "num_local_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
         "norm_topk_prob", "routed_scaling_factor", "num_nextn_predict_layers", "num_mtp_layers",
+    )  # fmt: skip
+    ours = (
+        "num_moe_experts", "moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_num_groups",
+        "moe_router_group_topk", "moe_router_topk_scaling_factor",
     )  # fmt: skip
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
@@ -51,12 +69,15 @@ class _Experts:
             rule = f"a multiple of moe_ffn_hidden_size, {width}"
             key = "model.moe_shared_expert_intermediate_size"
             found.append(Obstacle(key, model.moe_shared_expert_intermediate_size, rule))
+        groups, chosen = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
+        if problem := _unlike_two(groups, chosen, model.moe_router_topk):
+            found.append(Obstacle("model.moe_router_group_topk", chosen, problem))
         return {
             "n_routed_experts": model.num_moe_experts,
             "n_shared_experts": shared,
             "first_k_dense_replace": dense,
-            "n_group": model.moe_router_num_groups or 1,
-            "topk_group": model.moe_router_group_topk or 1,
+            "n_group": groups,
+            "topk_group": chosen,
             # megatron-core does not normalise the score of a single expert.
             "norm_topk_prob": model.moe_router_topk > 1,
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
@@ -73,7 +94,10 @@ class _Experts:
         rule = "scores of several experts sum to one, and the score of a single one is left as it is"
         found = [] if normalised == (topk > 1) else [Obstacle("norm_topk_prob", normalised, rule)]
         pattern = [int(layer >= dense) for layer in range(layers)]
-        grouped = {"moe_router_num_groups": groups, "moe_router_group_topk": config.get("topk_group", 4) or 1}
+        chosen = config.get("topk_group", 4) or 1
+        if problem := _unlike_two(groups, chosen, topk):
+            found.append(Obstacle("topk_group", chosen, problem))
+        grouped = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
         return {
             "num_moe_experts": config.get("n_routed_experts", config.get("num_local_experts", 256)),
             "moe_shared_expert_intermediate_size": config.get("n_shared_experts", 1) * width,
@@ -83,12 +107,24 @@ class _Experts:
         }, found
 
 
+def _unlike_two(groups: int, chosen: int, topk: int) -> str:
+    """Why groups of experts are ranked otherwise in transformers; empty if they are not.
+
+    The score of a group is the sum of its best experts: always two in transformers, and in megatron-core as many as a
+    chosen group has to give. Where every group is chosen, the scores do not matter.
+    """
+    if groups in (1, chosen) or topk == 2 * chosen:
+        return ""
+    return f"two experts of each chosen group, as transformers scores groups: half of moe_router_topk {topk}"
+
+
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     prefix="model.",
     needs={
         **ROTARY,
+        "position_embedding_type": "rope",  # of which YaRN is the `rope_type`
         "use_mup": False,
         "gated_linear_unit": True,
         "add_qkv_bias": False,
@@ -146,6 +182,9 @@ DEEPSEEK_V3 = Family(
         **gated(EXPERT, "mlp.experts.*."),
         **gated("mlp.shared_experts.", "mlp.shared_experts."),
     },
-    specials=(_Heads(), Rope(scales=False), _Experts()),
+    # Layers of multi-token prediction are left out, and sigmoid scores have no softmax.
+    free=FREE_EXPERTS | {"mtp_num_layers", "moe_router_pre_softmax"},
+    default_only=UNSUPPORTED | YARN | {"num_query_groups", "kv_channels"},
+    specials=(_Heads(), Rope(latent=True), _Experts()),
     training_only=frozenset({"aux_loss_alpha", "ep_size", "seq_aux"}),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmrecipes.hf.families.parts import DENSE
+from llmrecipes.hf.families.parts import DENSE, EXPERT_KEYS, FREE, LATENT, UNSUPPORTED, YARN
 from llmrecipes.hf.table import ACTIVATIONS, Config, Family, Fixed, Key, Obstacle, To
 from llmrecipes.hf.transforms import FUSED_QKV, SAME, TRANSPOSED, VOCABULARY
 from llmrecipes.recipe.schema import Model
@@ -14,6 +14,7 @@ class _Dropout:
     """`hidden_dropout` is GPT-2's after the embedding and after each branch."""
 
     theirs = ("embd_pdrop", "resid_pdrop")
+    ours = ("hidden_dropout",)
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
         return dict.fromkeys(self.theirs, model.hidden_dropout), []
@@ -28,6 +29,7 @@ class _Heads:
     """Each query head has a key and a value head, and its share of the width."""
 
     theirs = ("n_inner",)
+    ours = ("ffn_hidden_size", "num_query_groups", "kv_channels")
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
         heads, groups = model.num_attention_heads, model.num_query_groups
@@ -95,6 +97,9 @@ GPT2 = Family(
         **_both(f"{_LAYER}mlp.linear_fc1", f"{_BLOCK}mlp.c_fc", TRANSPOSED),
         **_both(f"{_LAYER}mlp.linear_fc2", f"{_BLOCK}mlp.c_proj", TRANSPOSED),
     },
+    # add_bias_linear includes it; and nothing is rotated.
+    free=FREE - {"hidden_dropout"} | {"add_qkv_bias", "rotary_base", "rotary_percent", "rope_scaling_factor"},
+    default_only=UNSUPPORTED | EXPERT_KEYS | LATENT | YARN | {"rope_scaling", "rotary_seq_len_interpolation_factor"},
     specials=(_Dropout(), _Heads()),
     training_only=frozenset(
         {

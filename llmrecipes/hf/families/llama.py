@@ -7,12 +7,16 @@ from dataclasses import replace
 from llmrecipes.hf.families.parts import (
     AROUND,
     ATTENTION,
+    EXPERT_KEYS,
+    FREE,
     GATED_MLP,
+    LATENT,
     LLAMA,
     NORMS,
     QK_NORM,
     QKV_BIAS,
     SIZES,
+    UNSUPPORTED,
     Heads,
     Rope,
     Window,
@@ -32,6 +36,8 @@ LLAMA_FAMILY = Family(
     keys=(*_DENSE_KEYS, _EPSILON),
     fixed=(Fixed("attention_bias", False), Fixed("mlp_bias", False)),
     tensors={**AROUND, **NORMS, **ATTENTION, **GATED_MLP},
+    free=FREE,
+    default_only=UNSUPPORTED | EXPERT_KEYS | LATENT,
     specials=(Heads(), Rope(), Window()),
 )
 

@@ -12,11 +12,14 @@ from llmrecipes.hf.families.parts import (
     AROUND,
     ATTENTION,
     EXPERT,
+    FREE_EXPERTS,
     GATED_MLP,
+    LATENT,
     LLAMA,
     NORMS,
     QK_NORM,
     SIZES,
+    UNSUPPORTED,
     Heads,
     Rope,
     Window,
@@ -43,6 +46,7 @@ class _MixtralExperts:
     """Every layer has experts, and their width is the only one."""
 
     theirs = ("intermediate_size", "num_local_experts", "num_experts")
+    ours = ("ffn_hidden_size", "moe_ffn_hidden_size", "num_moe_experts", "moe_layer_freq")
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
         rule = "every layer of a model of type mixtral has experts"
@@ -61,6 +65,7 @@ class _QwenExperts:
     """Some layers may be dense, with a width of their own; scores of the selected experts may sum to one."""
 
     theirs = ("num_experts", "num_local_experts", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob")
+    ours = ("num_moe_experts", "moe_layer_freq", "moe_router_pre_softmax")
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
         if not model.num_moe_experts:
@@ -97,6 +102,8 @@ MIXTRAL = Family(
         **in_layer({"mlp.router.weight": (("block_sparse_moe.gate.weight",), SAME)}),
         **gated(EXPERT, "block_sparse_moe.experts.*.", ("w1", "w3", "w2")),
     },
+    free=FREE_EXPERTS,
+    default_only=UNSUPPORTED | LATENT | {"moe_router_group_topk"},
     specials=(Heads(groups=8), Rope(1e6), Window(said=True), _MixtralExperts()),
 )
 
@@ -122,5 +129,7 @@ QWEN3_MOE = Family(
         **in_layer({"mlp.router.weight": (("mlp.gate.weight",), SAME)}),
         **gated(EXPERT, "mlp.experts.*."),
     },
+    free=FREE_EXPERTS,
+    default_only=UNSUPPORTED | LATENT | {"moe_router_group_topk"},
     specials=(Heads(groups=4), Rope(), Window(4096, switch=True), _QwenExperts()),
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from llmrecipes.hf.table import ACTIVATIONS, Config, Key, Obstacle, To
 from llmrecipes.hf.transforms import GATE_UP, QKV, SAME, VOCABULARY, Transform
-from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.moe_rules import LATENT_YARN
+from llmrecipes.recipe.schema import TRAINING_ONLY, Model
 
 LAYER, LAYERS = "decoder.layers.*.", "model.layers.*."
 EXPERT = "mlp.experts.local_experts.*."
@@ -15,7 +18,6 @@ EVERY: dict[str, Any] = {"use_mup": False, "mtp_num_layers": None}
 """No family has these."""
 DENSE: dict[str, Any] = {**EVERY, "num_moe_experts": None, "multi_latent_attention": False}
 ROTARY: dict[str, Any] = {
-    "position_embedding_type": "rope",
     "rotary_percent": 1.0,
     "normalization": "RMSNorm",
     "add_bias_linear": False,
@@ -27,6 +29,19 @@ LLAMA: dict[str, Any] = {
     "add_qkv_bias": False,
     "qk_layernorm": False,
 }
+
+_LATENT_SIZES = frozenset({"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"})
+LATENT = _LATENT_SIZES | {"rope_type", *LATENT_YARN}
+"""Keys of latent attention, with those of its rotation."""
+YARN = frozenset(key for key in Model.model_fields if key.startswith("yarn_"))
+"""Keys of YaRN of other attention."""
+UNSUPPORTED = frozenset(key for key in Model.model_fields if key.startswith("mup_"))
+"""Keys that no family has: `default_only` of all."""
+EXPERT_KEYS = frozenset(key for key in Model.model_fields if key.startswith("moe_"))
+"""Keys of experts, which have no effect without `num_moe_experts`: rules refuse another value than the default."""
+FREE = TRAINING_ONLY - {"attention_dropout", "init_method_std"} - EXPERT_KEYS
+"""Training-only keys of a dense model that config.json does not have."""
+FREE_EXPERTS = FREE | TRAINING_ONLY & EXPERT_KEYS
 
 SIZES = (
     Key("vocab_size", "vocab_size"),
@@ -52,6 +67,7 @@ class Heads:
     """
 
     theirs = ("num_key_value_heads", "head_dim")
+    ours = ("num_query_groups", "kv_channels")
 
     def __init__(self, *, free: bool = True, channels: int | None = None, groups: int | None = None) -> None:
         self._free, self._channels, self._groups = free, channels, groups
@@ -97,6 +113,7 @@ class Window:
     """
 
     theirs = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+    ours = ()
 
     def __init__(self, absent: int | None = None, *, said: bool = False, switch: bool = False) -> None:
         self._absent, self._said, self._switch = absent, said, switch
@@ -129,31 +146,41 @@ class Window:
 
 
 class Rope:
-    """Rotary embeddings: unscaled, with linearly interpolated positions (arXiv 2306.15595), or scaled as in Llama 3.1.
+    """Rotary embeddings: unscaled, with linearly interpolated positions (arXiv 2306.15595), scaled as in Llama 3.1, or
+    by YaRN (arXiv 2309.00071).
 
     Written as `rope_theta` and `rope_scaling`, which transformers 5 reads as well as its own `rope_parameters`, and
     older programs read alone.
 
     Args:
         theta: base where config.json does not say.
-        scales: whether scaled positions are supported: not with latent attention.
+        latent: the rotation is that of latent attention, which is only scaled by YaRN.
         said: also say that it is unscaled: without, transformers would scale it.
     """
 
     theirs = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
-    def __init__(self, theta: float = 10000.0, *, scales: bool = True, said: bool = False) -> None:
-        self._theta, self._scales, self._said = theta, scales, said
+    def __init__(self, theta: float = 10000.0, *, latent: bool = False, said: bool = False) -> None:
+        self._theta, self._latent, self._said = theta, latent, said
+        scaled = {"rotary_base", "rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
+        self.ours = scaled | ({"rope_type", *LATENT_YARN} if latent else {"position_embedding_type", *YARN})
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
         """See `Special`."""
-        scaling: dict[str, Any] | None = {"rope_type": "default"} if self._said else None
-        if model.rope_scaling and not self._scales:
+        if model.position_embedding_type == "learned_absolute":
+            return {}, [Obstacle("model.position_embedding_type", "learned_absolute", "this family has rope or yarn")]
+        if model.rope_scaling and self._latent:
             return {}, [Obstacle("model.rope_scaling", True, "this family has no scaling of that kind")]
+        if (factor := model.rotary_seq_len_interpolation_factor) is not None and self._latent:
+            rule = "this family does not interpolate positions"
+            return {}, [Obstacle("model.rotary_seq_len_interpolation_factor", factor, rule)]
+        scaling: dict[str, Any] | None = {"rope_type": "default"} if self._said else None
         if model.rotary_seq_len_interpolation_factor is not None:
             scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
         if model.rope_scaling:
             scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **SCALING}
+        if model.position_embedding_type == "yarn" or (self._latent and model.rope_type == "yarn"):
+            scaling = _yarn_of(model, latent=self._latent)
         return {"rope_theta": model.rotary_base, "rope_scaling": scaling}, []
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
@@ -165,20 +192,130 @@ class Rope:
             return {}, [Obstacle("rope_scaling", None, "config.json of this family has rope_scaling")]
         kind = given.get("rope_type", given.get("type", "default"))
         theta = given.get("rope_theta", config.get("rope_theta", self._theta))
-        found: dict[str, Any] = {"rotary_base": theta}
+        found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": theta}
         share = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         problems = [] if share in (None, 1, 1.0) else [Obstacle("partial_rotary_factor", share, "all channels rotate")]
         if kind == "default":
             return found, problems
-        if kind == "linear" and self._scales:
+        if kind == "yarn":
+            values, more = _from_yarn(given, config.get("max_position_embeddings"), latent=self._latent)
+            return {**found, **values}, [*problems, *more]
+        if kind == "linear" and not self._latent:
             return {**found, "rotary_seq_len_interpolation_factor": given.get("factor")}, problems
-        if kind != "llama3" or not self._scales:
-            rule = "one of default, linear, llama3" if self._scales else "only default is supported"
+        if kind != "llama3" or self._latent:
+            rule = "default or yarn" if self._latent else "one of default, linear, llama3, yarn"
             return found, [*problems, Obstacle("rope_scaling.rope_type", kind, rule)]
         for name, value in SCALING.items():
             if given.get(name) != value:
                 problems.append(Obstacle(f"rope_scaling.{name}", given.get(name), f"megatron-core has {value:g}"))
         return {**found, "rope_scaling": True, "rope_scaling_factor": given.get("factor", 8.0)}, problems
+
+
+_YARN_NUMBERS = (
+    "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim",
+)  # fmt: skip
+_YARN_KEYS = {*_YARN_NUMBERS, "truncate", "rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+"""With a note of older files, `finetuned`."""
+
+
+def _yarn_of(model: Model, *, latent: bool) -> dict[str, Any]:
+    """`rope_scaling` of a model with YaRN.
+
+    transformers reads both of `mscale` and `mscale_all_dim` as 1 and 0 if either is 0; an `attention_factor` replaces
+    what follows from them.
+    """
+    prefix = "" if latent else "yarn_"
+    factor, mscale, all_dim = (
+        getattr(model, prefix + name) for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")
+    )
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        **{
+            name: getattr(model, prefix + name)
+            for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        },
+    }
+    if not (mscale and all_dim) and (mscale, all_dim) != (1.0, 0.0):
+        step = _yarn_step(factor)
+        scaling["attention_factor"] = (mscale * step + 1) / (all_dim * step + 1)
+    if not latent and not model.yarn_correction_range_round_to_int:
+        scaling["truncate"] = False
+    return scaling
+
+
+def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple[dict[str, Any], list[Obstacle]]:
+    """Values of `model` of a `rope_scaling` with YaRN, as transformers' `_compute_yarn_parameters` reads it.
+
+    Args:
+        given: `rope_scaling`.
+        longest: `max_position_embeddings`, which is the original length where it is not said.
+        latent: as in `Rope`.
+    """
+    values = {"original_max_position_embeddings": longest, **{k: v for k, v in given.items() if v is not None}}
+    problems = [
+        Obstacle(f"rope_scaling.{name}", value, f"one of {', '.join(_YARN_NUMBERS)}, truncate")
+        for name, value in values.items()
+        if name not in _YARN_KEYS
+    ]
+    for name in _YARN_NUMBERS:
+        value = values.get(name)
+        required = name in ("factor", "original_max_position_embeddings")
+        if not (_is_size(value) or (value is None and not required)) or (required and value == 0):
+            problems.append(Obstacle(f"rope_scaling.{name}", value, "a number, at least 0 and below 2**31"))
+    truncate = given.get("truncate", True)
+    if not isinstance(truncate, bool) or (latent and not truncate):
+        rule = "latent attention of megatron-core rounds the bounds" if latent else "true or false"
+        problems.append(Obstacle("rope_scaling.truncate", truncate, rule))
+    if problems:
+        return {}, problems
+    mscales = _mscales(values, latent=latent)
+    if mscales is None:
+        rule = "megatron-core multiplies by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)"
+        return {}, [Obstacle("rope_scaling.attention_factor", values["attention_factor"], rule)]
+    prefix, kind = ("", "rope_type") if latent else ("yarn_", "position_embedding_type")
+    found = {
+        "rotary_scaling_factor": values["factor"],
+        "original_max_position_embeddings": values["original_max_position_embeddings"],
+        "beta_fast": values.get("beta_fast") or 32.0,
+        "beta_slow": values.get("beta_slow") or 1.0,
+        "mscale": mscales[0],
+        "mscale_all_dim": mscales[1],
+        **({} if latent else {"correction_range_round_to_int": truncate}),
+    }
+    return {kind: "yarn", **{prefix + name: value for name, value in found.items()}}, []
+
+
+def _mscales(values: Mapping[str, Any], *, latent: bool) -> tuple[float, float] | None:
+    """`mscale` and `mscale_all_dim` for what transformers multiplies queries and keys by; None: there are none.
+
+    Latent attention's `mscale_all_dim` also scales its scores, so it is that of the file. Other attention may have any
+    two with the right ratio. Rounded far below the precision of fp32, so that what is written is read as it was.
+    """
+    mscale, all_dim, step = values.get("mscale"), values.get("mscale_all_dim"), _yarn_step(values["factor"])
+    ratio = values.get("attention_factor")
+    if ratio is None and mscale and all_dim:
+        return mscale, all_dim
+    scores = (all_dim or 0.0) if latent else 0.0
+    if ratio is None:
+        ratio = 1 + step
+    if not step or not ratio:
+        return (1.0, scores) if ratio == 1 else None
+    needed = round((ratio * (1 + scores * step) - 1) / step, 9)
+    if needed >= 0:
+        return needed, scores
+    return None if latent else (0.0, round((1 / ratio - 1) / step, 9))
+
+
+def _yarn_step(factor: float) -> float:
+    """What a unit of `mscale` adds to 1."""
+    return 0.1 * math.log(factor) if factor > 1 else 0.0
+
+
+def _is_size(value: object) -> bool:
+    # Larger than any context; megatron-core prepares a table of the original one.
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 31
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

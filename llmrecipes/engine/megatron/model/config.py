@@ -111,13 +111,18 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
         options["moe_grouped_gemm"] = transformer_engine
         if recipe.lora is not None:
             options["moe_router_bias_update_rate"] = 0.0  # routers are frozen, biases included
-    if model.multi_latent_attention:
-        options["rope_type"] = "rope"
     if factors := own_mup(model):
         options["softmax_scale"] = factors.softmax_scale
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "use_mup is enabled, but custom", UserWarning)  # `init` scales the values
-        return kind(**options)
+        config = kind(**options)
+    if model.position_embedding_type == "yarn":
+        # megatron-core reads these from attributes that its configuration does not declare; attention scales by YaRN's
+        # factor wherever the first of them exists.
+        for name, value in model:
+            if name.startswith("yarn_"):
+                setattr(config, name, value)
+    return config
 
 
 def _same_name(recipe: Recipe, kind: type[TransformerConfig]) -> dict[str, Any]:
