@@ -10,8 +10,8 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.recipe.load import names, recipes_dir
-from tests.helpers import ROOT
 
+ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 REPEATABLE = re.compile(
     r"llmrecipes (list$|clusters$|layout .*--cluster|show .*--plan.*--cluster|"
@@ -61,3 +61,8 @@ def test_samples_are_found_and_every_recipe_is_listed() -> None:
     assert {"recipes.md", "tutorial.md"} <= {page for page, _, _ in SAMPLES}
     listed = (ROOT / "docs" / "recipes.md").read_text("utf-8").partition("llmrecipes list\n")[2].partition("```")[0]
     assert {line.split()[0] for line in listed.splitlines()[1:]} == set(names(recipes_dir()))
+
+
+def test_no_page_names_a_line_of_source() -> None:
+    """The next change of the file would move it."""
+    assert [each for page in PAGES for each in re.findall(r"\S+\.py:\d+", page.read_text("utf-8"))] == []

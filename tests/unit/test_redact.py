@@ -47,6 +47,14 @@ URLS = {
 }
 CANARIES = {name: f"Canary{number:02}of30" for number, name in enumerate([*NAMES, *URLS])}
 VARIABLES = {name: URLS.get(name, "{}").format(canary) for name, canary in CANARIES.items()}
+NUMBERS = (
+    "train.train_iters", "train.seed", "train.micro_batch_size", "train.global_batch_size", "train.eval_interval",
+    "train.eval_iters", "train.log_interval", "model.num_layers", "model.hidden_size", "model.ffn_hidden_size",
+    "model.num_attention_heads", "model.num_query_groups", "model.kv_channels", "model.seq_length", "model.vocab_size",
+    "optimizer.lr", "optimizer.weight_decay", "scheduler.lr_warmup_iters", "checkpoint.save_interval",
+    "checkpoint.most_recent_k", "data.num_workers", "data.prefetch_factor", "parallelism.tensor_model_parallel_size",
+)  # fmt: skip
+"""Keys that refuse text, and quote it."""
 
 # Runs as `llmrecipes`, with a library that talks: everything it knows is printed, logged, noted and raised.
 TALKATIVE = """
@@ -89,6 +97,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Pa
     text = " and ".join([*VARIABLES.values(), *CANARIES.values()])
     profile = ["--cluster", "h100-ib", "--dry-run", "--runs-dir", "/tmp/runs", "--data-dir", "/tmp/data"]
     image = ["--image", f"ghcr.io/me/llmrecipes@sha256:{'7' * 64}"]
+    wrong = [f"{key}={value}" for key, value in zip(NUMBERS, CANARIES.values(), strict=True)]
     commands = [
         ["submit", path, "--to", "slurm", *profile],
         ["submit", path, "--to", "k8s", *image, *profile],
@@ -96,7 +105,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Pa
         ["show", path],
         ["show", path, "--json"],
         *(["show", path, f"search.storage={url}"] for url in VARIABLES.values()),
-        *(["show", path, f"train.train_iters={value}", "--json"] for value in CANARIES.values()),
+        *(["show", path, *wrong[half::2], "--json"] for half in (0, 1)),  # as many as one message names
         ["runs", "--runs-dir", VARIABLES["TORCH_PROXY"]],
     ]
     done = subprocess.run(
@@ -114,6 +123,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Pa
     files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     assert {"mlflow.db", "canary/r/env.json", "canary/r/plan.json", "canary/r/recipe.yaml"} <= files.keys()
     assert b"library_error" in files["mlflow.db"] and b"library_error" in files["canary/r/metrics.jsonl"]
+    assert all(f"{key}={HIDDEN}".encode() in done.stdout for key in NUMBERS)
     assert b"#SBATCH" in done.stdout or b"sbatch" in done.stdout
     assert b"kind: Job" in done.stdout
     return {"stdout": done.stdout, "stderr": done.stderr, **files}
@@ -296,7 +306,7 @@ def test_env_json_has_no_password_of_a_proxy(monkeypatch: pytest.MonkeyPatch, tm
 def test_results_of_an_evaluation_are_kept_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "canary-of-this-test")
     settings = {"dataset": "https://u:canary@h/x", "canary-of-this-test": 1}
-    result = Result("canary-of-this-test", {"loss": 1.5}, settings, ("?token=canary",))
+    result = Result("canary-of-this-test", {"loss": 1.5}, settings, ({"text": "?token=canary"},))
     append(tmp_path, records([result], 10, "canary-of-this-test/step-10"))
     assert "canary" not in (tmp_path / "evaluations.jsonl").read_text()
     assert [each["metrics"] for each in read(tmp_path)] == [{"loss": 1.5}]
