@@ -115,7 +115,9 @@ def redacted(value: T) -> T:
 
 
 def has_secret(text: str) -> bool:
-    """Whether a URL in `text` has a password, a token, or a parameter that is a secret, whatever variables are set."""
+    """Whether `text` has a token of known form, or a URL with a password or token, whatever variables are set."""
+    if _FORMS.search(text) is not None:
+        return True
     if "://" not in text:
         return False
     return _USERINFO.search(text) is not None or any(_PARAMETER.search(name[1]) for name in _QUERY.finditer(text))

@@ -11,9 +11,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from llmrecipes import __version__
@@ -196,12 +198,18 @@ def build() -> typer.Typer:
 app = build()
 
 
+@cache
+def _commands() -> Callable[..., Any]:
+    """The parser of all commands; to build it takes longer than most of them."""
+    return typer.main.get_command(app)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; a `UserError` is printed as one message, without a traceback."""
     as_json = "--json" in itertools.takewhile("--".__ne__, arguments)
     completion.enable()
     try:
-        code = app(args=list(arguments), prog_name=PROGRAM, standalone_mode=False)
+        code = _commands()(args=list(arguments), prog_name=PROGRAM, standalone_mode=False)
     except UserError as error:
         return _fail(error, as_json)
     except typer.TyperException as error:

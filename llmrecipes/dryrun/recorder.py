@@ -164,12 +164,12 @@ def _plausible(name: str, args: Any, options: Any) -> Any:
 
 
 def _place() -> str:
-    """The innermost running line outside of torch."""
+    """File and innermost running function outside of torch; lines would change with each version of a file."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "torch" not in path.parts and path.parent not in _OURS:
-            return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno}"
+            return f"{'/'.join(path.parts[-2:])}:{frame.f_code.co_qualname}"
         frame = frame.f_back
     return "torch"
 

@@ -14,6 +14,7 @@ from filelock import FileLock
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.result import Result
 from llmrecipes.io import write_atomic
+from llmrecipes.redact import redacted
 from llmrecipes.untrusted import lines, parse_json
 from llmrecipes.untrusted import read as read_file
 
@@ -23,7 +24,7 @@ PREFIX = "eval"
 
 
 def records(results: Sequence[Result], step: int, checkpoint: str) -> list[dict[str, Any]]:
-    """Results as JSON values: a number that is not finite is null.
+    """Results as JSON values without secrets: a number that is not finite is null.
 
     Args:
         results: of one evaluation.
@@ -31,18 +32,20 @@ def records(results: Sequence[Result], step: int, checkpoint: str) -> list[dict[
         checkpoint: its directory.
     """
     now = time.time()
-    return [
-        {
-            "time": now,
-            "step": step,
-            "checkpoint": checkpoint,
-            "task": result.task,
-            "metrics": {key: value if math.isfinite(value) else None for key, value in result.metrics.items()},
-            "settings": result.settings,
-            "examples": list(result.examples),
-        }
-        for result in results
-    ]
+    return redacted(
+        [
+            {
+                "time": now,
+                "step": step,
+                "checkpoint": checkpoint,
+                "task": result.task,
+                "metrics": {key: value if math.isfinite(value) else None for key, value in result.metrics.items()},
+                "settings": result.settings,
+                "examples": list(result.examples),
+            }
+            for result in results
+        ]
+    )
 
 
 def append(run_dir: Path, new: Sequence[dict[str, Any]]) -> None:

@@ -303,14 +303,18 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     shared = model.share_embeddings_and_output_weights or s.mtp_num_layers
     if stages > 1 and shared and stage in (0, stages - 1):
         yield "embedding", Call("all-reduce", 2, reduced * s.vocab_size * s.hidden_size // tensor)
+    # DeepSpeed cuts gradients once a backward pass has them: they are summed before, in each micro-batch, as they are.
+    times, width = (1, reduced) if zero is None else (plan.num_microbatches, _element(plan))
     if layout.sequence_parallel:
         # What saw only this rank's tokens: norms and the router, and the biases of matrices cut by rows.
         layers = sum(layout.layers_per_stage[stage])
         final = _norm(plan, s.hidden_size) if stage == stages - 1 else 0
-        yield "tensor", Call("all-reduce", tensor, reduced * (layers * _whole(plan) + _routers(plan, stage) + final))
+        whole = layers * _whole(plan) + _routers(plan, stage) + final
+        yield from _in("tensor", [Call("all-reduce", tensor, width * whole)] * times)
     elif model.qk_layernorm and not model.multi_latent_attention:
         heads = 2 * _norm(plan, s.query_channels)
-        yield "tensor", Call("all-reduce", tensor, reduced * sum(layout.layers_per_stage[stage]) * heads)
+        whole = sum(layout.layers_per_stage[stage]) * heads
+        yield from _in("tensor", [Call("all-reduce", tensor, width * whole)] * times)
 
 
 def _sharded(plan: Plan, zero: Zero, ranks: int, number: int, reduced: int) -> Iterator[Call]:

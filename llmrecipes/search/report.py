@@ -20,10 +20,12 @@ from optuna.trial import FrozenTrial, TrialState
 from llmrecipes.console import duration, number
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.redact import redact
 from llmrecipes.search.best import best_trials
 from llmrecipes.search.budget import Budget, used
 from llmrecipes.search.samplers import pruner
 from llmrecipes.search.space import evaluations, own_point, parameters, tokens_of_point
+from llmrecipes.search.starting import REASON
 from llmrecipes.search.study import Place, changes, recipe_of_study, require_section
 from llmrecipes.search.trial import measured
 from llmrecipes.search.trials import STANDARD_ERRORS, continues, own_trials
@@ -196,7 +198,7 @@ def _table(study: optuna.Study) -> str:
     trials = list(own_trials(study))
     names, keys = _names(study), _keys(trials)
     curves = any(each.intermediate_values for each in trials)
-    reasons = any("reason" in each.user_attrs for each in trials)
+    reasons = any(REASON in each.user_attrs for each in trials)
     best = {each.number for each in best_trials(study)}
     head = ["trial", "outcome", *map(labelled, names), *["evaluations"] * curves, *keys, *["reason"] * reasons]
     lines = []
@@ -205,7 +207,7 @@ def _table(study: optuna.Study) -> str:
         cells = [_number(each), _outcome(each), *values, *[""] * (len(names) - len(values))]
         cells += [str(len(each.intermediate_values))] * curves
         cells += [_text(each.params.get(key)) for key in keys]
-        cells += [str(each.user_attrs.get("reason", "")).partition("\n")[0]] * reasons
+        cells += [redact(str(each.user_attrs.get(REASON, ""))).partition("\n")[0]] * reasons
         kind = "best" if each.number in best else "complete" if each.state == TrialState.COMPLETE else "other"
         lines.append(f'<tr class="{kind}">{_cells(cells)}</tr>\n')
     table = f'<table class="trials"><tr>{_cells(head, "th")}</tr>\n{"".join(lines)}</table>'

@@ -35,6 +35,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.process import Watch
 from llmrecipes.io import sync
 from llmrecipes.recipe.search import Search
+from llmrecipes.redact import redacted
 from llmrecipes.tracking.store import redact
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
                     fix="restore the file from a copy, or search.study_name=NAME for a new study",
                 ) from error  # fmt: skip
         return get_storage(
-            RDBStorage(
+            Database(
                 url_with_driver(place),
                 engine_kwargs=_engine(place),
                 heartbeat_interval=interval,
@@ -259,7 +260,21 @@ def _remove_incomplete_line(path: Path) -> None:
     logger.warning("%s: removed an incomplete last line, left by a process that was killed", path)
 
 
-class HeartbeatJournal(JournalStorage, BaseHeartbeat):
+class _RedactedAttributes(BaseStorage):
+    """Attributes of studies and trials quote recipes, overrides and errors of libraries; others may read them."""
+
+    def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
+        super().set_study_user_attr(study_id, key, redacted(value))  # type: ignore[safe-super]
+
+    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
+        super().set_trial_user_attr(trial_id, key, redacted(value))  # type: ignore[safe-super]
+
+
+class Database(_RedactedAttributes, RDBStorage):
+    """SQLite or PostgreSQL."""
+
+
+class HeartbeatJournal(_RedactedAttributes, JournalStorage, BaseHeartbeat):
     """A journal with heartbeats, which Optuna has for databases only.
 
     A heartbeat is stale if it has not changed for the grace period, by the monotonic clock of the process that looks:

@@ -24,6 +24,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
+from llmrecipes.redact import redacted
 from llmrecipes.search.samplers import grid, pruner, sampler
 from llmrecipes.search.space import (
     SUFFIX,
@@ -187,7 +188,9 @@ def _changed_section(study: optuna.Study, search: Search) -> list[Difference]:
     earlier = recipe_of_study(study)
     if earlier is None or earlier.search is None:
         return []
-    sections = [{"search": each.model_dump(mode="json", exclude={"space"})} for each in (search, earlier.search)]
+    sections = [
+        redacted({"search": each.model_dump(mode="json", exclude={"space"})}) for each in (search, earlier.search)
+    ]
     return differences(*sections)
 
 
@@ -217,14 +220,14 @@ def _create(storage: BaseStorage, place: Place, search: Search) -> optuna.Study:
 
 
 def basis(recipe: Recipe) -> dict[str, Any]:
-    """What makes the trials of a study comparable: the recipe, the space, the objectives."""
+    """What makes the trials of a study comparable: recipe, space and objectives, redacted as they are stored."""
     search = require_section(recipe)
     data = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in UNUSED}
     space = {each.pop("key"): each for each in search.model_dump(mode="json")["space"]}
     measured = {"objectives": list(search.objectives), "trial_tokens": trial_tokens(recipe, search)}
     if search.seeds_per_point > 1:
         measured["seeds_per_point"] = search.seeds_per_point
-    return {**data, "search": {**measured, "space": space}}
+    return redacted({**data, "search": {**measured, "space": space}})
 
 
 def _is_filled(study: optuna.Study) -> bool:

@@ -6,14 +6,13 @@ import json
 import logging
 import math
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
-from llmrecipes.hardware.process import process_seconds
+from llmrecipes.hardware.process import Machine, process_seconds, start_ticks, this_machine
 from llmrecipes.io import write_atomic
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.untrusted import RECORD, read_json
@@ -33,12 +32,22 @@ def read(run_dir: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         return {}
-    if values.get("state") == "running" and values.get("host") == socket.gethostname() and not _alive(values):
+    if values.get("state") == "running" and _has_ended(values):
         values["state"] = "interrupted"
     return values
 
 
-def _alive(values: dict[str, Any]) -> bool:
+def _has_ended(values: dict[str, Any]) -> bool:
+    """Whether the process of a run is known to have ended; one of another machine or container cannot be seen."""
+    pid, then, here = values.get("pid"), Machine.of(values), this_machine()
+    if "boot_id" not in values:  # of an older version
+        return then.host == here.host and not _runs_since(values)
+    if then.is_this:
+        return type(pid) is not int or start_ticks(pid) != values.get("pid_ticks")
+    return then.host == here.host and then.boot_id != here.boot_id  # the machine was restarted
+
+
+def _runs_since(values: dict[str, Any]) -> bool:
     # The start time distinguishes a process from a later one with the same pid.
     try:
         return abs(psutil.Process(values["pid"]).create_time() - values["pid_started"]) < 1.0
@@ -58,8 +67,8 @@ class StatusSink(Sink):
             "step": resumed_step,
             "total": total_steps,
             "pid": os.getpid(),
-            "pid_started": psutil.Process().create_time(),
-            "host": socket.gethostname(),
+            "pid_ticks": start_ticks(os.getpid()),
+            **this_machine().as_dict(),
             "started": earlier.get("started", now),
             "valid_loss": earlier.get("valid_loss") if resumed_step else None,
             # Evidence that there was a checkpoint, even if none is found.

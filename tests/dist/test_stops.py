@@ -1,19 +1,33 @@
-"""All ranks of any layout hear alike of a stop that one was asked for, and of a number that is not finite."""
+"""All ranks of any layout hear alike of a stop that one was asked for, a number that is not finite, and a full disk."""
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import resource
+from collections.abc import Generator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.base import Batch, Engine, Progress, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import NonFinite
+from llmrecipes.faults.signals import StopRequest
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.events import Note
 from llmrecipes.train.finite import require_finite
+from llmrecipes.train.loaders import DataLoaders
+from llmrecipes.train.loop import Loop, NoTracker
 from llmrecipes.train.reading import first_failure
+from llmrecipes.train.resume import choose, resume
 from tests.dist.table import Row, Sections
 from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
@@ -100,6 +114,79 @@ def unreadable(codes: dict[int, ExitCode]) -> list[str]:
     everyones = [""] * dist.get_world_size()
     dist.all_gather_object(everyones, "nothing" if found is None else f"{found.code} {found}")
     return everyones
+
+
+class Notes(NoTracker):
+    """Keeps the notes of a loop."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+
+    def note(self, note: Note) -> None:
+        self.notes.append(note)
+
+
+def trained(
+    engine: Engine, world: World, store: CheckpointStore, start: Progress, last: int, full: int | None = None
+) -> tuple[str, list[Note]]:
+    """How a loop ends that saves every step, and its notes.
+
+    Args:
+        last: step after which it is asked to stop.
+        full: rank that cannot write more than a few bytes of a file.
+    """
+    recipe, tracker = engine.recipe, Notes()
+
+    def train(consumed: int) -> Generator[Batch, None, None]:
+        yield from loaders(recipe, world, consumed)
+
+    files, is_async = engine.checkpoint_format(), recipe.checkpoint.async_save
+    with AsyncSaver(store, saver_group(), files, async_save=is_async) as saver:
+        loop = Loop(
+            engine.plan, engine, world, DataLoaders(train, None, None), tracker, saver, StopRequest(), "full",
+            peak_flops=None, after_step=lambda: None, stop_after=last,
+        )  # fmt: skip
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            if world.rank == full:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+            return loop.run(start).name, tracker.notes
+        except UserError as error:
+            return f"{error.code} {error.where}", tracker.notes
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def on_full_disk(recipe: Recipe, folder: Path, full: int) -> list[tuple[str, list[tuple[str, int, bool, str]], int]]:
+    """How each rank ends, what it notes and what it can load, where the disk of one is full after the first save."""
+    with training(recipe) as (engine, world):
+        store = CheckpointStore(folder)
+        assert trained(engine, world, store, Progress(), 1)[0] == "STOPPED"
+        batch = recipe.train.global_batch_size
+        ended, notes = trained(engine, world, store, Progress(1, batch, batch * recipe.model.seq_length), 9, full)
+        entry = choose(store, world).entry
+        assert entry is not None and not store.incomplete()
+        told = [(note.event, note.step, note.alarm, str(note.details["error"])) for note in notes]
+        everyones: list[Any] = [None] * world.size
+        dist.all_gather_object(everyones, (ended, told, resume(engine, entry, world).step))
+        return everyones
+
+
+@pytest.mark.parametrize(("full", "asynchronous"), [(0, True), (3, False)])
+def test_all_ranks_end_after_as_many_failed_saves_of_one(
+    full: int, asynchronous: bool, worlds: dict[int, GlooWorld], tmp_path: Path
+) -> None:
+    kept = {"save_interval": 1, "max_failed_saves": 2, "most_recent_k": 9, "async_save": asynchronous}
+    row = Row("gpt", "tp2 pp2", {"train": {"train_iters": 9}, "checkpoint": kept})
+    ends = worlds[4].run(on_full_disk, row.recipe, tmp_path / "checkpoints", full)
+    ended, notes, resumed = ends[0]
+    assert ends == [ends[0]] * 4
+    assert (ended, resumed) == ("93 checkpoint.max_failed_saves", 1)
+    # The first is an alarm already, and the last one is tried once more.
+    assert [(event, step, alarm) for event, step, alarm, _ in notes] == [
+        ("save_failed", step, True) for step in (2, 3, 3)
+    ]
+    assert all(f"rank {full}: {os.strerror(errno.EFBIG)}" in error and "rank 1" not in error for *_, error in notes)
 
 
 def test_all_ranks_learn_of_a_read_failure(worlds: dict[int, GlooWorld]) -> None:

@@ -12,8 +12,8 @@ from llmrecipes.cli.app import run
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load, names, recipes_dir
-from tests.helpers import ROOT
 
+ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 REPEATABLE = re.compile(
     r"llmrecipes (list$|clusters$|layout .*--cluster|show .*--plan.*--cluster|"
@@ -87,3 +87,8 @@ def test_every_guarantee_of_the_readme_names_its_test() -> None:
 def test_every_page_is_in_the_map_of_the_readme() -> None:
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", README))
     assert {page.name for page in PAGES[1:]} == linked
+
+
+def test_no_page_names_a_line_of_source() -> None:
+    """The next change of the file would move it."""
+    assert [each for page in PAGES for each in re.findall(r"\S+\.py:\d+", page.read_text("utf-8"))] == []

@@ -65,6 +65,31 @@ def test_a_step_of_the_default_types_sends_what_the_documentation_says(engine: s
     assert volume == pytest.approx(sent * 4 * plan.num_parameters_on_rank * share)
 
 
+@pytest.mark.parametrize(
+    ("changes", "times", "width"),
+    [
+        (("engine=megatron",), 1, 4),
+        (("engine=deepspeed", "zero.stage=1"), 4, 2),
+        (("engine=deepspeed", "zero.stage=3"), 4, 2),
+    ],
+)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_gradients_of_what_tensor_ranks_share_are_summed_as_often_as_by_the_engine(
+    changes: tuple[str, ...], times: int, width: int, sequence_parallel: bool
+) -> None:
+    """Once a step and in fp32 by megatron-core; before ZeRO reduces them, in each micro-batch, with DeepSpeed."""
+    shape = ("parallelism.tensor_model_parallel_size=2", "train.global_batch_size=16", "train.micro_batch_size=1")
+    kept = (f"parallelism.sequence_parallel={str(sequence_parallel).lower()}", "train.precision=bf16")
+    plan = plan_on("h100-ib", 1, "gpt-tiny", *shape, *kept, *changes)
+    assert plan.num_microbatches == 4 and plan.recipe.model.qk_layernorm
+    model = plan.recipe.model
+    heads = 2 * model.hidden_size // model.num_attention_heads  # norms of queries and keys, as wide as a head
+    whole = model.num_layers * heads
+    if sequence_parallel:
+        whole += (2 * model.num_layers + 1) * model.hidden_size
+    assert counted(plan, 0)["tensor", Call("all-reduce", 2, width * whole)] == times
+
+
 def test_groups_are_where_megatron_puts_their_ranks() -> None:
     layout = plan_on("h100-ib", 256, "deepseek-v3").layout  # tensor 2 × data 64, expert 64 × data 2, 16 stages
     data, stages = members("data", 64, layout, 8), members("pipeline", 16, layout, 8)

@@ -17,10 +17,17 @@ from rich.console import Console
 
 from llmrecipes import console
 from llmrecipes.errors import UserError
+from llmrecipes.evaluation.history import append, read, records
+from llmrecipes.evaluation.result import Result
 from llmrecipes.recipe.load import load
 from llmrecipes.redact import HIDDEN, Guarded, address, has_secret, redact, redacted, remember
+from llmrecipes.search.command import quiet
+from llmrecipes.search.report import write_report
+from llmrecipes.search.starting import REASON
+from llmrecipes.search.study import open_study, place_of, require_section
+from llmrecipes.search.trials import give_back
 from llmrecipes.tracking.environment import capture
-from tests.helpers import ROOT, tiny_on, write_recipe
+from tests.helpers import ROOT, tiny, tiny_on, write_recipe
 from tests.refusals import refused
 
 NAMES = (
@@ -40,6 +47,14 @@ URLS = {
 }
 CANARIES = {name: f"Canary{number:02}of30" for number, name in enumerate([*NAMES, *URLS])}
 VARIABLES = {name: URLS.get(name, "{}").format(canary) for name, canary in CANARIES.items()}
+NUMBERS = (
+    "train.train_iters", "train.seed", "train.micro_batch_size", "train.global_batch_size", "train.eval_interval",
+    "train.eval_iters", "train.log_interval", "model.num_layers", "model.hidden_size", "model.ffn_hidden_size",
+    "model.num_attention_heads", "model.num_query_groups", "model.kv_channels", "model.seq_length", "model.vocab_size",
+    "optimizer.lr", "optimizer.weight_decay", "scheduler.lr_warmup_iters", "checkpoint.save_interval",
+    "checkpoint.most_recent_k", "data.num_workers", "data.prefetch_factor", "parallelism.tensor_model_parallel_size",
+)  # fmt: skip
+"""Keys that refuse text, and quote it."""
 
 # Runs as `llmrecipes`, with a library that talks: everything it knows is printed, logged, noted and raised.
 TALKATIVE = """
@@ -82,6 +97,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Pa
     text = " and ".join([*VARIABLES.values(), *CANARIES.values()])
     profile = ["--cluster", "h100-ib", "--dry-run", "--runs-dir", "/tmp/runs", "--data-dir", "/tmp/data"]
     image = ["--image", f"ghcr.io/me/llmrecipes@sha256:{'7' * 64}"]
+    wrong = [f"{key}={value}" for key, value in zip(NUMBERS, CANARIES.values(), strict=True)]
     commands = [
         ["submit", path, "--to", "slurm", *profile],
         ["submit", path, "--to", "k8s", *image, *profile],
@@ -89,7 +105,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Pa
         ["show", path],
         ["show", path, "--json"],
         *(["show", path, f"search.storage={url}"] for url in VARIABLES.values()),
-        *(["show", path, f"train.train_iters={value}", "--json"] for value in CANARIES.values()),
+        *(["show", path, *wrong[half::2], "--json"] for half in (0, 1)),  # as many as one message names
         ["runs", "--runs-dir", VARIABLES["TORCH_PROXY"]],
     ]
     done = subprocess.run(
@@ -107,6 +123,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Pa
     files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     assert {"mlflow.db", "canary/r/env.json", "canary/r/plan.json", "canary/r/recipe.yaml"} <= files.keys()
     assert b"library_error" in files["mlflow.db"] and b"library_error" in files["canary/r/metrics.jsonl"]
+    assert all(f"{key}={HIDDEN}".encode() in done.stdout for key in NUMBERS)
     assert b"#SBATCH" in done.stdout or b"sbatch" in done.stdout
     assert b"kind: Job" in done.stdout
     return {"stdout": done.stdout, "stderr": done.stderr, **files}
@@ -202,9 +219,9 @@ def test_the_documentation_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     changed = [
         line
-        for page in pages
-        for line in page.read_text("utf-8").splitlines()
-        if redact(line) != line and "export WANDB_API_KEY=…" not in line
+        for text in (page.read_text("utf-8") for page in pages)
+        for line, shown in zip(text.splitlines(), redact(text).splitlines(), strict=True)
+        if line != shown and "export WANDB_API_KEY=…" not in line
     ]
     assert len(pages) > 50 and not changed
 
@@ -284,6 +301,50 @@ def test_nested_values_and_addresses() -> None:
 def test_env_json_has_no_password_of_a_proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_PROXY", "http://u:pw@proxy.corp:3128")
     assert capture(tmp_path)["variables"]["TORCH_PROXY"] == f"http://{HIDDEN}@proxy.corp:3128"
+
+
+def test_results_of_an_evaluation_are_kept_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_TOKEN", "canary-of-this-test")
+    settings = {"dataset": "https://u:canary@h/x", "canary-of-this-test": 1}
+    result = Result("canary-of-this-test", {"loss": 1.5}, settings, ({"text": "?token=canary"},))
+    append(tmp_path, records([result], 10, "canary-of-this-test/step-10"))
+    assert "canary" not in (tmp_path / "evaluations.jsonl").read_text()
+    assert [each["metrics"] for each in read(tmp_path)] == [{"loss": 1.5}]
+
+
+@pytest.mark.parametrize("where", ["journal.log", "sqlite:///{}/study.db"])
+def test_a_study_is_kept_and_reported_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    quiet()
+    monkeypatch.setenv("HF_TOKEN", "canary-of-this-test")
+    search = {"space": [{"key": "optimizer.lr", "low": 1e-4, "high": 1.0}], "n_trials": 2}
+    storage = None if where == "journal.log" else where.format(tmp_path)
+    recipe = tiny("canary", search=search | {"storage": storage})
+    recipe = recipe.model_copy(update={"description": "of canary-of-this-test"})
+    place = place_of(recipe, require_section(recipe), tmp_path / "runs")
+    overrides = ["description=of canary-of-this-test"]
+    study = open_study(recipe, place, resume=False, overrides=overrides)
+    trial = study.ask()
+    trial.set_user_attr(REASON, "refused by http://u:canary@h")
+    give_back(study, trial.number)
+    again = open_study(recipe, place, resume=True, overrides=overrides)  # it is of the same recipe
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files and not [path for path in files if b"canary-of-this-test" in path.read_bytes()]
+    assert {each.user_attrs[REASON] for each in again.trials} == {f"refused by http://{HIDDEN}@h"}
+    # One of an older version is not redacted.
+    monkeypatch.setattr("llmrecipes.search.storage.redacted", lambda value: value)
+    study.ask().set_user_attr(REASON, "refused by http://u:older-canary@h")
+    page = tmp_path / "report.html"
+    write_report(again, recipe, page)
+    assert "refused by" in page.read_text() and "older-canary" not in page.read_text()
+
+
+@pytest.mark.parametrize("key", ["description", "data.sources.0.path", "data.tokenizer.path", "tracking.experiment"])
+def test_a_recipe_with_a_token_of_known_form_is_refused_without_it(key: str) -> None:
+    with refused(key) as caught:
+        load("gpt-tiny", [f"{key}=of hf_{'canary' * 6}"])
+    assert "canary" not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["data.sources.0.path", "data.tokenizer.path", "search.storage"])

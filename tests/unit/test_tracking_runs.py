@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from llmrecipes.hardware.process import start_ticks
 from llmrecipes.tracking.events import EvalMetrics, StepMetrics
 from llmrecipes.tracking.jsonl import JsonlSink
 from llmrecipes.tracking.runs import TAIL_BYTES, list_runs
@@ -73,13 +75,37 @@ def test_a_dead_process_shows_as_interrupted(tmp_path: Path) -> None:
     run_dir.mkdir(parents=True)
     subprocess.run([sys.executable, "-c", script, str(run_dir)], check=False)
     assert only(tmp_path).state == "interrupted"
-    # another process with the same number is not this run
     values = json.loads((run_dir / "status.json").read_text())
-    (run_dir / "status.json").write_text(json.dumps(values | {"pid": os.getpid(), "pid_started": 1.0}))
-    assert only(tmp_path).state == "interrupted"
-    # what another machine runs cannot be seen from here
-    (run_dir / "status.json").write_text(json.dumps(values | {"host": "elsewhere"}))
-    assert only(tmp_path).state == "running"
+
+    def state(**changed: object) -> str:
+        (run_dir / "status.json").write_text(json.dumps(values | changed))
+        return only(tmp_path).state
+
+    # another process with the same number is not this run
+    pid, ticks = os.getpid(), start_ticks(os.getpid()) or 0
+    assert state(pid=pid, pid_ticks=ticks) == "running"
+    assert state(pid=pid, pid_ticks=ticks - 1) == "interrupted"
+    assert state(pid=[pid], pid_ticks=ticks) == "interrupted"
+    # nor is what ran before the machine was restarted, whatever has its number now
+    assert state(pid=pid, pid_ticks=ticks, boot_id="an earlier one") == "interrupted"
+    # what another machine or a container runs cannot be seen from here
+    assert state(host="elsewhere", boot_id="of another machine") == "running"
+    assert state(pid_namespace="pid:[1]") == "running"
+    assert state(host="renamed") == "interrupted"
+
+
+def test_the_process_of_an_older_status_file_is_known_by_its_start_time(tmp_path: Path) -> None:
+    run_dir = tmp_path / "tiny" / "one"
+    make(run_dir)
+    status = json.loads((run_dir / "status.json").read_text())
+    values = {key: value for key, value in status.items() if key not in ("pid_ticks", "boot_id", "pid_namespace")}
+    for started, host, state in (
+        (psutil.Process().create_time(), values["host"], "running"),
+        (1.0, values["host"], "interrupted"),
+        (1.0, "elsewhere", "running"),
+    ):
+        (run_dir / "status.json").write_text(json.dumps(values | {"pid_started": started, "host": host}))
+        assert only(tmp_path).state == state
 
 
 def test_a_resumed_run_keeps_its_start_and_validation_loss(tmp_path: Path) -> None:
