@@ -25,7 +25,7 @@ from llmrecipes.search.command import quiet
 from llmrecipes.search.report import write_report
 from llmrecipes.search.starting import REASON
 from llmrecipes.search.study import open_study, place_of, require_section
-from llmrecipes.search.trials import give_back
+from llmrecipes.search.trials import return_to_queue
 from llmrecipes.tracking.environment import capture
 from tests.helpers import ROOT, tiny, tiny_on, write_recipe
 from tests.refusals import refused
@@ -327,7 +327,7 @@ def test_a_study_is_kept_and_reported_without_secrets(
     study = open_study(recipe, place, resume=False, overrides=overrides)
     trial = study.ask()
     trial.set_user_attr(REASON, "refused by http://u:canary@h")
-    give_back(study, trial.number)
+    return_to_queue(study, trial.number)
     again = open_study(recipe, place, resume=True, overrides=overrides)  # it is of the same recipe
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files and not [path for path in files if b"canary-of-this-test" in path.read_bytes()]
