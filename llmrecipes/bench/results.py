@@ -112,29 +112,29 @@ class Comparison:
         return f"{what}: {row.bus_gb_per_s:.3g} GB/s, {self.share:.0%} of {expected}"
 
 
-def slow_ranks(found: RankSpeeds) -> dict[int, float]:
+def slow_ranks(speeds: RankSpeeds) -> dict[int, float]:
     """Speed relative to the median, of the ranks that are slower than `LEAST_OF_MEDIAN` of it."""
-    middle = statistics.median(found.seconds)
-    shares = {rank: middle / seconds for rank, seconds in enumerate(found.seconds)}
+    middle = statistics.median(speeds.seconds)
+    shares = {rank: middle / seconds for rank, seconds in enumerate(speeds.seconds)}
     return {rank: share for rank, share in shares.items() if share < LEAST_OF_MEDIAN}
 
 
-def compare(found: Collectives, profile: Profile) -> list[Comparison]:
+def compare(measured: Collectives, profile: Profile) -> list[Comparison]:
     """Compare with an earlier measurement, or else, from `LINK_BYTES` on, with the slowest link that a group uses.
 
     Args:
-        found: the measurement.
+        measured: the measurement.
         profile: of the site; a `measured` row applies if operation, group, ranks and bytes are the same, and the
             ranks on a node, where the row has them.
     """
     before = {row.key: row.bus_gb_per_s for row in profile.measured}
     compared = []
-    for row in found.rows:
+    for row in measured.rows:
         if (known := before.get(row.key, before.get(row.unplaced.key))) is not None:
             compared.append(Comparison(row, known, "measured"))
         elif row.bytes >= LINK_BYTES:
-            near = profile.nvlink_domain or found.ranks_per_node
-            if found.reach[row.group] < near:
+            near = profile.nvlink_domain or measured.ranks_per_node
+            if measured.reach[row.group] < near:
                 compared.append(Comparison(row, profile.intra_node.gb_per_s, "intra_node"))
             else:
                 compared.append(Comparison(row, profile.inter_node.gb_per_s, "inter_node"))

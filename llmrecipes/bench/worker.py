@@ -31,12 +31,12 @@ def run(spec: BenchSpec) -> ExitCode:
         answer: BaseModel
         if spec.what == "collectives":
             groups = engines.process_groups()
-            here = world.size // nodes()
-            rows = tuple(measure.measure_collectives(groups, platform, spec.sizes, spec.repeats, here))
+            ranks_per_node = world.size // nodes()
+            rows = tuple(measure.measure_collectives(groups, platform, spec.sizes, spec.repeats, ranks_per_node))
             answer = Collectives(
                 backend=platform.backend,
                 world_size=world.size,
-                ranks_per_node=here,
+                ranks_per_node=ranks_per_node,
                 reach=measure.reach(groups),
                 rows=rows,
             )

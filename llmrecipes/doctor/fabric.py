@@ -29,35 +29,35 @@ SURELY_BAD = 100_000
 """Errors after which a link is no longer used: each costs a retransmission that all ranks wait for."""
 
 
-def check(found: Sequence[Port], profile: Profile | None, user: Mapping[str, str]) -> Iterator[Finding]:
+def check(ports: Sequence[Port], profile: Profile | None, user: Mapping[str, str]) -> Iterator[Finding]:
     """Check the ports.
 
     Args:
-        found: ports of this node.
+        ports: ports of this node.
         profile: which ports training uses, and their rate; None: no expectation.
         user: the environment of the user, whose NCCL_IB_HCA decides which ports are used.
     """
     if profile is not None and profile.inter_node.kind in RDMA:
-        yield from _check_wanted(found, profile, user)
+        yield from _check_wanted(ports, profile, user)
         return
-    for port in found:
+    for port in ports:
         if port.state != "ACTIVE":
             yield _down(port, bad=False)
         yield from _errors(port, bad=False)
-    if found and all(port.state == "ACTIVE" for port in found):
-        yield ok("adapters", f"{len(found)} ports active, {_rates(found)}")
+    if ports and all(port.state == "ACTIVE" for port in ports):
+        yield ok("adapters", f"{len(ports)} ports active, {_rates(ports)}")
 
 
-def _check_wanted(found: Sequence[Port], profile: Profile, user: Mapping[str, str]) -> Iterator[Finding]:
-    wanted, choice = expected(profile), choose(found, profile, user)
+def _check_wanted(ports: Sequence[Port], profile: Profile, user: Mapping[str, str]) -> Iterator[Finding]:
+    wanted, choice = expected(profile), choose(ports, profile, user)
     for name in choice.absent:
-        there = ", ".join(sorted({port.device for port in found})) or "none"
-        yield fail(f"adapter {name}", f"not there, but chosen by {choice.reason}", f"adapters of this node: {there}")
+        devices = ", ".join(sorted({port.device for port in ports})) or "none"
+        yield fail(f"adapter {name}", f"missing, but chosen by {choice.reason}", f"adapters of this node: {devices}")
     if not choice.ports:
-        yield _none_chosen(found, profile, choice)
+        yield _none_chosen(ports, profile, choice)
         return
     good = [port for port in choice.ports if port.state == "ACTIVE" and port.gb_per_s >= 0.9 * wanted.gb_per_s]
-    # Chosen by their kind alone, ports of storage may be among them.
+    # Chosen only by their kind, ports of storage may be among them.
     spare = not choice.exact and len(good) >= wanted.ports
     for port in choice.ports:
         if port.state != "ACTIVE":
@@ -79,16 +79,16 @@ def _check_wanted(found: Sequence[Port], profile: Profile, user: Mapping[str, st
         yield skip("adapters", f"{len(good)} of {len(choice.ports)} ports are as in {profile.name}, by {choice.reason}")
 
 
-def _none_chosen(found: Sequence[Port], profile: Profile, choice: Choice) -> Finding:
+def _none_chosen(ports: Sequence[Port], profile: Profile, choice: Choice) -> Finding:
     what = f"none is chosen by {choice.reason}, but {profile.name} has {profile.inter_node.kind}"
-    if not found:
+    if not ports:
         return fail(
             "adapters", f"this node has none; {what}", "load the driver, or pass /dev/infiniband to the container"
         )
-    there = ", ".join(f"{port.name} ({port.link_layer or 'no link layer'})" for port in found)
-    name = found[0].device
+    available = ", ".join(f"{port.name} ({port.link_layer or 'no link layer'})" for port in ports)
+    name = ports[0].device
     fix = f"if training uses one of these: adapters.names in {profile.name}, or export {CHOICE}=={name}"
-    return fail("adapters", f"{what}; this node has {there}", fix)
+    return fail("adapters", f"{what}; this node has {available}", fix)
 
 
 def _down(port: Port, *, bad: bool, more: str = "") -> Finding:
@@ -114,8 +114,8 @@ def _errors(port: Port, *, bad: bool) -> Iterator[Finding]:
         yield (fail if bad and max(many.values()) >= SURELY_BAD else warn)(name, what, fix)
 
 
-def _rates(found: Sequence[Port]) -> str:
-    rates = sorted({port.gb_per_s for port in found})
+def _rates(ports: Sequence[Port]) -> str:
+    rates = sorted({port.gb_per_s for port in ports})
     return " and ".join(f"{rate:g}" for rate in rates) + " GB/s" + (" each" if len(rates) == 1 else "")
 
 
@@ -128,7 +128,7 @@ EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 
 
 def check_roce(
-    found: Sequence[Port],
+    ports: Sequence[Port],
     profile: Profile | None,
     user: Mapping[str, str],
     system: Path = SYSTEM,
@@ -137,7 +137,7 @@ def check_roce(
     """Check the ports that training uses.
 
     Args:
-        found: ports of this node.
+        ports: ports of this node.
         profile: nothing is checked on sites without RoCE.
         user: the environment of the user.
         system, network: folders of the kernel.
@@ -145,7 +145,7 @@ def check_roce(
     if profile is None or profile.inter_node.kind != "roce":
         return
     index = _chosen(profile, user)
-    for port in choose(found, profile, user).ports:
+    for port in choose(ports, profile, user).ports:
         folder = system / port.device / "ports" / port.number
         usable = gid_index(port, profile, user, system)
         if usable is None:
@@ -237,24 +237,24 @@ def support(modules: Path = MODULES, driver: Path = DRIVER, release: str | None 
     return Support(peermem, line, (int(major), int(minor)))
 
 
-def check_gpudirect(found: Support, profile: Profile | None) -> Iterator[Finding]:
+def check_gpudirect(support: Support, profile: Profile | None) -> Iterator[Finding]:
     """Whether adapters can read and write GPU memory.
 
     Args:
-        found: see `support`.
+        support: see `support`.
         profile: asked for on sites with GPUs and InfiniBand or RoCE.
     """
     if profile is None or profile.gpu is None or profile.inter_node.kind not in ("infiniband", "roce"):
         return
-    linux = ".".join(map(str, found.kernel))
-    if found.peermem:
+    linux = ".".join(map(str, support.kernel))
+    if support.peermem:
         yield ok("GPUDirect RDMA", "nvidia_peermem is loaded")
-    elif not found.driver:
-        yield skip("GPUDirect RDMA", "no NVIDIA driver here")
-    elif "Open Kernel Module" in found.driver and found.kernel >= DMA_BUF:
+    elif not support.driver:
+        yield skip("GPUDirect RDMA", "no NVIDIA driver")
+    elif "Open Kernel Module" in support.driver and support.kernel >= DMA_BUF:
         yield ok("GPUDirect RDMA", f"DMA-BUF: open kernel module on Linux {linux}")
     else:
-        kind = "open" if "Open Kernel Module" in found.driver else "proprietary"
+        kind = "open" if "Open Kernel Module" in support.driver else "proprietary"
         what = f"neither nvidia_peermem nor DMA-BUF ({kind} kernel module, Linux {linux})"
         yield fail("GPUDirect RDMA", what, "modprobe nvidia_peermem; or the driver's open kernel modules on Linux 5.12")
 

@@ -95,7 +95,7 @@ def check(gpus: list[GpuState], profile: Profile | None, own: Collection[int] | 
         fix = "expected on a login node; otherwise drain the node, and check dmesg | grep -i xid"
         yield fail("GPUs", f"{len(gpus)} of {wanted}", fix)
     elif not gpus:
-        yield ok("GPUs", "none, none expected") if profile else skip("GPUs", "none here")
+        yield ok("GPUs", "none, none expected") if profile else skip("GPUs", "none")
     else:
         yield ok("GPUs", f"{len(gpus)} × {gpus[0].name}")
     if profile and profile.gpu:
@@ -119,11 +119,11 @@ def unreadable(report: str, error: UnreadableReport, profile: Profile | None) ->
     """
     what = f"nvidia-smi's report of {len(report):,} characters cannot be read: {error}"
     verdict = fail if profile is not None and profile.gpus_per_node else warn
-    return verdict("GPUs", what, "nvidia-smi -q -x; if it is complete there, report this as an error of the doctor")
+    return verdict("GPUs", what, "nvidia-smi -q -x; if its output is complete, report this as a bug of the doctor")
 
 
 def damaged(report: str) -> Iterator[Finding]:
-    """GPUs whose infoROM is damaged, which nvidia-smi says beside its report."""
+    """GPUs whose infoROM is corrupt, which nvidia-smi prints beside its report."""
     for line in report.splitlines():
         if "infoROM is corrupted" in line:
             yield warn("GPUs", line.strip(), "have the GPU checked: its ECC and row remapping records may be lost")
@@ -232,15 +232,15 @@ def query_nvlink(timeout: float = 20) -> str | None:
 
 def parse_nvlink(report: str) -> list[tuple[int, int]]:
     """(links that are up, links) of each GPU."""
-    found: dict[int, list[bool]] = {}
+    states: dict[int, list[bool]] = {}
     gpu = -1
     for line in report.splitlines():
         if head := _NVLINK_GPU.match(line):
             gpu = int(head[1])
-            found[gpu] = []
+            states[gpu] = []
         elif (link := _NVLINK.match(line)) and gpu >= 0:
-            found[gpu].append(link[2] is None)
-    return [(sum(found[number]), len(found[number])) for number in sorted(found)]
+            states[gpu].append(link[2] is None)
+    return [(sum(states[number]), len(states[number])) for number in sorted(states)]
 
 
 def check_nvlink(
@@ -256,17 +256,17 @@ def check_nvlink(
     wanted = profile is not None and profile.intra_node.kind == "nvlink"
     most = max((up for up, _ in links), default=0)
     fix = "reset the GPUs, restart nvidia-fabricmanager; a link that stays down: replace GPU or bridge"
-    for number, (up, there) in enumerate(links):
+    for number, (up, number_of_links) in enumerate(links):
         if own is not None and number not in own:
             continue
         if up < most:
-            what = f"{up} of {there} NVLinks are up, but {most} of another GPU"
+            what = f"{up} of {number_of_links} NVLinks are up, {most} on another GPU"
             yield (fail if wanted else warn)(f"gpu {number}", what, fix)
-        elif wanted and up < there:
-            yield warn(f"gpu {number}", f"{up} of {there} NVLinks are up", fix)
+        elif wanted and up < number_of_links:
+            yield warn(f"gpu {number}", f"{up} of {number_of_links} NVLinks are up", fix)
     if wanted and links and not most:
         yield fail("NVLink", f"no GPU has a link that is up, but {profile.name if profile else ''} has NVLink", fix)
-    elif most and all(up == most == there for up, there in links):
+    elif most and all(up == most == number_of_links for up, number_of_links in links):
         yield ok("NVLink", f"{most} links of each GPU are up")
     elif not links:
         yield skip("NVLink", "nvidia-smi lists no links")
@@ -300,20 +300,20 @@ def kernel_records(log: Path = KERNEL_LOG) -> list[str] | None:
         source = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
-    found: list[str] = []
+    lines: list[str] = []
     try:
         while True:
             try:
                 record = os.read(source, LONGEST_RECORD)
             except BlockingIOError:
-                return found
+                return lines
             except BrokenPipeError:  # records were overwritten meanwhile; the next read returns the oldest one left
                 continue
             except OSError:
-                return found
+                return lines
             if not record:
-                return found
-            found += record.decode("utf-8", "replace").splitlines()
+                return lines
+            lines += record.decode("utf-8", "replace").splitlines()
     finally:
         os.close(source)
 
@@ -324,7 +324,7 @@ def check_kernel_log(log: Sequence[str] | None, now: float, fine: Collection[str
     Args:
         log: see `kernel_records`.
         now: seconds since the machine started.
-        fine: addresses of GPUs whose errors are no reason to fail the node: the driver says that they need nothing, or
+        fine: addresses of GPUs whose errors do not fail the node: the driver says that they need nothing, or
             they belong to another job.
     """
     if log is None:

@@ -32,7 +32,7 @@ def check(port: int, several: bool, environment: Mapping[str, str]) -> Iterator[
         wanted = [] if value.startswith("^") else [part for part in value.lstrip("=").split(",") if part]
         missing = [part for part in wanted if not any(interface.startswith(part) for interface in interfaces)]
         if missing:
-            what = f"{variable}: no interface {', '.join(missing)} (found {', '.join(sorted(interfaces))})"
+            what = f"{variable}: no interface {', '.join(missing)} (available: {', '.join(sorted(interfaces))})"
             yield fail("interfaces", what, f"set {variable} to an interface that all nodes have")
     yield free_port(port)
 
@@ -40,7 +40,7 @@ def check(port: int, several: bool, environment: Mapping[str, str]) -> Iterator[
 def name(host: str, several: bool) -> Finding:
     """Whether a host name resolves to an address that other nodes can reach."""
     try:
-        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError) as error:  # the latter for a name that DNS does not permit
         verdict = fail if several else warn
         return verdict("host name", f"{host} does not resolve: {error}", f"an entry for {host} in DNS or /etc/hosts")
@@ -122,10 +122,10 @@ def check_limits(limits: Limits, profile: Profile | None, ranks: int) -> Iterato
 def _may_lock(status: Path) -> bool:
     """Whether the process has CAP_IPC_LOCK in effect, which lifts the limit of locked memory."""
     try:
-        found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text("ascii"), re.MULTILINE)
+        capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text("ascii"), re.MULTILINE)
     except (OSError, UnicodeDecodeError):
         return False
-    return found is not None and bool(int(found[1], 16) >> CAP_IPC_LOCK & 1)
+    return capabilities is not None and bool(int(capabilities[1], 16) >> CAP_IPC_LOCK & 1)
 
 
 def _limit(kind: int) -> int | None:

@@ -224,10 +224,10 @@ def _shared(meeting: Meeting, mark: str) -> Iterator[Finding]:
     deadline = time.monotonic() + 10
     while True:
         try:
-            found = file.read_text("ascii")
+            text = file.read_text("ascii")
         except OSError:
-            found = None
-        if found == mark:
+            text = None
+        if text == mark:
             yield ok("shared directory", f"{meeting.shared} is the same as on the first node")
             return
         if time.monotonic() > deadline:
@@ -288,11 +288,11 @@ def inventory(packages: Mapping[str, str], driver: str | None) -> Finding:
 
 def firmware(system: Path) -> list[str]:
     """Versions of all adapters; those that cannot be read are left out."""
-    found = set()
+    versions = set()
     for file in system.glob("*/fw_ver"):
         with suppress(OSError, UnicodeDecodeError):
-            found.add(file.read_text("ascii").strip())
-    return sorted(found)
+            versions.add(file.read_text("ascii").strip())
+    return sorted(versions)
 
 
 def differing(findings: Iterable[Finding]) -> Iterator[Finding]:

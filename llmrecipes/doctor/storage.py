@@ -145,10 +145,10 @@ def _file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
         lines = [line.split() for line in mounts.read_text("utf-8", "surrogateescape").splitlines()]
     except OSError:
         return "unknown"
-    here = path.resolve()
+    folder = path.resolve()
     # The kernel writes spaces and backslashes as \040 and \134.
     points = [(Path(_OCTAL.sub(lambda each: chr(int(each[1], 8)), line[1])), line[2]) for line in lines if line[2:]]
-    under = [(len(point.parts), kind) for point, kind in points if here.is_relative_to(point)]
+    under = [(len(point.parts), kind) for point, kind in points if folder.is_relative_to(point)]
     return max(under, default=(0, "unknown"))[1]
 
 
@@ -213,4 +213,6 @@ def _sources(recipe: Recipe) -> Iterator[Finding]:
         and "/" in tokenizer.path
         and not Path(tokenizer.path).exists()
     ):
-        yield warn("tokenizer", f"{tokenizer.path} is not a directory here", "a directory, or a node with Hub access")
+        yield warn(
+            "tokenizer", f"{tokenizer.path} is not a directory on this node", "a directory, or a node with Hub access"
+        )

@@ -23,12 +23,12 @@ DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 
 def installed() -> dict[str, str]:
     """Versions of the relevant packages that are installed, by name."""
-    found = {}
+    versions = {}
     for distribution in metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
         if name in PACKAGES or name.startswith(("nvidia-nccl", "nvidia-cuda-runtime", "transformer-engine")):
-            found[name] = distribution.version
-    return found
+            versions[name] = distribution.version
+    return versions
 
 
 def check(
@@ -95,18 +95,18 @@ def _megatron(version: str, python: tuple[int, int]) -> Finding:
 def _torch(version: str, cuda: str | None, driver: str | None, gpus: int) -> Iterator[Finding]:
     if gpus and cuda is None:
         yield fail(
-            "version of torch", f"{version} is a CPU build, but there are {gpus} GPUs", "make setup LOCK=py311-cuda"
+            "version of torch", f"{version} is a CPU build on a node with {gpus} GPUs", "make setup LOCK=py311-cuda"
         )
         return
     if not gpus or cuda is None:
         yield ok("version of torch", version)
         return
-    found, wanted = (re.match(r"(\d+)(?:\.(\d+))?", text or "") for text in (driver, cuda))
+    present, wanted = (re.match(r"(\d+)(?:\.(\d+))?", text or "") for text in (driver, cuda))
     oldest = DRIVER.get(int(wanted[1])) if wanted else None
-    if found is None or oldest is None:
+    if present is None or oldest is None:
         yield skip("CUDA driver", f"driver {driver or 'unknown'}, torch {version} for CUDA {cuda}")
         return
-    if (int(found[1]), int(found[2] or 0)) < oldest:
+    if (int(present[1]), int(present[2] or 0)) < oldest:
         what = f"driver {driver} is too old for CUDA {cuda} of torch {version} ({oldest[0]}.{oldest[1]} required)"
         yield fail("CUDA driver", what, f"a driver >= {oldest[0]}.{oldest[1]}, or a torch build for an older CUDA")
     else:
@@ -142,11 +142,11 @@ def check_zero(version: str | None, recipe: Recipe | None) -> Iterator[Finding]:
     else:
         yield ok("zero", f"deepspeed {version}")
         for operator, purpose in OPERATORS.items():
-            found = operator_obstacle(operator)
-            if found is None:
+            problem = operator_obstacle(operator)
+            if problem is None:
                 yield ok(f"zero {operator}", f"can be compiled or loaded, for {purpose}")
             else:
-                yield warn(f"zero {operator}", f"no {purpose}: {found.what}", found.fix)
+                yield warn(f"zero {operator}", f"no {purpose}: {problem.what}", problem.fix)
     if recipe is not None:
         try:
             require_packages(recipe)

@@ -156,7 +156,7 @@ def _stage(plan: Plan, rank: int) -> int:
 
 
 def _traffic(recorder: Recorder, spec: DryRunSpec) -> tuple[Traffic, ...]:
-    here = len(spec.cluster.gpus) // spec.cluster.nodes or -(-spec.world_size // spec.cluster.nodes)
+    ranks_per_node = len(spec.cluster.gpus) // spec.cluster.nodes or -(-spec.world_size // spec.cluster.nodes)
     return tuple(
         Traffic(
             group="world" if name == "default_pg" else name,
@@ -164,7 +164,7 @@ def _traffic(recorder: Recorder, spec: DryRunSpec) -> tuple[Traffic, ...]:
             calls=calls,
             bytes=recorder.sent[ranks, name, op],
             ranks=len(ranks),
-            node_local=len({each // here for each in ranks}) == 1,
+            node_local=len({each // ranks_per_node for each in ranks}) == 1,
         )
         for (ranks, name, op), calls in sorted(recorder.collectives.items(), key=lambda item: item[0][1:])
     )

@@ -213,9 +213,9 @@ class Storages:
 
     def mark(self, tensor: torch.Tensor, category: Category) -> None:
         """What a storage is for. Kept for the backward pass is stronger than made for communication."""
-        found = self._alive.get(tensor.untyped_storage()._cdata)
-        if found is not None and found[0].category in (OTHER, "communication"):
-            found[0].category = category
+        life = self._alive.get(tensor.untyped_storage()._cdata)
+        if life is not None and life[0].category in (OTHER, "communication"):
+            life[0].category = category
 
     def label(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
         """What storages are for, whatever an operation has made of them, from their allocation on."""
@@ -245,19 +245,19 @@ class Storages:
             if life.freed is not None:
                 changes.setdefault(max(life.freed, start), Counter())[life.category] -= life.size
         total = Counter(self._states)
-        found = []
+        moments = []
         for when in sorted(changes):
             total.update(changes[when])
-            found.append((when, Counter(total)))
-        return found
+            moments.append((when, Counter(total)))
+        return moments
 
     def modules_at(self, when: int) -> Counter[tuple[str, Category]]:
         """Bytes by module and category after one operation, without model states."""
-        found: Counter[tuple[str, Category]] = Counter()
+        sizes: Counter[tuple[str, Category]] = Counter()
         for life in self._lives:
             if life.made <= when and (life.freed is None or life.freed > when):
-                found[life.module, life.category] += life.size
-        return found
+                sizes[life.module, life.category] += life.size
+        return sizes
 
     def _free(self, key: int) -> None:
         life, _ = self._alive.pop(key)

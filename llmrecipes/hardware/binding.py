@@ -71,12 +71,12 @@ def bind(local_rank: int, ranks: int) -> Binding:
     listed = nvidia.query(*FIELDS, timeout=60)
     addresses = visible(listed, os.environ.get("CUDA_VISIBLE_DEVICES"))
     devices = [device(address) for address in addresses[:ranks]]
-    found = choose(local_rank, devices, ranks, allowed_cpus(), siblings())
-    if found.cores:
-        os.sched_setaffinity(0, found.cores)
-        numa = None if found.device is None else found.device.numa
-        return replace(found, memory=numa is not None and _prefer_memory(numa))
-    return found
+    cores = choose(local_rank, devices, ranks, allowed_cpus(), siblings())
+    if cores.cores:
+        os.sched_setaffinity(0, cores.cores)
+        numa = None if cores.device is None else cores.device.numa
+        return replace(cores, memory=numa is not None and _prefer_memory(numa))
+    return cores
 
 
 def choose(
@@ -123,13 +123,13 @@ def visible(listed: Sequence[Mapping[str, str]], chosen: str | None) -> list[str
     places = {row["index"]: nvidia.pci_address(row["pci.bus_id"]) for row in listed}
     if chosen is None:
         return list(places.values())
-    found = []
+    devices = []
     for word in (part.strip() for part in chosen.split(",")):
         index = next((row["index"] for row in listed if word and row["uuid"].startswith(word)), word)
         if index not in places:
             break  # CUDA ignores everything from the first invalid entry on
-        found.append(places[index])
-    return found
+        devices.append(places[index])
+    return devices
 
 
 def device(address: str, pci: Path = PCI, adapters: Path = ADAPTERS) -> Device:
@@ -146,20 +146,20 @@ def device(address: str, pci: Path = PCI, adapters: Path = ADAPTERS) -> Device:
 
 def siblings(cpus: Path = CPUS) -> dict[int, int]:
     """The first hardware thread of the core of each logical CPU."""
-    found = {}
+    threads = {}
     for file in cpus.glob("cpu[0-9]*/topology/thread_siblings_list"):
         for cpu in (together := parse_ranges(_read(file))):
-            found[cpu] = together[0]
-    return found
+            threads[cpu] = together[0]
+    return threads
 
 
 def parse_ranges(text: str) -> list[int]:
     """Numbers of a list such as `0-3,8`."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return sorted(found)
+        numbers += range(int(first), int(last or first) + 1)
+    return sorted(numbers)
 
 
 def ranges(numbers: Sequence[int]) -> str:

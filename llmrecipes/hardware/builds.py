@@ -82,7 +82,7 @@ def transformer_engine_obstacle() -> str | None:
     """Why TransformerEngine cannot be imported; None if it can. To be called before megatron-core is imported.
 
     One that was built for another torch or CUDA raises anything: OSError, RuntimeError, AssertionError. megatron-core
-    imports it in many modules and handles ImportError alone; so after any error, later imports of it raise that.
+    imports it in many modules and handles only ImportError; so after any error, later imports of it raise that.
     """
     if find_spec(TRANSFORMER_ENGINE) is None:
         return "TransformerEngine is not installed"
@@ -127,7 +127,7 @@ def operator_obstacle(operator: str) -> Unsupported | None:
         return Unsupported("ninja is not installed", "make setup-zero, or pip install ninja")
     compiler = shlex.split(os.environ.get("CXX", "c++"))  # torch's choice
     if not compiler or shutil.which(compiler[0]) is None:
-        return Unsupported(f"there is no C++ compiler ({' '.join(compiler) or 'CXX is empty'})", "apt-get install g++")
+        return Unsupported(f"no C++ compiler ({' '.join(compiler) or 'CXX is empty'})", "apt-get install g++")
     if not _compiles(compiler, _PYTHON_PROGRAM, f"-I{sysconfig.get_path('include')}", "-fopenmp"):
         what = f"{' '.join(compiler)} does not compile a program with Python.h and OpenMP"
         return Unsupported(what, "apt-get install g++ libgomp1 python3-dev")
@@ -146,8 +146,12 @@ def precompiled() -> frozenset[str]:
     record = package / "git_version_info_installed.py" if package else None
     if record is None or not record.is_file():
         return frozenset()
-    found = re.search(r"^installed_ops=(\{.*\})$", record.read_text("utf-8"), re.MULTILINE)
-    return frozenset(name for name, there in ast.literal_eval(found[1]).items() if there) if found else frozenset()
+    operators = re.search(r"^installed_ops=(\{.*\})$", record.read_text("utf-8"), re.MULTILINE)
+    return (
+        frozenset(name for name, compiled in ast.literal_eval(operators[1]).items() if compiled)
+        if operators
+        else frozenset()
+    )
 
 
 def ninja_folder() -> Path | None:
@@ -176,12 +180,12 @@ def _folder(package: str) -> Path | None:
 
 def _compiles(compiler: Sequence[str], program: str, *flags: str) -> bool:
     """Whether a C++ program compiles and links, with the user's CFLAGS and LDFLAGS as DeepSpeed reads them."""
-    own = [*shlex.split(os.environ.get("CFLAGS", "")), *shlex.split(os.environ.get("LDFLAGS", ""))]
+    user_flags = [*shlex.split(os.environ.get("CFLAGS", "")), *shlex.split(os.environ.get("LDFLAGS", ""))]
     try:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "program.cpp"
             source.write_text(program, "ascii")
-            command = [*compiler, str(source), "-o", str(source.with_suffix("")), *own, *flags]
+            command = [*compiler, str(source), "-o", str(source.with_suffix("")), *user_flags, *flags]
             done = subprocess.run(command, capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False

@@ -29,7 +29,7 @@ def unfit_for_offload(folder: Path) -> str | None:
         return f"{nearest} is in main memory ({kind})"
     if kind in _SHARED or kind.startswith("fuse."):
         return f"{nearest} is on a shared file system ({kind})"
-    return f"{nearest} is on a disk that rotates" if _rotates(nearest) else None
+    return f"{nearest} is on a spinning disk" if _rotates(nearest) else None
 
 
 def file_system(folder: Path) -> str:
@@ -43,7 +43,7 @@ def _rotates(folder: Path) -> bool:
     device = folder.stat().st_dev
     block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
     if "virtio" in str(block):
-        return False  # a virtual disk says that it rotates, whatever is below it
+        return False  # a virtual disk reports that it rotates, whatever is below it
     # A partition's folder is inside its disk's.
     for each in (block, block.parent):
         if (each / "queue" / "rotational").is_file():

@@ -47,18 +47,18 @@ def load_profile(name_or_path: str, directory: Path | None = None) -> Profile:
     """
     path = document.shown(document.find(name_or_path, directory or clusters_dir(), CLUSTERS))
     parsed = document.parse(document.read(path, CLUSTERS))
-    found = [*parsed.problems, *document.require_mapping(parsed, CLUSTERS)]
+    problems = [*parsed.problems, *document.require_mapping(parsed, CLUSTERS)]
     profile = None
     if isinstance(parsed.data, dict):
         try:
             profile = Profile.model_validate(parsed.data)
         except ValidationError as error:
-            reported = {problem.key for problem in found}
-            found += [problem for problem in explain(error, parsed.lines, Profile) if problem.key not in reported]
+            reported = {problem.key for problem in problems}
+            problems += [problem for problem in explain(error, parsed.lines, Profile) if problem.key not in reported]
         else:
-            found += check(profile, path.stem)
-    if found or profile is None:
-        raise document.error_of(found, (), path, parsed.lines, {})
+            problems += check(profile, path.stem)
+    if problems or profile is None:
+        raise document.error_of(problems, (), path, parsed.lines, {})
     return profile
 
 
@@ -69,25 +69,27 @@ def check(profile: Profile, stem: str) -> list[Problem]:
         profile: of the right types.
         stem: name of its file.
     """
-    found = []
+    problems = []
     if profile.name != stem:
         rule = "a profile has the name of its file"
-        found.append(Problem("name", f"{profile.name!r} in a file named {stem}.yaml", rule, f"name: {stem}"))
+        problems.append(Problem("name", f"{profile.name!r} in a file named {stem}.yaml", rule, f"name: {stem}"))
     if bool(profile.gpus_per_node) != bool(profile.gpu):
         what = f"{profile.gpus_per_node} with {'a' if profile.gpu else 'no'} section gpu"
         rule = "a profile with GPUs says which, one without says none"
-        found.append(Problem("gpus_per_node", what, rule, "gpus_per_node: 0" if not profile.gpu else "leave gpu out"))
+        problems.append(
+            Problem("gpus_per_node", what, rule, "gpus_per_node: 0" if not profile.gpu else "leave gpu out")
+        )
     domain = profile.nvlink_domain
     if domain and (not profile.gpus_per_node or domain % profile.gpus_per_node):
         rule = "an NVLink domain is a number of whole nodes"
         what = f"{domain} with gpus_per_node {profile.gpus_per_node}"
-        found.append(Problem("nvlink_domain", what, rule, "a multiple of gpus_per_node, or leave it out"))
-    found += _adapters(profile)
-    found += _measured(profile)
-    found += check_kubernetes(profile.kubernetes)
-    found += _variables("environment", profile.environment)
-    found += _variables("kubernetes.environment", profile.kubernetes.environment)
-    return found
+        problems.append(Problem("nvlink_domain", what, rule, "a multiple of gpus_per_node, or leave it out"))
+    problems += _adapters(profile)
+    problems += _measured(profile)
+    problems += check_kubernetes(profile.kubernetes)
+    problems += _variables("environment", profile.environment)
+    problems += _variables("kubernetes.environment", profile.kubernetes.environment)
+    return problems
 
 
 def _measured(profile: Profile) -> Iterator[Problem]:
@@ -107,7 +109,7 @@ def _variables(section: str, variables: Mapping[str, str | int | None]) -> Itera
         key = f"{section}.{name}"
         if name in OURS or name in DANGEROUS:
             rule = "the launcher sets it" if name in OURS else "it would change which programs run"
-            yield Problem(key, "may not be set here", rule, "remove it")
+            yield Problem(key, "may not be set in a profile", rule, "remove it")
         elif is_secret(name):
             rule = "profiles are shared: secrets stay in the environment, or in a Kubernetes Secret"
             yield Problem(key, "looks like a secret", rule, "remove it")
@@ -122,21 +124,23 @@ def _adapters(profile: Profile) -> list[Problem]:
     if link.kind not in RDMA:
         rule = f"only {', '.join(RDMA)} have such ports"
         return [Problem("adapters", f"with inter_node.kind {link.kind}", rule, "leave it out")]
-    found = []
+    problems = []
     gpus = profile.gpus_per_node or 1
     if adapters.ports * adapters.gb_per_s < 0.9 * gpus * link.gb_per_s:
         what = f"{adapters.ports} × {adapters.gb_per_s:g} GB/s with inter_node.gb_per_s {link.gb_per_s:g} a GPU"
         rule = "the ports of a node carry what its GPUs send"
-        found.append(
+        problems.append(
             Problem("adapters.ports", what, rule, f"inter_node.gb_per_s is the send bandwidth of one of {gpus}")
         )
     if adapters.names and len(adapters.names) != adapters.ports:
         what = f"{len(adapters.names)} names for {adapters.ports} ports"
-        found.append(Problem("adapters.names", what, "each port is named, or none", "mlx5_0, or mlx5_0:1 and mlx5_0:2"))
+        problems.append(
+            Problem("adapters.names", what, "each port is named, or none", "mlx5_0, or mlx5_0:1 and mlx5_0:2")
+        )
     if adapters.names and "NCCL_IB_HCA" in profile.environment:
         rule = "adapters.names sets NCCL_IB_HCA"
-        found.append(Problem("adapters.names", "and environment.NCCL_IB_HCA", rule, "one of the two"))
-    return found
+        problems.append(Problem("adapters.names", "and environment.NCCL_IB_HCA", rule, "one of the two"))
+    return problems
 
 
 CONTAINERS = frozenset({"node", "doctor"})
@@ -183,7 +187,7 @@ def check_kubernetes(kubernetes: Kubernetes) -> Iterator[Problem]:
         for key in ("name", "image"):
             if not isinstance(sidecar.get(key), str):
                 rule = "a sidecar is a container as in a pod, with name and image"
-                what = "missing" if key not in sidecar else "no text"
+                what = "missing" if key not in sidecar else "not a string"
                 yield Problem(f"kubernetes.sidecars.{number}.{key}", what, rule)
         if isinstance(name := sidecar.get("name"), str) and not NAME.fullmatch(name):
             rule = "at most 63 lowercase letters, digits and dashes"
@@ -194,7 +198,7 @@ def check_kubernetes(kubernetes: Kubernetes) -> Iterator[Problem]:
     for key in kubernetes.patch:
         if key not in PATCHED:
             rule = "the patch is one of a pod template, which has metadata and spec"
-            yield Problem(f"kubernetes.patch.{key}", "no part of a pod template", rule)
+            yield Problem(f"kubernetes.patch.{key}", "not part of a pod template", rule)
 
 
 def _one_of(key: str, sources: list[str], rule: str) -> Iterator[Problem]:

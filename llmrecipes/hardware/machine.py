@@ -48,7 +48,7 @@ def planned(cluster: str | None, nodes: int | None, ranks: int) -> Cluster:
     """
     if cluster is None:
         if nodes is not None:
-            raise UserError("given without --cluster", where="--nodes",
+            raise UserError("set without --cluster", where="--nodes",
                             rule="a plan for several nodes needs to know what they are",
                             fix="--cluster NAME; llmrecipes clusters lists them")  # fmt: skip
         return detect()

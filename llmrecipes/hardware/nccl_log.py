@@ -100,27 +100,27 @@ def read(text: str) -> Network:
     return Network(names, frozenset(layers), provider, receives, direct_receives, sends, direct_sends, lines)
 
 
-def fault(found: Network, kind: str) -> str | None:
+def fault(network: Network, kind: str) -> str | None:
     """Why it is not the network of a site; None if it is. A rank without connections to other nodes has no fault.
 
     Args:
-        found: what a rank says.
+        network: what a rank says.
         kind: `infiniband`, `roce` or `efa`.
     """
-    if not found.names:
+    if not network.names:
         return "a network that NCCL's log does not name"
-    names = ", ".join(found.names)
+    names = ", ".join(network.names)
     if kind == "efa":
-        if not all("libfabric" in name.lower() or "ofi" in name.lower() for name in found.names):
+        if not all("libfabric" in name.lower() or "ofi" in name.lower() for name in network.names):
             return names
-        if found.provider not in (None, "efa"):
-            return f"{names} over libfabric's provider {found.provider}"
+        if network.provider not in (None, "efa"):
+            return f"{names} over libfabric's provider {network.provider}"
     else:
-        if not all(_VERBS.match(name) for name in found.names):
+        if not all(_VERBS.match(name) for name in network.names):
             return names
-        if found.layers and _LAYERS[kind] not in found.layers:
-            return f"{names} over {', '.join(sorted(found.layers))}"
-    return None if found.direct else found.described()
+        if network.layers and _LAYERS[kind] not in network.layers:
+            return f"{names} over {', '.join(sorted(network.layers))}"
+    return None if network.direct else network.described()
 
 
 def log_of(environment: Mapping[str, str], host: str, process: int) -> Path | None:

@@ -73,27 +73,27 @@ def nccl_ib_hca(profile: Profile) -> str | None:
     return f"={','.join(names)}" if names and profile.inter_node.kind != "efa" else None
 
 
-def choose(found: Sequence[Port], profile: Profile, user: Mapping[str, str]) -> Choice:
+def choose(ports: Sequence[Port], profile: Profile, user: Mapping[str, str]) -> Choice:
     """The ports that ranks use on a site with such adapters.
 
     Args:
-        found: all ports of the node.
+        ports: all ports of the node.
         profile: the site.
         user: variables that the user has set, which win over the profile's.
     """
     kind = profile.inter_node.kind
     if kind != "efa":  # NCCL's plugin for EFA does not read the variable
-        if own := user.get(CHOICE):
-            return _by_value(found, own, f"{CHOICE}={own} of your environment", by_user=True)
-        if own := str(profile.environment.get(CHOICE, "")) or nccl_ib_hca(profile):
-            return _by_value(found, own, f"{CHOICE}={own} of {profile.name}")
+        if chosen_by_user := user.get(CHOICE):
+            return _by_value(ports, chosen_by_user, f"{CHOICE}={chosen_by_user} of your environment", by_user=True)
+        if chosen_by_user := str(profile.environment.get(CHOICE, "")) or nccl_ib_hca(profile):
+            return _by_value(ports, chosen_by_user, f"{CHOICE}={chosen_by_user} of {profile.name}")
     elif profile.adapters is not None and profile.adapters.names:
-        return _by_value(found, f"={','.join(profile.adapters.names)}", f"adapters.names of {profile.name}")
+        return _by_value(ports, f"={','.join(profile.adapters.names)}", f"adapters.names of {profile.name}")
     layer = LINK_LAYERS[kind]
-    return Choice(tuple(port for port in found if port.link_layer in (layer, "")), f"link layer {layer}")
+    return Choice(tuple(port for port in ports if port.link_layer in (layer, "")), f"link layer {layer}")
 
 
-def _by_value(found: Sequence[Port], value: str, reason: str, *, by_user: bool = False) -> Choice:
+def _by_value(ports: Sequence[Port], value: str, reason: str, *, by_user: bool = False) -> Choice:
     """NCCL's syntax: prefixes of names, or with = whole names, each with `:port` or not; ^ in front excludes them."""
     exclude, exact = value.startswith("^"), "=" in value[:2]
     wanted = [word.partition(":") for word in value.lstrip("^=").split(",") if word]
@@ -102,8 +102,8 @@ def _by_value(found: Sequence[Port], value: str, reason: str, *, by_user: bool =
         same = port.device == name if exact else port.device.startswith(name)
         return same and number in ("", port.number)
 
-    chosen = tuple(port for port in found if any(matches(port, name, no) for name, _, no in wanted) != exclude)
-    missing = (name for name, _, no in wanted if not any(matches(port, name, no) for port in found))
+    chosen = tuple(port for port in ports if any(matches(port, name, no) for name, _, no in wanted) != exclude)
+    missing = (name for name, _, no in wanted if not any(matches(port, name, no) for port in ports))
     return Choice(chosen, reason, by_user, () if exclude else tuple(missing), exact and not exclude)
 
 

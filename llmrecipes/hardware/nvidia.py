@@ -78,5 +78,5 @@ def query(*fields: str, timeout: float) -> list[dict[str, str]]:
 
 def rows(listing: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
     """Complete rows of a CSV listing."""
-    found = csv.reader(listing.splitlines(), skipinitialspace=True)
-    return [dict(zip(fields, row, strict=True)) for row in found if len(row) == len(fields)]
+    lines = csv.reader(listing.splitlines(), skipinitialspace=True)
+    return [dict(zip(fields, row, strict=True)) for row in lines if len(row) == len(fields)]

@@ -31,9 +31,9 @@ class Machine:
     @property
     def is_this(self) -> bool:
         """Whether a process of it can be asked for by its id here."""
-        here = this_machine()
-        same_boot = self.boot_id == here.boot_id and (bool(self.boot_id) or self.host == here.host)
-        return same_boot and self.pid_namespace == here.pid_namespace
+        machine = this_machine()
+        same_boot = self.boot_id == machine.boot_id and (bool(self.boot_id) or self.host == machine.host)
+        return same_boot and self.pid_namespace == machine.pid_namespace
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Machine:

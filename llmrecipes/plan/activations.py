@@ -439,20 +439,20 @@ def keeps_input(recipe: Recipe, name: str) -> int:
 
 def kept_by_adapters(recipe: Recipe, s: Shape, layout: Layout, device: str, *, experts: bool) -> float:
     """Bytes per token that the adapters of a layer keep besides their inputs: what is between A and B, and masks."""
-    lora, found = recipe.lora, 0.0
+    lora, kept = recipe.lora, 0.0
     if lora is None:
-        return found
+        return kept
     element = 4 if recipe.train.precision == "fp32" else 2
     tensor = layout.tensor_model_parallel_size
     tokens = tensor if layout.sequence_parallel else 1
     for each in adapted(lora, recipe.model, s, experts=experts):
         visits = recipe.model.moe_router_topk if each.of_experts else 1
-        found += visits * element * lora.rank / tokens
+        kept += visits * element * lora.rank / tokens
         if lora.dropout:
             # The input is kept after dropout; attention keeps its output, the input of linear_proj, itself.
             size = (element if device == "cpu" else 1) + (element if each.name == "linear_proj" else 0)
-            found += visits * size * each.width / (tokens if each.by_columns or each.of_experts else tensor)
-    return found
+            kept += visits * size * each.width / (tokens if each.by_columns or each.of_experts else tensor)
+    return kept
 
 
 def own_layers(recipe: Recipe, device: str) -> bool:

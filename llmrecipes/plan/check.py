@@ -35,13 +35,13 @@ def check(plan: Plan, cluster: Cluster) -> None:
     name, ranks = plan.recipe.name, plan.layout.world_size
     parts = {name: size for name, size in plan.memory.as_dict().items() if size and name != "total"}
     needed = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items())
-    place = f"on {cluster.name}" if cluster.name else "here"
-    here = place if ranks == 1 else f"for each of {ranks} ranks {place}"
+    place = f"on {cluster.name}" if cluster.name else "on this machine"
+    where = place if ranks == 1 else f"for each of {ranks} ranks {place}"
     raise UserError(
         f"does not fit: a rank needs {gib(plan.memory.total)} ({needed}), "
-        f"and there are {gib(plan.memory_capacity_bytes)} {here} ({_machine(cluster)})",
+        f"{gib(plan.memory_capacity_bytes)} available {where} ({_machine(cluster)})",
         where=f"recipe {name}",
-        fix=f"make smoke RECIPE={name} rehearses a small version of it here; "
+        fix=f"make smoke RECIPE={name} rehearses a small version on this machine; "
         f"{recommend(plan.recipe, plan.shape, cluster)}",
     )
 
@@ -49,10 +49,10 @@ def check(plan: Plan, cluster: Cluster) -> None:
 def _check_host(plan: Plan, cluster: Cluster) -> None:
     if plan.fits_host:
         return
-    place = f"on {cluster.name}" if cluster.name else "here"
+    place = f"on {cluster.name}" if cluster.name else "on this machine"
     raise UserError(
-        f"does not fit: a node offloads {gib(plan.host_memory_bytes)} to main memory, and there are "
-        f"{gib(plan.host_capacity_bytes)} {place}",
+        f"does not fit: a node offloads {gib(plan.host_memory_bytes)} to main memory, "
+        f"{gib(plan.host_capacity_bytes)} available {place}",
         where=f"recipe {plan.recipe.name}",
         rule="main memory holds what the ranks of a node offload with zero.offload_optimizer and zero.offload_param",
         fix="more nodes, which take a smaller share each; zero.offload_optimizer nvme with zero.stage 3; or none",
@@ -76,7 +76,7 @@ def recommend(recipe: Recipe, s: Shape, cluster: Cluster) -> str:
         number *= 2
     if smallest is None:
         return f"its layout takes a multiple of {number} ranks, over which its batch does not divide"
-    return f"no number of {gpu.name} is enough: a rank needs at least {gib(smallest)}"
+    return f"it does not fit on any number of {gpu.name}: a rank needs at least {gib(smallest)}"
 
 
 def _machine(cluster: Cluster) -> str:

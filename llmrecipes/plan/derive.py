@@ -101,7 +101,7 @@ class Plan:
         if self.recompute_granularity == self.recipe.train.recompute_granularity:
             return ()
         return (
-            "train.recompute_granularity selective has no effect here: the attention kernel keeps no scores and "
+            "train.recompute_granularity selective has no effect: the attention kernel keeps no scores and "
             "recomputes them itself, so core attention is not recomputed once more",
         )
 
@@ -227,10 +227,10 @@ def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
 
 
 def _on_rank(recipe: Recipe, s: Shape, laid_out: Layout, stage: int, device: str) -> int:
-    own = count_on_rank(recipe.model, s, laid_out, stage, device, local=recipe.lora is not None).total
+    parameters = count_on_rank(recipe.model, s, laid_out, stage, device, local=recipe.lora is not None).total
     if recipe.lora is None:
-        return own
-    return own + count_adapters_on_rank(recipe.lora, recipe.model, s, laid_out, stage).total
+        return parameters
+    return parameters + count_adapters_on_rank(recipe.lora, recipe.model, s, laid_out, stage).total
 
 
 def _require_adapters(recipe: Recipe, s: Shape, laid_out: Layout) -> None:

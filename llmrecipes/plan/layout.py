@@ -79,7 +79,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
             f"tensor_model_parallel_size {tensor} with expert_tensor_parallel_size {expert_tensor} and "
             "expert_model_parallel_size 1",
             where="parallelism.expert_model_parallel_size",
-            rule="without expert parallelism megatron-core sums the experts' gradients over too few ranks, in silence, "
+            rule="without expert parallelism megatron-core sums the experts' gradients over too few ranks, silently, "
             "unless they are split as the dense layers are",
             fix=f"expert_model_parallel_size 2 or more, or expert_tensor_parallel_size {tensor}",
         )
@@ -131,7 +131,7 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
         raise UserError(f"{world_size} ranks", where="--nproc", rule="a run has at least one rank")
     if not cluster.gpus:
         return
-    here, tensor, near = len(cluster.gpus), parallel.tensor_model_parallel_size, cluster.gpus_per_domain
+    gpus, tensor, near = len(cluster.gpus), parallel.tensor_model_parallel_size, cluster.gpus_per_domain
     if tensor > near or (world_size > tensor and near % tensor):
         one, many = ("an NVLink domain", "NVLink domains") if cluster.nvlink_domain else ("a node", "nodes")
         raise UserError(
@@ -140,14 +140,14 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
             rule=f"tensor-parallel ranks talk within every layer: they stay inside {one}, and share it evenly",
             fix=f"tensor_model_parallel_size {divisors(near, tensor)}",
         )
-    if world_size > here:
+    if world_size > gpus:
         least = smallest_world(parallel)
         raise UserError(
-            f"{world_size} ranks on {here} GPUs",
-            where="--nproc" if least <= here else "parallelism",
+            f"{world_size} ranks on {gpus} GPUs",
+            where="--nproc" if least <= gpus else "parallelism",
             rule="one rank a GPU",
-            fix=f"at most {here} ranks here"
-            if least <= here
+            fix=f"at most {gpus} ranks on this machine"
+            if least <= gpus
             else f"smaller parallel degrees: these need a multiple of {least} ranks",
         )
 
@@ -165,7 +165,7 @@ def _check_latent_attention(recipe: Recipe, cluster: Cluster) -> None:
             f"{model.transformer_impl}",
             where="parallelism.sequence_parallel",
             rule="with TransformerEngine, only sequence parallelism sums the gradient of the rotated key of all heads "
-            "over tensor-parallel ranks; without it their weights drift apart, in silence",
+            "over tensor-parallel ranks; without it their weights drift apart silently",
             fix="sequence_parallel true, or model.transformer_impl local",
         )
 

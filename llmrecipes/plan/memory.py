@@ -130,7 +130,7 @@ def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
 
     Args:
         recipe: for the precision of the weights.
-        parameters: of the full model, or of the adapters if these alone are trained.
+        parameters: of the full model, or of the adapters if only they are trained.
     """
     average = _SAVED_AVERAGE if recipe.optimizer.ema_decay is not None else 0
     return parameters * (_SAVED_STATE + average + (4 if recipe.train.precision == "fp32" else 2))

@@ -182,7 +182,7 @@ def _mtp(model: Model, s: Shape, *, split_down: bool) -> _Part:
 
 
 def _norms(model: Model, width: int) -> int:
-    """Parameters of one norm: scale and shift, or scale alone."""
+    """Parameters of one norm: scale and shift, or only scale."""
     return width * (2 if model.normalization == "LayerNorm" else 1)
 
 
@@ -215,9 +215,9 @@ def count_adapters_on_rank(lora: Lora, model: Model, s: Shape, layout: Layout, s
     return RankParameters(dense=dense, experts=experts)
 
 
-def unsharded_adapters(lora: Lora, found: Iterable[Matrix]) -> int:
+def unsharded_adapters(lora: Lora, matrices: Iterable[Matrix]) -> int:
     """Parameters of adapters that each of the ranks that share their matrices has all of."""
-    return sum(lora.rank * (each.width if each.by_columns else each.height) for each in found)
+    return sum(lora.rank * (each.width if each.by_columns else each.height) for each in matrices)
 
 
 def adapted_on_stage(lora: Lora, model: Model, s: Shape, layout: Layout, stage: int) -> Iterator[Matrix]:

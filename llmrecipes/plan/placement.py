@@ -84,10 +84,10 @@ def groups(laid_out: Layout) -> dict[str, list[tuple[int, ...]]]:
     }
     free_of_experts = {"ep": ("expert",), "expert_tp": ("expert_tensor",), "expert_dp": ("expert_data",)}
     dense, experts = ("tensor", "context", "data", "stage"), ("expert_tensor", "expert", "expert_data", "stage")
-    found = {name: _same(ranks, [axis for axis in dense if axis not in axes]) for name, axes in free.items()}
+    members = {name: _same(ranks, [axis for axis in dense if axis not in axes]) for name, axes in free.items()}
     for name, axes in free_of_experts.items():
-        found[name] = _same(ranks, [axis for axis in experts if axis not in axes])
-    return found
+        members[name] = _same(ranks, [axis for axis in experts if axis not in axes])
+    return members
 
 
 def _same(ranks: list[dict[str, int]], axes: list[str]) -> list[tuple[int, ...]]:

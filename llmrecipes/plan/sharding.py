@@ -155,7 +155,7 @@ def check_zeropp(recipe: Recipe, world_size: int, cluster: Cluster) -> None:
             "true on a CPU",
             where=f"zero.{quantized[0]}",
             rule="DeepSpeed quantizes with CUDA kernels",
-            fix=f"leave {' and '.join(quantized)} out here",
+            fix=f"leave out {' and '.join(quantized)}",
         )
     size = zero.zero_hpz_partition_size
     if world_size % size:

@@ -72,8 +72,8 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _start(recipe: Recipe) -> list[tuple[str, str, str]]:
-    found = recipe.train.pretrained
-    return [] if found is None else [("starts from the weights of", found, "train.pretrained")]
+    pretrained = recipe.train.pretrained
+    return [] if pretrained is None else [("starts from the weights of", pretrained, "train.pretrained")]
 
 
 def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:

@@ -67,11 +67,11 @@ def calls(plan: Plan, stage: int) -> Iterator[Call]:
 
 def counted(plan: Plan, stage: int) -> Counter[tuple[GroupName, Call]]:
     """How often each of `calls` happens in a step, with who takes part; as quick for many micro-batches as for one."""
-    found = Counter(each for each in _of_micro_batch(plan, stage) if each[1].ranks > 1)
-    for each in found:
-        found[each] *= plan.num_microbatches
-    found.update(each for each in _gradients(plan, stage) if each[1].ranks > 1)
-    return found
+    calls = Counter(each for each in _of_micro_batch(plan, stage) if each[1].ranks > 1)
+    for each in calls:
+        calls[each] *= plan.num_microbatches
+    calls.update(each for each in _gradients(plan, stage) if each[1].ranks > 1)
+    return calls
 
 
 def _of_micro_batch(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
@@ -99,8 +99,8 @@ def _of_micro_batch(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     yield from _in("pipeline", _messages(plan, stage))
 
 
-def _in(group: GroupName, found: Iterable[Call]) -> Iterator[tuple[GroupName, Call]]:
-    yield from ((group, call) for call in found)
+def _in(group: GroupName, calls: Iterable[Call]) -> Iterator[tuple[GroupName, Call]]:
+    yield from ((group, call) for call in calls)
 
 
 def _element(plan: Plan) -> int:

@@ -123,7 +123,7 @@ def _targets(lora: Lora, model: Model) -> Iterator[Problem]:
 
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
-    found = {
+    obstacles = {
         "engine": (
             engine_name(recipe) == DEEPSPEED,
             "deepspeed with lora",
@@ -151,6 +151,6 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             "model.transformer_impl auto or local",
         ),
     }
-    for key, (wrong, what, rule, fix) in found.items():
+    for key, (wrong, what, rule, fix) in obstacles.items():
         if wrong:
             yield Problem(key, what, rule, fix)

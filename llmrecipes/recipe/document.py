@@ -307,9 +307,9 @@ def read(path: Path, kind: Kind) -> str:
 
 def shown(path: Path) -> Path:
     """The path as shown in messages: relative to the working directory if it is below it."""
-    here = Path.cwd()
+    folder = Path.cwd()
     absolute = path.absolute()
-    return absolute.relative_to(here) if absolute.is_relative_to(here) else path
+    return absolute.relative_to(folder) if absolute.is_relative_to(folder) else path
 
 
 def require_mapping(parsed: Document, kind: Kind) -> list[Problem]:

@@ -71,6 +71,6 @@ def can_read(name: str, written_by: str) -> bool:
 
 
 def unknown_engine(recipe: Recipe) -> Iterator[Problem]:
-    """A problem if there is no engine of that name."""
+    """The problem of an unknown engine."""
     if recipe.engine != AUTO and recipe.engine not in ENGINES:
         yield Problem("engine", repr(recipe.engine), f"one of {', '.join([AUTO, *ENGINES])}", "engine: auto")

@@ -16,7 +16,7 @@ from llmrecipes.recipe.synonyms import VALUES, synonym
 
 _TYPES = {
     str: "a string",
-    bool: "a truth value",
+    bool: "a boolean",
     int: "an integer",
     float: "a number",
     list: "a list",
@@ -34,16 +34,16 @@ def explain(error: ValidationError, lines: Mapping[str, int], document: type[Bas
         lines: line of each dotted key in the file.
         document: the schema.
     """
-    found = error.errors(include_url=False, include_context=False)
-    unknown = [dotted(details["loc"]) for details in found if details["type"] == "extra_forbidden"]
+    errors = error.errors(include_url=False, include_context=False)
+    unknown = [dotted(details["loc"]) for details in errors if details["type"] == "extra_forbidden"]
     first = sorted(unknown, key=lambda key: lines.get(key, 0))[:MAX_SHOWN]
     hints = {key: _unknown(key, document) for key in first}
-    problems = [_problem(details, document, hints) for details in found]
+    problems = [_problem(details, document, hints) for details in errors]
     around = {parent for problem in problems for parent in _parents(problem.key)}
     meant = {key for each in hints.values() for key in each.keys}
     kept = {
         problem.key: problem  # a value that fits no type of a union is reported once for each of them
-        for problem, details in zip(problems, found, strict=True)
+        for problem, details in zip(problems, errors, strict=True)
         if not _follows(problem.key, details, around, meant)
     }
     return list(kept.values())
@@ -139,7 +139,7 @@ def show(value: Any) -> str:
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
-        return "true (a truth value)" if value else "false (a truth value)"
+        return "true (a boolean)" if value else "false (a boolean)"
     text = repr(value)
     text = text if len(text) <= 60 else f"{text[:57]}…"
     return f"{text} ({_TYPES.get(type(value), type(value).__name__)})"

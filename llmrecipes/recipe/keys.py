@@ -184,11 +184,11 @@ class Hint:
 
 def hint(name: str, document: type[BaseModel] = Recipe) -> Hint:
     """Hint for an unknown dotted key: the same name elsewhere, another framework's name for it, or a typo."""
-    found = namesake(name, document)
-    if not found.keys and not found.note:
+    same_name = namesake(name, document)
+    if not same_name.keys and not same_name.note:
         close = nearest(name, document)
         return Hint((close,) if close else ())
-    return found
+    return same_name
 
 
 def namesake(name: str, document: type[BaseModel] = Recipe) -> Hint:
@@ -214,15 +214,15 @@ def nearest(name: str, document: type[BaseModel] = Recipe) -> str | None:
     wanted = normal(name)
     known = keys(document)
     leaf = wanted.rpartition(".")[2]
-    found = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
-    if not found:
+    matches = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+    if not matches:
         leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
-        found = [leaves[match] for match in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
-    return _indexed(_most_like(wanted, found), name) if found else None
+        matches = [leaves[match] for match in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
+    return _indexed(_most_like(wanted, matches), name) if matches else None
 
 
-def _most_like(wanted: str, found: list[str]) -> str:
-    return max(found, key=lambda key: difflib.SequenceMatcher(None, wanted, key).ratio())
+def _most_like(wanted: str, candidates: list[str]) -> str:
+    return max(candidates, key=lambda key: difflib.SequenceMatcher(None, wanted, key).ratio())
 
 
 def _indexed(key: str, name: str) -> str:

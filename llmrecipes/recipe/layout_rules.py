@@ -105,7 +105,7 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             f"parallelism.{used[0]}",
             f"set with {used[-1]}",
-            "a stage's layers are either given or follow from what counts as a layer",
+            "num_layers_in_*_pipeline_stage and account_for_* exclude each other",
             f"leave {used[0]} or {used[-1]} out",
         )
         return

@@ -90,9 +90,9 @@ def load_values(values: Mapping[str, object], path: Path, overrides: Sequence[st
 
 
 def _loaded(parsed: document.Document, path: Path, overrides: Sequence[str]) -> Loaded:
-    found = list(parsed.problems)
+    problems = list(parsed.problems)
     data = parsed.data
-    found += document.require_mapping(parsed, RECIPES)
+    problems += document.require_mapping(parsed, RECIPES)
     misspelt: list[UserError] = []
     changes: list[Override] = []
     for text in overrides:
@@ -108,17 +108,17 @@ def _loaded(parsed: document.Document, path: Path, overrides: Sequence[str]) -> 
         for change in changes:
             problem = apply(data, change)
             if problem:
-                found.append(problem)
+                problems.append(problem)
         try:
             recipe = Recipe.model_validate(data)
         except ValidationError as error:
-            reported = {problem.key for problem in found}
-            found += [problem for problem in explain(error, parsed.lines) if problem.key not in reported]
+            reported = {problem.key for problem in problems}
+            problems += [problem for problem in explain(error, parsed.lines) if problem.key not in reported]
         else:
             recipe, ignored = zero_rules.selected(recipe, overridden)
-            found += _check_name(recipe, path, overridden) + rules.check(recipe)
-    if found or misspelt or recipe is None:
-        raise document.error_of(found, misspelt, path, parsed.lines, overridden)
+            problems += _check_name(recipe, path, overridden) + rules.check(recipe)
+    if problems or misspelt or recipe is None:
+        raise document.error_of(problems, misspelt, path, parsed.lines, overridden)
     if ignored:
         stage, engine = cast(Zero, recipe.zero).stage, engine_name(recipe)
         names = ", ".join(f"zero.{key}" for key in ignored)

@@ -58,7 +58,7 @@ _FIXED: Mapping[str, Any] = {
     "moe_shared_expert_glu_interleave_size": None,
     "mtp_use_repeated_layer": False,
 }
-"""Arguments that change the model and have no key here, with the value that the models here have."""
+"""Arguments that change the model and are not a recipe key, with the value that recipes imply."""
 
 
 def check(arguments: Arguments, recipe: Recipe) -> Iterator[Problem]:
@@ -77,7 +77,7 @@ def check(arguments: Arguments, recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 name,
                 f"{_shown(arguments[name])} in the checkpoint",
-                f"the models here have {name} {_shown(needed)}",
+                f"recipes have {name} {_shown(needed)}",
             )
 
 
@@ -89,7 +89,7 @@ def notes(arguments: Arguments, recipe: Recipe) -> Iterator[str]:
         yield "data.tokenizer.type bpe trains a new tokenizer: token ids mean something else than they did"
     plain = recipe.model.activation_func == "gelu" and not recipe.model.gated_linear_unit
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear"):
-        yield "its GELU was the tanh approximation (bias_gelu_fusion); here it is exact"
+        yield "its GELU was the tanh approximation (bias_gelu_fusion); the recipe's is exact"
     kind = next((name for name in ("bf16", "fp16") if arguments.get(name)), "fp32") if "bf16" in arguments else ""
     if kind and kind != recipe.train.precision:
         yield f"its weights were trained in {kind}; they are converted to {recipe.train.precision}"

@@ -47,7 +47,7 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.moe_pad_expert_input_to_capacity",
             "true without moe_expert_capacity_factor",
-            "there is a capacity to fill only with moe_expert_capacity_factor",
+            "only used with moe_expert_capacity_factor",
             "moe_expert_capacity_factor 1.25, or moe_pad_expert_input_to_capacity false",
         )
     yield from _router(model)

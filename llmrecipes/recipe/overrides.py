@@ -63,7 +63,7 @@ def apply(data: dict[str, Any], change: Override) -> Problem | None:
                                f"{'.'.join([*parts[:depth], '0', *parts[depth + 1 :]])}")  # fmt: skip
             index = int(part)
             if index > len(node):
-                return Problem(change.key, f"there is no item {index}", f"the list has {len(node)}",
+                return Problem(change.key, f"no item {index}", f"the list has {len(node)}",
                                f"0 to {len(node) - 1}, or {len(node)} for a new one")  # fmt: skip
             if index == len(node):
                 node.append({})

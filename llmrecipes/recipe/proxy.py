@@ -147,12 +147,12 @@ def _layers(recipe: Recipe, parallel: Parallelism) -> int:
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if first or last:
-        given = (first or 0) + (last or 0)
+        ends = (first or 0) + (last or 0)
         if first and last:
-            return given
+            return ends
         end = recipe.parallelism.num_layers_in_first_pipeline_stage
         end = end or recipe.parallelism.num_layers_in_last_pipeline_stage or 0
-        return given + chunks * (2 if end < _other_layers(recipe) else 1)
+        return ends + chunks * (2 if end < _other_layers(recipe) else 1)
     extra = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
     if extra:
         return 2 * stages * chunks - extra
@@ -163,9 +163,9 @@ def _layers(recipe: Recipe, parallel: Parallelism) -> int:
 def _other_layers(recipe: Recipe) -> int:
     """Layers of a stage without an explicit number; 0 if there is none."""
     parallel = recipe.parallelism
-    given = (parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage)
-    others = parallel.pipeline_model_parallel_size - sum(1 for number in given if number)
-    return (recipe.model.num_layers - sum(number or 0 for number in given)) // others if others else 0
+    ends = (parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage)
+    others = parallel.pipeline_model_parallel_size - sum(1 for number in ends if number)
+    return (recipe.model.num_layers - sum(number or 0 for number in ends)) // others if others else 0
 
 
 def _experts(model: Model, parallel: Parallelism, layers: int, shrink: float) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
 
 
 def _zero(recipe: Recipe, zero: Zero, device: Device) -> Zero:
-    """The same stage and offload, to main memory alone; buckets that the small model fills several times."""
+    """The same stage and offload, to main memory only; buckets that the small model fills several times."""
     if not ENGINES[engine_name(recipe)].all_of_zero:
         return zero
     update: dict[str, Any] = {"nvme_path": None}
@@ -429,12 +429,12 @@ class Scaled:
         Args:
             not_run: heading for degrees that did not run.
         """
-        found = [("reduced", ", ".join(degree.change for degree in self.reduced))] if self.reduced else []
-        found += [("added", f"{degree.change}: {degree.reason}") for degree in self.added]
+        rows = [("reduced", ", ".join(degree.change for degree in self.reduced))] if self.reduced else []
+        rows += [("added", f"{degree.change}: {degree.reason}") for degree in self.added]
         for degree in self.not_run:
             number = "" if degree.asked is None else f" {degree.asked}"
-            found.append((not_run, f"{degree.degree}{number}: {degree.reason}"))
-        return found
+            rows.append((not_run, f"{degree.degree}{number}: {degree.reason}"))
+        return rows
 
     def as_dict(self, not_run: str) -> dict[str, Any]:
         """JSON values: `asked`, `reduced`, `added`, and degrees that did not run under the given name."""
@@ -474,7 +474,7 @@ def scaled(recipe: Recipe, ran: Mapping[str, int]) -> Scaled:
         asked=wanted,
         reduced=tuple(degree for degree in other if 1 < degree.ran < wanted[degree.degree]),
         added=tuple(replace(degree, reason=SPREAD) for degree in other if degree.ran > wanted[degree.degree]),
-        # Only expert-tensor parallelism is ever disabled: see `small_layout`.
+        # `small_layout` disables expert-tensor parallelism only.
         not_run=tuple(replace(degree, reason=UNEVEN) for degree in other if degree.ran == 1),
     )
 

@@ -93,8 +93,8 @@ def chat_packing(recipe: Recipe) -> Iterator[Problem]:
             "context_parallel_size 1",
         ),
     }
-    for key, (found, rule, fix) in obstacles.items():
-        if found:
+    for key, (violated, rule, fix) in obstacles.items():
+        if violated:
             yield Problem(key, "set with data.chat.packing", rule, f"{fix}, or data.chat.packing false")
 
 
@@ -203,7 +203,7 @@ def _schedule(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 "scheduler.lr_wsd_decay_iters",
                 f"set with lr_decay_style {schedule.lr_decay_style}",
-                "lr_wsd_decay_iters belongs to WSD alone",
+                "lr_wsd_decay_iters is only used with lr_decay_style WSD",
                 "leave it out, or lr_decay_style WSD",
             )
     elif wsd is None:
@@ -259,7 +259,7 @@ def _recompute(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"train.{name}",
                 f"set with recompute_granularity {train.recompute_granularity or 'null'}",
-                f"{name} belongs to full recomputation alone",
+                f"{name} is only used with recompute_granularity full",
                 f"leave {name} out, or recompute_granularity full",
             )
 
@@ -313,7 +313,7 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(
                     f"{key}.{name}",
                     f"set with type {source.type}",
-                    f"{name} belongs to hub sources alone",
+                    f"{name} is only used by hub sources",
                     f"leave {name} out, or type hub",
                 )
 
@@ -333,7 +333,7 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(
                     f"data.tokenizer.{name}",
                     "set with type bpe",
-                    f"a bpe tokenizer is trained here and has no {name}",
+                    f"a bpe tokenizer is trained from data.sources and has no {name}",
                     f"leave {name} out, or type huggingface",
                 )
         if recipe.model.vocab_size < MIN_BPE_VOCAB:
@@ -378,7 +378,7 @@ def _wandb(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"tracking.{name}",
                 f"{value!r} with wandb false",
-                f"{name} belongs to W&B alone",
+                f"{name} is only used with tracking.wandb",
                 f"leave {name} out, or tracking.wandb true",
             )
         elif value is not None and not value.strip():

@@ -15,16 +15,16 @@ from llmrecipes.recipe.zero import Zero
 
 
 class EvalTasks(Section):
-    """Tasks of lm-evaluation-harness that the training engine itself is given; training is not affected."""
+    """Tasks of lm-evaluation-harness that the training engine runs; training is not affected."""
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
     """Tasks, groups or tags of the harness, or paths of task files. Their data is read before training starts."""
     interval: PosInt
-    """Steps between these evaluations; after the last step there is one too."""
+    """Steps between these evaluations; the last step is always evaluated."""
     limit: PosInt | None = None
     """Documents of each task; unset: all."""
     num_fewshot: NonNegInt | None = None
-    """Examples in the context; unset: as each task says."""
+    """Examples in the context; unset: the task's default."""
 
 
 class Chat(Section):
@@ -57,8 +57,8 @@ Target = Literal[
 
 
 class Lora(Section):
-    """Low-rank adaptation (arXiv 2106.09685): a matrix W becomes W + `alpha` / `rank` · B · A, of which A and B
-    alone are trained and saved."""
+    """Low-rank adaptation (arXiv 2106.09685): a matrix W becomes W + `alpha` / `rank` · B · A, of which only A and B
+    are trained and saved."""
 
     rank: PosInt
     """Rows of A and columns of B; at most the shorter side of every adapted matrix."""
@@ -69,8 +69,8 @@ class Lora(Section):
     target_modules: Annotated[tuple[Target, ...], Field(min_length=1, strict=False)] | None = None
     """Adapted matrices, by Megatron's names: `linear_qkv`, `linear_proj`, `linear_fc1` and `linear_fc2` (of dense MLPs
     and shared experts), `linear_q_proj` or `linear_q_down_proj` and `linear_q_up_proj`, `linear_kv_down_proj` and
-    `linear_kv_up_proj` of latent attention, `experts.linear_fc1` and `experts.linear_fc2` of routed experts, each of
-    which gets adapters of its own. Unset: all that the model has but those of routed experts."""
+    `linear_kv_up_proj` of latent attention, `experts.linear_fc1` and `experts.linear_fc2` of routed experts, with
+    separate adapters for every expert. Unset: all matrices of the model except those of routed experts."""
 
     @property
     def scale(self) -> float:
@@ -413,7 +413,7 @@ class Checkpoint(Section):
     async_save: bool = True
     """Write in the background while training continues."""
     most_recent_k: PosInt = 2
-    """Newest checkpoints to keep, at least two, because one may turn out to be damaged."""
+    """Newest checkpoints to keep, at least two, because one may turn out to be corrupt."""
     keep_interval: PosInt | None = None
     """Checkpoints whose step is a multiple of this are kept permanently."""
     max_failed_saves: PosInt = 3

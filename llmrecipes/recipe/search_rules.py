@@ -42,8 +42,8 @@ def check(recipe: Recipe) -> Iterator[Problem]:
     yield from _storage(search)
     if search.grace_period is not None and search.grace_period <= search.heartbeat_interval:
         yield Problem(
-            "search.grace_period", f"{search.grace_period} s, with signs of life every {search.heartbeat_interval} s",
-            "a trial is given to another process when it has missed a sign of life",
+            "search.grace_period", f"{search.grace_period} s, and heartbeat_interval is {search.heartbeat_interval} s",
+            "a trial is requeued when it has missed a heartbeat",
             f"search.grace_period: {2 * search.heartbeat_interval}",
         )  # fmt: skip
     if search.sampler.type != "GridSampler" and all(getattr(search, name) is None for name in _LIMITS):
@@ -58,7 +58,7 @@ def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension
     earlier = [each.key for each in search.space[:number]]
     known = keys().get(normal(key))
     if not is_key(key) or (known is not None and known.section):
-        what = "is a section" if known is not None else "is no key of a recipe"
+        what = "is a section" if known is not None else "is not a recipe key"
         yield Problem(f"{where}.key", f"{key!r} {what}", "a search is over keys of the recipe", str(hint(key)))
         return
     if not _has_place(recipe.model_dump(mode="json"), key):
@@ -74,7 +74,7 @@ def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension
         yield Problem(f"{where}.key", f"{key} appears twice", "a key has one range", "remove one")
     for condition, allowed in dimension.when.items():
         if not is_key(condition):
-            yield Problem(f"{where}.when", f"{condition!r} is no key of a recipe", fix=str(hint(condition)))
+            yield Problem(f"{where}.when", f"{condition!r} is not a recipe key", fix=str(hint(condition)))
         elif condition in [each.key for each in search.space[number:]]:
             yield Problem(
                 f"{where}.when", f"{condition} is not searched before {key}",
@@ -146,7 +146,7 @@ def _range(where: str, dimension: Dimension) -> Iterator[Problem]:
     if step is None:
         return
     if dimension.log:
-        yield Problem(f"{where}.step", "given with log", "a logarithmic range has no step", "choices, or no step")
+        yield Problem(f"{where}.step", "set with log", "a logarithmic range has no step", "choices, or no step")
     elif whole and not step.is_integer():
         yield Problem(f"{where}.step", f"{step:g} for {key}", f"{key} is an integer", f"step: {max(1, round(step))}")
     elif not math.isclose(round((high - low) / step) * step, high - low):
@@ -257,7 +257,7 @@ def _objectives(recipe: Recipe, search: Search) -> Iterator[Problem]:
         yield Problem("search.objectives", f"valid_loss, and {tokens[0]} is searched",
                       "losses of different tokenizers are not comparable", "valid_bits_per_byte")  # fmt: skip
     if search.patience is not None and len(names) > 1:
-        yield Problem("search.patience", f"given with {len(names)} objectives", "there is no single best value",
+        yield Problem("search.patience", f"set with {len(names)} objectives", "several objectives have no best value",
                       "leave it out")  # fmt: skip
 
 
@@ -287,9 +287,9 @@ def contains(dimension: Dimension, value: object) -> bool:
 
 
 def _storage(search: Search) -> Iterator[Problem]:
-    given = [("search.storage", search.storage)]
-    given += [(f"search.source_studies.{n}.storage", each.storage) for n, each in enumerate(search.source_studies)]
-    for where, storage in given:
+    addresses = [("search.storage", search.storage)]
+    addresses += [(f"search.source_studies.{n}.storage", each.storage) for n, each in enumerate(search.source_studies)]
+    for where, storage in addresses:
         if storage == "":
             yield Problem(where, "is empty", "a storage is a URL or a path", "leave it out")
         if storage is None or "://" not in storage:

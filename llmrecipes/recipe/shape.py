@@ -142,7 +142,7 @@ def mup_rules(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.init_method",
             f"{model.init_method} with use_mup",
-            "the maximal-update parametrisation scales a standard deviation that is given at the base width",
+            "the maximal-update parametrisation scales the standard deviation of the base width",
             "init_method normal with init_method_std",
         )
     if model.multi_latent_attention:

@@ -174,9 +174,9 @@ NOTES: tuple[tuple[str, str], ...] = (
     ),
     (
         "use_parallel_residual parallel_attn",
-        "the MLP comes after attention: there is no parallel residual",
+        "not supported: the MLP comes after attention",
     ),
-    ("alibi", "positions are rope or learned_absolute: there is no ALiBi"),
+    ("alibi", "not supported: positions are rope or learned_absolute"),
     (
         "swiglu hidden_act hidden_activation activation_function",
         "swiglu is activation_func: silu with gated_linear_unit: true",
@@ -212,7 +212,7 @@ NOTES: tuple[tuple[str, str], ...] = (
     ("gradient_checkpointing recompute_layer", "selective or full"),
     (
         "sliding_window use_sliding_window max_window_layers layer_types",
-        "every token attends to all tokens before it: there is no sliding window",
+        "not supported: every token attends to all tokens before it",
     ),
     ("per_device_eval_batch_size", "evaluation takes train.micro_batch_size and train.global_batch_size"),
     (

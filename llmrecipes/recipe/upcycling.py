@@ -33,8 +33,8 @@ def load_upcycled(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Recipe]
     dense = load(str(path)).recipe
     name = f"name={suffixed(dense.name, SUFFIX)}"
     loaded = load(str(path), [name, *overrides])
-    if found := list(check(dense, loaded.recipe)):
-        raise _error(found, loaded)
+    if problems := list(check(dense, loaded.recipe)):
+        raise _error(problems, loaded)
     return dense, loaded.recipe
 
 
@@ -50,7 +50,7 @@ def check(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
     if dense.lora is not None:
         yield Problem(
             "lora",
-            "the run has adapters alone",
+            "the run has adapters only",
             "upcycling copies the MLP of a whole model",
             "llmrecipes export RUN --to hf --merge-adapter, and llmrecipes import of the result",
         )

@@ -15,7 +15,7 @@ _HEADS = ("num_attention_heads", "num_query_groups")
 _SCALED = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 _UNSCALED = ("kv_channels", "mup_base_hidden_size", "mup_base_head_dim")
 _REDUCTION = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32")
-"""Keys of the layout that are about data parallelism alone."""
+"""Keys of the layout that concern data parallelism only."""
 _WIDTH = {f"model.{name}" for name in ("hidden_size", *_HEADS, *_SCALED, *_UNSCALED)}
 
 
@@ -30,7 +30,7 @@ def at_width(recipe: Recipe, hidden_size: int) -> Recipe:
         hidden_size: of the result.
 
     Raises:
-        UserError: the heads or query groups are no whole number at that width.
+        UserError: the heads or query groups are not a whole number at that width.
     """
     model = recipe.model
     factor = hidden_size / model.hidden_size

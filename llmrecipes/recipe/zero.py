@@ -16,7 +16,7 @@ STAGE_3 = (
     "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
     "stage3_max_reuse_distance", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
 )  # fmt: skip
-"""Keys that have an effect at stage 3 alone."""
+"""Keys that have an effect at stage 3 only."""
 
 
 def _integer(value: object) -> object:
@@ -191,9 +191,9 @@ _TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a s
 
 def check_extra(zero: Zero) -> Iterator[Problem]:
     """Keys that the recipe determines, that DeepSpeed does not have, or that would have no effect."""
-    given = zero.extra
-    yield from _level(given, "", TOP)
-    section = given.get(SECTION, {})
+    extra = zero.extra
+    yield from _level(extra, "", TOP)
+    section = extra.get(SECTION, {})
     if not isinstance(section, dict):
         yield Problem(
             f"zero.extra.{SECTION}",
@@ -204,8 +204,8 @@ def check_extra(zero: Zero) -> Iterator[Problem]:
         return
     yield from _level(section, f"{SECTION}.", INSIDE)
     for name in INNER:
-        if name in given:
-            yield from _inner(name, given[name])
+        if name in extra:
+            yield from _inner(name, extra[name])
     for part in _OFFLOAD:
         inside = section.get(part)
         if isinstance(inside, dict):
@@ -214,29 +214,29 @@ def check_extra(zero: Zero) -> Iterator[Problem]:
             yield Problem(
                 f"zero.extra.{SECTION}.{part}",
                 f"set with zero.{part} none",
-                "its keys have an effect with offload alone",
+                "its keys have an effect with offload only",
                 f"zero.{part} cpu, or leave it out",
             )
         elif part in section and not isinstance(inside, dict):
             yield Problem(f"zero.extra.{SECTION}.{part}", clip(repr(inside)), f"{part} is a mapping", "leave it out")
 
 
-def _inner(section: str, given: object) -> Iterator[Problem]:
-    if not isinstance(given, dict):
-        yield Problem(f"zero.extra.{section}", clip(repr(given)), f"{section} is a mapping", "leave it out")
+def _inner(section: str, values: object) -> Iterator[Problem]:
+    if not isinstance(values, dict):
+        yield Problem(f"zero.extra.{section}", clip(repr(values)), f"{section} is a mapping", "leave it out")
         return
-    yield from _level(given, f"{section}.", tuple(INNER[section]))
+    yield from _level(values, f"{section}.", tuple(INNER[section]))
     for name, kind in INNER[section].items():
-        fits = type(given.get(name)) in ((int, float) if kind is float else (kind,))
-        if name in given and not fits:
+        fits = type(values.get(name)) in ((int, float) if kind is float else (kind,))
+        if name in values and not fits:
             key = f"zero.extra.{section}.{name}"
-            yield Problem(key, clip(repr(given[name])), f"{name} is {_TYPES[kind]}", "leave it out for the default")
+            yield Problem(key, clip(repr(values[name])), f"{name} is {_TYPES[kind]}", "leave it out for the default")
 
 
-def _level(given: Mapping[str, object], prefix: str, known: tuple[str, ...]) -> Iterator[Problem]:
-    yield from _determined(given, prefix)
+def _level(values: Mapping[str, object], prefix: str, known: tuple[str, ...]) -> Iterator[Problem]:
+    yield from _determined(values, prefix)
     ours = [key.removeprefix(prefix) for key in DETERMINED if key.startswith(prefix)]
-    for name in given:
+    for name in values:
         if name not in known and f"{prefix}{name}" not in (*DETERMINED, *UNSUPPORTED):
             close = difflib.get_close_matches(name.lower(), [*known, *ours], n=1)
             yield Problem(
@@ -247,8 +247,8 @@ def _level(given: Mapping[str, object], prefix: str, known: tuple[str, ...]) -> 
             )
 
 
-def _determined(given: Mapping[str, object], prefix: str) -> Iterator[Problem]:
-    for name in given:
+def _determined(values: Mapping[str, object], prefix: str) -> Iterator[Problem]:
+    for name in values:
         reason = UNSUPPORTED.get(f"{prefix}{name}")
         if reason is not None:
             yield Problem(f"zero.extra.{prefix}{name}", "not supported", reason, "leave it out")

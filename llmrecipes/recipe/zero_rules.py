@@ -28,7 +28,7 @@ def engine(recipe: Recipe) -> Iterator[Problem]:
     needed = [f"{key} {getattr(zero, key)}" for key in _OFFLOAD if getattr(zero, key) != "none"]
     needed = [f"stage {zero.stage}", *needed] if zero.stage >= 2 else needed
     if needed:
-        # `auto` selects it with offload_param at stages 0 and 1 alone, and `offload` refuses that.
+        # `auto` selects it with offload_param at stages 0 and 1 only, and `offload` refuses that.
         if recipe.engine == MEGATRON:
             yield Problem(
                 "engine",
@@ -42,7 +42,7 @@ def engine(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"zero.{key}",
                 "set with engine megatron",
-                f"at stages 0 and 1 {key} has an effect with the engine deepspeed alone",
+                f"at stages 0 and 1 {key} has an effect with the engine deepspeed only",
                 f"engine deepspeed, or {_left_out(key)}",
             )
 
@@ -107,7 +107,7 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
     virtual, experts = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
     bias, tensor = "moe_router_enable_expert_bias", "expert_tensor_parallel_size"
     without_pipeline = recipe.zero is None or recipe.zero.stage < 2  # above that `pipeline` reports it
-    found = {
+    obstacles = {
         "parallelism.pipeline_model_parallel_size": (
             without_pipeline and parallel.pipeline_model_parallel_size > 1,
             parallel.pipeline_model_parallel_size,
@@ -129,7 +129,7 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
         f"parallelism.{experts}": (
             parallel.expert_model_parallel_size > 1 and (recipe.zero is None or recipe.zero.stage not in (1, 2)),
             parallel.expert_model_parallel_size,
-            "with the engine deepspeed experts are spread over ranks at stages 1 and 2 alone: stage 3 would shard them "
+            "with the engine deepspeed experts are spread over ranks at stages 1 and 2 only: stage 3 would shard them "
             "over ranks that hold different ones",
             f"zero.stage 2, or {experts} 1, with which every rank has all experts",
         ),
@@ -166,7 +166,7 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
             "torch_compile false",
         ),
     }
-    for key, (wrong, value, rule, fix) in found.items():
+    for key, (wrong, value, rule, fix) in obstacles.items():
         if wrong:
             yield Problem(key, f"{value} with engine deepspeed", rule, f"{fix}, or engine megatron with zero.stage 1")
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
@@ -195,14 +195,14 @@ def offload(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "zero.offload_optimizer",
             f"nvme with zero.stage {zero.stage}",
-            "DeepSpeed keeps optimizer state on NVMe at zero.stage 3 alone",
+            "DeepSpeed keeps optimizer state on NVMe only at zero.stage 3",
             "offload_optimizer cpu, or zero.stage 3",
         )
     if zero.offload_param != "none" and zero.stage < 3:
         yield Problem(
             "zero.offload_param",
             f"{zero.offload_param} with zero.stage {zero.stage}",
-            "parameters are sharded, and can be offloaded, at zero.stage 3 alone",
+            "parameters are sharded, and can be offloaded, only at zero.stage 3",
             "zero.stage 3, or offload_param none",
         )
     on_disk = zero.offload_optimizer == "nvme"
@@ -223,7 +223,7 @@ def offload(recipe: Recipe) -> Iterator[Problem]:
 
 
 def stages(recipe: Recipe) -> Iterator[Problem]:
-    """Keys that have an effect at other stages alone; sizes that DeepSpeed accepts."""
+    """Keys that have an effect only at other stages; sizes that DeepSpeed accepts."""
     zero = recipe.zero
     if zero is None or engine_name(recipe) == MEGATRON:
         return
@@ -234,7 +234,7 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"zero.{key}",
                 f"{_shown(getattr(zero, key))} with zero.stage {zero.stage}",
-                f"{key} has an effect at zero.stage {allowed} alone",
+                f"{key} has an effect only at zero.stage {allowed}",
                 _left_out(key),
             )
         elif key == "allgather_bucket_size" and zero.allgather_bucket_size % 2:
@@ -292,7 +292,7 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "train.precision",
             f"{train.precision} with engine deepspeed and zero.stage 0",
-            "without ZeRO the engine deepspeed trains in fp32 alone",
+            "without ZeRO the engine deepspeed trains in fp32 only",
             "zero.stage 1, or engine megatron",
         )
     if train.precision != "fp16":

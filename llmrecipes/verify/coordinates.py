@@ -125,12 +125,12 @@ def measure(recipes: Sequence[Recipe], iters: int, data_dir: Path) -> Coordinate
 @contextmanager
 def watched(engine: Engine) -> Iterator[dict[str, float]]:
     """A block in which the mapping has the mean absolute activations of the last forward pass."""
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}
 
     def watch(module: torch.nn.Module, name: str) -> Any:
         def see(_module: Any, _inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            found[name] = float(tensor.detach().float().abs().mean())
+            sizes[name] = float(tensor.detach().float().abs().mean())
 
         return module.register_forward_hook(see)
 
@@ -141,7 +141,7 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
                 if match := pattern.fullmatch(path):
                     hooks.append(watch(module, name.format(*(int(group) + 1 for group in match.groups()))))
     try:
-        yield found
+        yield sizes
     finally:
         for hook in hooks:
             hook.remove()

@@ -141,8 +141,8 @@ def readable(name: str) -> tuple[str, int | None]:
         key = re.sub(r"\.layers\.", f".layers.{indices.pop(0)}.", key, count=1)
     if indices and ".experts.experts." in key:
         key = key.replace(".experts.experts.", f".experts.{indices.pop(0)}.")
-    found = re.match(r"decoder\.layers\.(\d+)\.", key)
-    return key + (f"[{','.join(indices)}]" if indices else ""), int(found[1]) if found else None
+    match = re.match(r"decoder\.layers\.(\d+)\.", key)
+    return key + (f"[{','.join(indices)}]" if indices else ""), int(match[1]) if match else None
 
 
 def _whole(folder: Path) -> dict[str, torch.Tensor]:

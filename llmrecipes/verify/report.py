@@ -46,10 +46,10 @@ def verdict(result: Result) -> str:
     worst += f", weights after step {len(result.steps)} {_power(result.max_rel_param)}"
     if result.ok:
         within = f"within {result.tolerance:g}, replicas bit for bit"
-        lines = [f"\nSAME training on {degrees(result)}: {within}. Largest relative differences: {worst}"]
+        lines = [f"\nMATCH on {degrees(result)}: {within}. Largest relative differences: {worst}"]
     else:
         beyond = "" if _replicas_alone(result) else f": beyond {result.tolerance:g}"
-        lines = [f"\nDIFFERENT training{beyond}. Largest relative differences: {worst}", *_first(result)]
+        lines = [f"\nMISMATCH{beyond}. Largest relative differences: {worst}", *_first(result)]
     return "\n".join([*lines, *_lines(*result.scaled.lines("not verified"))])
 
 
@@ -62,10 +62,10 @@ def degrees(result: Result) -> str:
     """The degrees above one that ran, and the ZeRO stage: `TP2 PP2 DP2 SP`, `DP2, ZeRO 3`."""
     layout = result.layout.layout
     kinds = [name for name in SHORT if name in result.scaled.asked or name == "data_parallel_size"]
-    found = [f"{SHORT[name]}{layout[name]}" for name in kinds if layout[name] > 1]
+    words = [f"{SHORT[name]}{layout[name]}" for name in kinds if layout[name] > 1]
     if layout["sequence_parallel"]:
-        found.append("SP")
-    return with_zero(" ".join(found) or "one rank", result.zero)
+        words.append("SP")
+    return with_zero(" ".join(words) or "one rank", result.zero)
 
 
 def _first(result: Result) -> list[str]:

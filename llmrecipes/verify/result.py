@@ -115,8 +115,8 @@ class Result:
 def first_differing_step(reference: Record, layout: Record, tolerance: float) -> tuple[int, str] | None:
     """(step from 1, quantity) of the first loss or gradient norm beyond the tolerance."""
     pairs = enumerate(zip(layout.steps, reference.steps, strict=True), start=1)
-    found = ((number, first_beyond(step, expected, tolerance)) for number, (step, expected) in pairs)
-    return next(((number, quantity) for number, quantity in found if quantity), None)
+    differing = ((number, first_beyond(step, expected, tolerance)) for number, (step, expected) in pairs)
+    return next(((number, quantity) for number, quantity in differing if quantity), None)
 
 
 def _finite(value: float) -> float | None:

@@ -9,7 +9,7 @@ from llmrecipes.recipe.schema import Parallelism, Recipe
 
 MIN_ADAM_EPS = 1e-6
 """Some gradients are zero except for rounding (that of a key bias: the softmax cancels it). Adam normalizes a gradient
-by its magnitude, so with a smaller eps rounding alone would move such weights, differently in every layout."""
+by its magnitude, so with a smaller eps rounding would move such weights, differently in every layout."""
 
 PLAIN = Parallelism(use_distributed_optimizer=False)
 

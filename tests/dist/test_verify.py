@@ -198,7 +198,7 @@ def test_what_was_not_run_is_not_called_the_same(checked: Verify) -> None:
     assert missing == [("expert_tensor_parallel_size", 4), ("data_parallel_size", None)]
     assert all(each["reason"] for each in answer["not_verified"])
     text = verdict(result)
-    assert "SAME training on TP2 EP2 SP:" in text
+    assert "MATCH on TP2 EP2 SP:" in text
     assert "not verified      expert_tensor_parallel_size 4: gloo" in text
 
 
@@ -237,7 +237,7 @@ def test_the_exit_code_of_the_command(
     # Nothing agrees to the last digit.
     assert run([*common, "--tolerance", "1e-15"]) == 1
     printed = capfd.readouterr().out
-    assert "DIFFERENT training" in printed
+    assert "MISMATCH" in printed
     assert "first difference" in printed
 
 

@@ -187,10 +187,10 @@ class _Lead:
                 self._add(number, each)
         gb_per_s = None if profile is None else expected(profile).gb_per_s
         name = None if profile is None else profile.name
-        found = [*self._findings, *judge(transfers, gb_per_s, name, self._findings)]
+        findings = [*self._findings, *judge(transfers, gb_per_s, name, self._findings)]
         place = {host: at for at, host in enumerate(self._hosts)}
-        found.sort(key=lambda each: place[each.node])
-        return Report(name, gb_per_s, len(self._hosts), len(able), transfers, found)
+        findings.sort(key=lambda each: place[each.node])
+        return Report(name, gb_per_s, len(self._hosts), len(able), transfers, findings)
 
     def dismiss(self, bad: list[str]) -> None:
         """Tell all nodes which ones are bad."""
@@ -204,7 +204,7 @@ class _Lead:
 
     def _round(self, kind: Kind, pairs: Pairs) -> list[Transfer]:
         """The transfers of all pairs at once: of each port with the one in the same place, which is its rail."""
-        found: dict[tuple[int, int], Transfer] = {}
+        transfers: dict[tuple[int, int], Transfer] = {}
         receivers: dict[int, int] = {}
         for sender, receiver in pairs:
             receivers[sender] = receiver
@@ -212,25 +212,25 @@ class _Lead:
             for rail, ((out, can_send), (into, can_receive)) in enumerate(both):
                 if can_send and can_receive:
                     ends = (self._hosts[sender], out, self._hosts[receiver], into)
-                    found[sender, rail] = Transfer(kind, *ends)
+                    transfers[sender, rail] = Transfer(kind, *ends)
         # What has no latency has no bandwidth: a cable that is cut costs one wait, not two.
         for what in perftest.PROGRAMS:
             for attempt in range(ATTEMPTS):
-                self._transfers(what, receivers, found)
-                again = [key for key, each in found.items() if each.error == perftest.NO_CLOCK]
+                self._transfers(what, receivers, transfers)
+                again = [key for key, each in transfers.items() if each.error == perftest.NO_CLOCK]
                 if not again or attempt == ATTEMPTS - 1:
                     break
-                found |= {key: replace(found[key], error="") for key in again}
-        return list(found.values())
+                transfers |= {key: replace(transfers[key], error="") for key in again}
+        return list(transfers.values())
 
     def _transfers(
-        self, what: perftest.What, receivers: Mapping[int, int], found: dict[tuple[int, int], Transfer]
+        self, what: perftest.What, receivers: Mapping[int, int], transfers: dict[tuple[int, int], Transfer]
     ) -> None:
         def failed(sender: int, rail: int, why: str) -> None:
-            found[sender, rail] = replace(found[sender, rail], error=why)
+            transfers[sender, rail] = replace(transfers[sender, rail], error=why)
 
         rails: dict[int, list[int]] = {}
-        for (sender, rail), each in found.items():
+        for (sender, rail), each in transfers.items():
             if not each.error and not each.has(what):
                 rails.setdefault(sender, []).append(rail)
         serving = self._ask(
@@ -256,7 +256,7 @@ class _Lead:
                     failed(sender, int(key), reply.errors.get(key, "the sender does not answer"))
                 else:
                     known = {name: value for name, value in asdict(values).items() if value is not None}
-                    found[sender, int(key)] = replace(found[sender, int(key)], **known)
+                    transfers[sender, int(key)] = replace(transfers[sender, int(key)], **known)
 
     def _ask(self, orders: Mapping[int, Message], seconds: float) -> dict[int, Answer]:
         """Give orders to some nodes at once; their answers. A node without one is a failure, and left out from then on.

@@ -55,9 +55,9 @@ class Node:
 
     def __init__(self, profile: Profile | None, hosts: tuple[str, ...], limits: Limits) -> None:
         self._profile, self._hosts, self._limits = profile, hosts, limits
-        found = nics.ports()
-        self.findings = [each for each in self._look(found) if each.status in ("warn", "fail")]
-        chosen = found if profile is None else nics.choose(found, profile, os.environ).ports
+        ports = nics.ports()
+        self.findings = [each for each in self._look(ports) if each.status in ("warn", "fail")]
+        chosen = ports if profile is None else nics.choose(ports, profile, os.environ).ports
         self._before = {port.name: port for port in chosen}
         self._rails = [self._local(port) for port in chosen]
         self._serving: dict[str, perftest.Process] = {}
@@ -65,23 +65,23 @@ class Node:
     def _local(self, port: Port) -> perftest.Local:
         """A port with the variables of NCCL that say how it is used, so that the same path is measured."""
 
-        def told(name: str) -> str:
+        def setting(name: str) -> str:
             site = {} if self._profile is None else self._profile.environment
             value = os.environ.get(name) or str(site.get(name, ""))
             return value if value.isdecimal() else ""
 
         gid = None if port.link_layer == "InfiniBand" else fabric.gid_index(port, self._profile, os.environ)
-        return perftest.Local(port, gid, told("NCCL_IB_TC"), told("NCCL_IB_SL"))
+        return perftest.Local(port, gid, setting("NCCL_IB_TC"), setting("NCCL_IB_SL"))
 
-    def _look(self, found: list[Port]) -> list[Finding]:
+    def _look(self, ports: list[Port]) -> list[Finding]:
         if missing := perftest.missing():
             fix = "apt-get install perftest, or the project's CUDA image, which has it"
             return [fail("perftest", f"{' and '.join(missing)} not found on PATH", fix)]
-        if not found and self._profile is None:
+        if not ports and self._profile is None:
             return [fail("adapters", "this node has none", "load the driver, or pass /dev/infiniband to the container")]
         return [
-            *fabric.check(found, self._profile, os.environ),
-            *fabric.check_roce(found, self._profile, os.environ),
+            *fabric.check(ports, self._profile, os.environ),
+            *fabric.check_roce(ports, self._profile, os.environ),
         ]
 
     def introduce(self) -> Message:
@@ -138,8 +138,8 @@ class Node:
         for key, process in started.items():
             in_time = process.wait(deadline)
             printed = process.end()
-            if (found := perftest.parse(what, printed)) is not None:
-                values[key] = asdict(found)
+            if (result := perftest.parse(what, printed)) is not None:
+                values[key] = asdict(result)
             else:
                 late = f"no {what} within {self._limits.transfer:g} s"
                 errors[key] = perftest.failure(printed) if in_time else late
@@ -147,7 +147,7 @@ class Node:
 
     def _report(self) -> Message:
         """What has happened to the ports since the start."""
-        found = []
+        findings = []
         for port in nics.ports():
             before = self._before.get(port.name)
             if before is None or before.state != ACTIVE:
@@ -155,9 +155,9 @@ class Node:
             flaps = port.counters.get("link_downed", 0) - before.counters.get("link_downed", 0)
             name, fix = f"adapter {port.name}", "check cable, transceiver and switch port; see ibstat and dmesg"
             if port.state != ACTIVE:
-                found.append(fail(name, f"port went {port.state} during the measurements", fix))
+                findings.append(fail(name, f"port went {port.state} during the measurements", fix))
             elif flaps > 0:
-                found.append(fail(name, f"link went down {flaps} times during the measurements", fix))
+                findings.append(fail(name, f"link went down {flaps} times during the measurements", fix))
             risen = {
                 key: risen
                 for key in fabric.ERRORS
@@ -165,5 +165,5 @@ class Node:
             }
             if risen:
                 what = ", ".join(f"{key} {count:,}" for key, count in risen.items())
-                found.append(warn(name, f"errors during the measurements: {what}", "clean or replace the cable"))
-        return {"findings": [each.as_dict() for each in found]}
+                findings.append(warn(name, f"errors during the measurements: {what}", "clean or replace the cable"))
+        return {"findings": [each.as_dict() for each in findings]}

@@ -138,9 +138,9 @@ def failure(output: str) -> str:
     if _NO_CLOCK in output:
         return NO_CLOCK
     if "#bytes" in output:
-        return "perftest has measured nothing"
+        return "perftest produced no result"
     lines = [line.strip() for line in output.splitlines() if re.search(r"[A-Za-z]", line)]
-    return lines[-1][:200] if lines else "perftest ended without a word"
+    return lines[-1][:200] if lines else "perftest exited without output"
 
 
 def free_ports(count: int) -> list[int]:

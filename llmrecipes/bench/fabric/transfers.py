@@ -105,10 +105,10 @@ def judge(
 
     # A slow one too: over a link that goes down, perftest ends with a small figure after its time.
     open_ones = [each for each in transfers if not is_explained(each)]
-    found = list(_failed(open_ones))
+    findings = list(_failed(open_ones))
     if expected_gb_per_s is not None:
-        found += _slow(open_ones, expected_gb_per_s, profile or "the profile")
-    return found
+        findings += _slow(open_ones, expected_gb_per_s, profile or "the profile")
+    return findings
 
 
 def _failed(transfers: Sequence[Transfer]) -> Iterator[Finding]:
@@ -178,8 +178,8 @@ def rounds(nodes: Sequence[int]) -> list[tuple[Kind, Pairs]]:
     ring = [(nodes[at], nodes[(at + 1) % count]) for at in range(count)]
     odd = ring[-1:] if count % 2 else []
     even = ring[: count - len(odd)]
-    found: list[tuple[Kind, Pairs]] = [("neighbours", pairs) for pairs in (even[::2], even[1::2], odd) if pairs]
+    stages: list[tuple[Kind, Pairs]] = [("neighbours", pairs) for pairs in (even[::2], even[1::2], odd) if pairs]
     if count >= 4:
         half = count // 2
-        found.append(("halves", [(nodes[at], nodes[at + half]) for at in range(half)]))
-    return found
+        stages.append(("halves", [(nodes[at], nodes[at + half]) for at in range(half)]))
+    return stages
