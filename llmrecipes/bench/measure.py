@@ -53,12 +53,10 @@ def measure_collectives(
     """Measure every operation in every group; all groups of a kind at once, as in training. A collective of all ranks.
 
     Args:
-        groups: of the layout, by name.
         platform: device of the buffers.
         sizes: bytes of the buffers, as nccl-tests counts them: the full result for all-gather, the full input for
             reduce-scatter.
         repeats: measured rounds; the result is the median of the slowest rank's times.
-        ranks_per_node: of the run.
     """
     for name, group in groups.items():
         ranks, near = group.size(), on_the_node(dist.get_process_group_ranks(group), ranks_per_node)

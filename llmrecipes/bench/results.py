@@ -123,7 +123,6 @@ def compare(measured: Collectives, profile: Profile) -> list[Comparison]:
     """Compare with an earlier measurement, or else, from `LINK_BYTES` on, with the slowest link that a group uses.
 
     Args:
-        measured: the measurement.
         profile: of the site; a `measured` row applies if operation, group, ranks and bytes are the same, and the
             ranks on a node, where the row has them.
     """

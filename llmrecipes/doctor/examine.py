@@ -30,9 +30,6 @@ class DoctorContext:
         profile: expected hardware; None: no expectation.
         recipe: checks its data and checkpoint size; None: neither.
         parameters: of its model; 0 without a recipe.
-        runs_dir: directory of runs.
-        data_dir: directory of prepared data.
-        port: on which the first rank will listen.
         several: whether the run spans several nodes.
         leads: whether this node measures shared resources; thousands writing at once would measure each other.
         own_gpus: numbers of the job's GPUs on a shared node; None: all.

@@ -33,7 +33,6 @@ def check(ports: Sequence[Port], profile: Profile | None, user: Mapping[str, str
     """Check the ports.
 
     Args:
-        ports: ports of this node.
         profile: which ports training uses, and their rate; None: no expectation.
         user: the environment of the user, whose NCCL_IB_HCA decides which ports are used.
     """
@@ -137,9 +136,7 @@ def check_roce(
     """Check the ports that training uses.
 
     Args:
-        ports: ports of this node.
         profile: nothing is checked on sites without RoCE.
-        user: the environment of the user.
         system, network: folders of the kernel.
     """
     if profile is None or profile.inter_node.kind != "roce":
@@ -159,11 +156,7 @@ def check_roce(
 
 
 def gid_index(port: Port, profile: Profile | None, user: Mapping[str, str], system: Path = SYSTEM) -> int | None:
-    """Index of a port's address of RoCE v2 over IPv4: the one that is chosen, else the first; None without one.
-
-    Args:
-        port, profile, user, system: see `check_roce`.
-    """
+    """Index of a port's address of RoCE v2 over IPv4: the one that is chosen, else the first; None without one."""
     index = _chosen(profile, user)
     folder = system / port.device / "ports" / port.number
     numbers = [index] if index.isdecimal() else [each.name for each in folder.glob("gids/*")]
@@ -241,7 +234,6 @@ def check_gpudirect(support: Support, profile: Profile | None) -> Iterator[Findi
     """Whether adapters can read and write GPU memory.
 
     Args:
-        support: see `support`.
         profile: asked for on sites with GPUs and InfiniBand or RoCE.
     """
     if profile is None or profile.gpu is None or profile.inter_node.kind not in ("infiniband", "roce"):

@@ -18,9 +18,7 @@ class Finding:
     Args:
         check: what was checked, `gpu 3` or `clock`.
         status: `fail` stops a run or makes it wrong or far too slow; `warn` may; `skip` could not be checked.
-        what: what was found, with the value.
         fix: what to do about it; empty if nothing.
-        node: host on which it was found.
     """
 
     check: str

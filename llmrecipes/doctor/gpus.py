@@ -86,7 +86,6 @@ def check(gpus: list[GpuState], profile: Profile | None, own: Collection[int] | 
     """Check the GPUs.
 
     Args:
-        gpus: of this node.
         profile: expected GPUs; None: no expectation.
         own: numbers of the job's GPUs, which are checked one by one; None: all. Others may be in use by another job.
     """
@@ -249,7 +248,6 @@ def check_nvlink(
     """Check the links.
 
     Args:
-        links: see `parse_nvlink`.
         profile: of a site with NVLink; on others links are only compared with each other: bridges may join some GPUs.
         own: numbers of the job's GPUs; None: all.
     """
@@ -322,7 +320,6 @@ def check_kernel_log(log: Sequence[str] | None, now: float, fine: Collection[str
     """Find Xid messages; those of programs are left out, and old ones do not fail a node that may have been reset.
 
     Args:
-        log: see `kernel_records`.
         now: seconds since the machine started.
         fine: addresses of GPUs whose errors do not fail the node: the driver says that they need nothing, or
             they belong to another job.

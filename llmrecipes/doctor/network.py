@@ -21,7 +21,6 @@ def check(port: int, several: bool, environment: Mapping[str, str]) -> Iterator[
     """Check this node's network.
 
     Args:
-        port: on which the first rank will listen.
         several: whether a run spans several nodes; a host name that resolves to loopback is an error then.
         environment: of the ranks; may name interfaces.
     """
@@ -96,9 +95,7 @@ def check_limits(limits: Limits, profile: Profile | None, ranks: int) -> Iterato
     """Find limits that are too low.
 
     Args:
-        limits: see `read_limits`.
         profile: RDMA adapters need locked memory.
-        ranks: on this node.
     """
     if profile is not None and profile.inter_node.kind in RDMA and limits.memlock_bytes is not None:
         fix = (

@@ -37,9 +37,9 @@ class Meeting:
         hosts: names of all nodes, the same list in the same order everywhere.
         number: index of this node.
         port: on which the first node listens; node n also listens on port + 1 + n.
-        shared: directory that all of them should see.
-        token: that the nodes of the job have in common.
-        patience: seconds to wait for the others.
+        shared: directory that all nodes should mount.
+        token: secret of the job, the same on all nodes.
+        patience: timeout of waiting for other nodes, in seconds.
     """
 
     hosts: tuple[str, ...]

@@ -157,12 +157,7 @@ UNEQUAL = 10
 
 
 def check_data(recipe: Recipe, data_dir: Path) -> Iterator[Finding]:
-    """Check the prepared data, or its sources if it is not prepared.
-
-    Args:
-        recipe: the recipe.
-        data_dir: directory of prepared data.
-    """
+    """Check the prepared data, or its sources if it is not prepared."""
     from llmrecipes.data.prepared import TOKENIZER, fingerprint, open_prepared
 
     if (data_dir / fingerprint(recipe)).is_dir():

@@ -42,11 +42,10 @@ def check(
     """Find incompatible versions.
 
     Args:
-        versions: see `installed`.
         python: major and minor version.
         driver: GPU driver version according to nvidia-smi; None without one.
         gpus: number of GPUs of this machine.
-        locked: see `locked`; empty without a lock file.
+        locked: pinned versions; empty without a lock file.
         cuda: `torch.version.cuda`; None for a build without CUDA.
     """
     for name in ("torch", "megatron-core"):

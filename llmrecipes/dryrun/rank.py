@@ -36,8 +36,6 @@ def dry_run(spec: DryRunSpec, rank: int, log: Callable[[str], None] = lambda lin
     """Run one rank of the world.
 
     Args:
-        spec: the world.
-        rank: of it.
         log: receives a line of progress every few seconds.
     """
     plan = derive(spec.recipe, spec.world_size, spec.cluster)

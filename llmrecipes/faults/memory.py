@@ -33,9 +33,7 @@ def memory_hints(recipe: Recipe, *, data_parallel_size: int, device: str) -> lis
     """What to change for less memory, cheapest first.
 
     Args:
-        recipe: the recipe that did not fit.
         data_parallel_size: ranks that share the batch.
-        device: `cpu` or `cuda`.
 
     Returns:
         One line per hint, with a key and its new value; without those the recipe already has.
@@ -80,8 +78,6 @@ def out_of_memory(
     """The error to end a run with, or None if `error` is not about memory.
 
     Args:
-        error: what was raised.
-        recipe, data_parallel_size: see `memory_hints`.
         where: rank and step.
     """
     described = describe_oom(error)

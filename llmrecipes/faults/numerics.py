@@ -35,10 +35,7 @@ class NonFinite(UserError):
     """A loss or a gradient norm that is NaN or infinite; running again would fail the same way.
 
     Args:
-        step: optimizer step in which it occurred.
-        rank: global rank on which it occurred.
         quantity: `loss` or `gradient norm`.
-        value: the value.
         first_bad: first non-finite gradient or parameter on this rank, if any.
     """
 

@@ -66,7 +66,6 @@ def bind(local_rank: int, ranks: int) -> Binding:
 
     Args:
         local_rank: number of this rank on its node; also that of its GPU.
-        ranks: of this node.
     """
     listed = nvidia.query(*FIELDS, timeout=60)
     addresses = visible(listed, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -91,7 +90,6 @@ def choose(
     Ranks whose GPUs are next to the same cores divide them; hardware threads of a core stay together.
 
     Args:
-        local_rank, ranks: see `bind`.
         devices: GPUs of the ranks of this node, in order.
         allowed: logical CPUs that this process may use.
         threads: first hardware thread of the core of each logical CPU.

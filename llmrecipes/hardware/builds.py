@@ -60,11 +60,7 @@ def require_gpu_build() -> None:
 
 
 def unusable(what: str) -> UserError:
-    """The error about GPUs that torch cannot use.
-
-    Args:
-        what: the GPUs, and why.
-    """
+    """The error about GPUs that torch cannot use."""
     return UserError(
         f"this machine has {what}",
         where="torch.cuda",

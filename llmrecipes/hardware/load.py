@@ -66,7 +66,6 @@ def check(profile: Profile, stem: str) -> list[Problem]:
     """Problems between keys of a profile.
 
     Args:
-        profile: of the right types.
         stem: name of its file.
     """
     problems = []

@@ -13,7 +13,6 @@ def machine(profile: Profile, nodes: int) -> Cluster:
     """Some nodes of a site, all of them free.
 
     Args:
-        profile: the site.
         nodes: how many of its nodes, at least 1.
 
     Its free disk space is unknown and set to 0.

@@ -104,7 +104,6 @@ def fault(network: Network, kind: str) -> str | None:
     """Why it is not the network of a site; None if it is. A rank without connections to other nodes has no fault.
 
     Args:
-        network: what a rank says.
         kind: `infiniband`, `roce` or `efa`.
     """
     if not network.names:
@@ -128,8 +127,6 @@ def log_of(environment: Mapping[str, str], host: str, process: int) -> Path | No
 
     Args:
         environment: with NCCL_DEBUG_FILE, in which %h is the host name up to its first dot, and %p the process id.
-        host: name of this host.
-        process: id of the process.
     """
     pattern = environment.get(FILE)
     if not pattern:
@@ -165,7 +162,6 @@ def shown(lines: Sequence[str], level: str | None) -> list[str]:
     """Lines of a log at INFO that a level shows.
 
     Args:
-        lines: of the log.
         level: the user's; None: warnings, which a file would take away from the output.
     """
     if verbose(level):

@@ -77,8 +77,6 @@ def choose(ports: Sequence[Port], profile: Profile, user: Mapping[str, str]) -> 
     """The ports that ranks use on a site with such adapters.
 
     Args:
-        ports: all ports of the node.
-        profile: the site.
         user: variables that the user has set, which win over the profile's.
     """
     kind = profile.inter_node.kind

@@ -36,7 +36,7 @@ class Peak:
 
 
 def peak(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Peak:
-    """The fullest moment of a rank of one pipeline stage; see `_moments`."""
+    """The fullest moment of a rank of one pipeline stage."""
     return max(_moments(recipe, s, layout, num_microbatches, stage, device), key=lambda moment: moment.total)
 
 
@@ -155,12 +155,7 @@ def in_flight(layout: Layout, num_microbatches: int, stage: int) -> int:
 
 
 def recomputed_layers(recipe: Recipe, layers: int) -> int:
-    """Layers of a chunk whose whole forward pass is repeated in the backward pass: its first ones.
-
-    Args:
-        recipe: with its granularity and method.
-        layers: of the chunk.
-    """
+    """Layers of a chunk whose whole forward pass is repeated in the backward pass: its first ones."""
     train = recipe.train
     if train.recompute_granularity != "full" or not train.recompute_num_layers:
         return 0
@@ -173,13 +168,7 @@ def _tokens(recipe: Recipe, layout: Layout) -> float:
 
 
 def _chunk(recipe: Recipe, per: _PerToken, layers: Sequence[float]) -> tuple[float, float]:
-    """Bytes per token that the layers of one chunk store, and those that exist only during recomputation.
-
-    Args:
-        recipe: with its granularity and method.
-        per: of the model.
-        layers: bytes of each of them.
-    """
+    """Bytes per token that the layers of one chunk store, and those that exist only during recomputation."""
     train = recipe.train
     if not layers:
         return 0.0, 0.0

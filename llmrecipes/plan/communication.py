@@ -51,7 +51,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Part:
-    """Calls of one kind in one group, in a step of one rank. `bytes` is their payload (see `plan.traffic`)."""
+    """Calls of one kind in one group, in a step of one rank. `bytes` is their payload, as `plan.traffic` defines it."""
 
     group: GroupName
     kind: str
@@ -80,13 +80,7 @@ class Communication:
 
 
 def communication(plan: Plan, profile: Profile, ranks_per_node: int) -> Communication:
-    """Time of the collectives of a step.
-
-    Args:
-        plan: of the run.
-        profile: of the site.
-        ranks_per_node: of the run.
-    """
+    """Time of the collectives of a step."""
     stages = range(plan.layout.pipeline_model_parallel_size)
     return max((_of_stage(plan, stage, profile, ranks_per_node) for stage in stages), key=lambda found: found.seconds)
 
@@ -107,7 +101,7 @@ def _of_stage(plan: Plan, stage: int, profile: Profile, ranks_per_node: int) -> 
 
 
 def members(name: GroupName, ranks: int, layout: Layout, ranks_per_node: int) -> Members:
-    """The first rank's group of a kind, in Megatron's order of ranks (see `plan.placement`)."""
+    """The first rank's group of a kind, in Megatron's order of ranks."""
     tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
     inner = layout.expert_tensor_parallel_size
     of_stage = tensor * context * layout.data_parallel_size

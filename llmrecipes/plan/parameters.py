@@ -89,9 +89,6 @@ def count_on_rank(
     prediction needs the embedding there as well.
 
     Args:
-        model: the recipe's model section.
-        s: its sizes.
-        layout: the run's layout.
         stage: pipeline stage, from 0.
         device: on `cuda` TransformerEngine replicates the down-projections of latent attention on every rank;
             megatron-core's own layers split them.

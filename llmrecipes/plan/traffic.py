@@ -58,7 +58,6 @@ def calls(plan: Plan, stage: int) -> Iterator[Call]:
     section 3.3.2.
 
     Args:
-        plan: of the recipe.
         stage: from 0.
     """
     once, at_end = list(_of_micro_batch(plan, stage)), list(_gradients(plan, stage))

@@ -34,13 +34,7 @@ class Matrix:
 
 
 def matrices(model: Model, s: Shape, *, experts: bool) -> Iterator[Matrix]:
-    """Matrices of a layer that can have adapters.
-
-    Args:
-        model: the recipe's model section.
-        s: its sizes.
-        experts: whether it is a layer with experts.
-    """
+    """Matrices of a layer that can have adapters."""
     h = s.hidden_size
     if model.multi_latent_attention:
         latent, heads = model.kv_lora_rank, s.num_attention_heads
@@ -69,7 +63,7 @@ def _mlp(prefix: str, h: int, width: int, halves: int) -> Iterator[Matrix]:
 
 
 def adapted(lora: Lora, model: Model, s: Shape, *, experts: bool) -> list[Matrix]:
-    """Matrices of a layer that have adapters; arguments as `matrices`."""
+    """Matrices of a layer that have adapters."""
     return [each for each in matrices(model, s, experts=experts) if is_target(lora, each.name)]
 
 

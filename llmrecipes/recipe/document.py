@@ -125,7 +125,6 @@ def dump_for_people(data: Mapping[str, Any], comments: Mapping[str, str], header
     Args:
         data: as for `dump`.
         comments: by dotted key, a line of text without `#`; of a key that is not there, none.
-        header: lines of text at the top.
     """
     text = yaml.dump(dict(data), Dumper=_ShortDumper, sort_keys=False, allow_unicode=True, width=1 << 16)
     lines = text.splitlines()

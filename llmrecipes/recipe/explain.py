@@ -30,9 +30,7 @@ def explain(error: ValidationError, lines: Mapping[str, int], document: type[Bas
     Hints need a search through all keys: only the unknown keys that will be shown get one, the first of the file.
 
     Args:
-        error: what pydantic found.
         lines: line of each dotted key in the file.
-        document: the schema.
     """
     errors = error.errors(include_url=False, include_context=False)
     unknown = [dotted(details["loc"]) for details in errors if details["type"] == "extra_forbidden"]

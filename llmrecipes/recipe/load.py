@@ -81,9 +81,7 @@ def load_values(values: Mapping[str, object], path: Path, overrides: Sequence[st
     """`load`, of values that were made from another file.
 
     Args:
-        values: of a recipe, plain data.
         path: the file, for messages.
-        overrides: as `load`.
     """
     parsed = document.parse(document.dump(values))
     return _loaded(replace(parsed, lines={}), path, [f"name={values['name']}", *overrides])
@@ -135,9 +133,7 @@ def short(recipe: Recipe, comments: Mapping[str, str] | None = None, header: str
     """What differs from the defaults, as YAML that `load` reads back to an equal recipe.
 
     Args:
-        recipe: the resolved recipe.
         comments: by dotted key.
-        header: lines of text at the top.
     """
     values = recipe.model_dump(mode="json", exclude_defaults=True)
     text = document.dump_for_people(values, comments or {}, header)

@@ -24,7 +24,6 @@ def parse_override(text: str, hints: bool = True) -> Override:
     """Read `key.path=value`; the value is YAML (`3e-4`, `true`, `null`, `[1, 2]`), an empty one is null.
 
     Args:
-        text: the override.
         hints: search for the intended key if it is unknown.
 
     Raises:

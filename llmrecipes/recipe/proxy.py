@@ -32,8 +32,6 @@ def suffixed(name: str, suffix: str, spare: int = 0) -> str:
     """A recipe's name with a suffix, shortened if it would be too long.
 
     Args:
-        name: of the recipe.
-        suffix: what is appended.
         spare: characters to leave free for more.
     """
     return name[: MAX_NAME - len(suffix) - spare] + suffix
@@ -59,10 +57,6 @@ def small_layout(recipe: Recipe, device: Device) -> Parallelism:
     On a CPU experts are not split, because gloo cannot gather uneven numbers of tokens; the tensor-parallel ranks
     that shared each expert get different experts. A first or last stage with more, as many or fewer layers than the
     others has 2, 1 or 1 of them, and the others have 1, 1 or 2; twice that with virtual stages.
-
-    Args:
-        recipe: the full recipe.
-        device: of the ranks.
     """
     parallel = recipe.parallelism
     update: dict[str, Any] = {
@@ -258,7 +252,6 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     except for quantized weights on GPUs, and all tracking (a rehearsal is not an experiment).
 
     Args:
-        recipe: the full recipe.
         device: of the ranks; on a CPU experts are not split (`expert_tensor_parallel_size` 1).
     """
     parallel = small_layout(recipe, device)
@@ -465,7 +458,6 @@ def scaled(recipe: Recipe, ran: Mapping[str, int]) -> Scaled:
     """Compare a recipe's degrees with those of a plan.
 
     Args:
-        recipe: the full recipe.
         ran: degrees by name, of the plan of its small version.
     """
     wanted = asked(recipe)

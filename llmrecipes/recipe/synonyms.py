@@ -280,7 +280,6 @@ def synonym(name: str, *, whole: bool = False) -> Synonym | None:
     """The keys for a dotted name, or for an option in Megatron-LM's form (`--tensor-model-parallel-size`).
 
     Args:
-        name: the name.
         whole: only an entry for the name with its section, such as `optimizer.type`.
     """
     parts = [part.lstrip("-").replace("-", "_").lower() for part in name.split(".")]

@@ -25,10 +25,6 @@ def at_width(recipe: Recipe, hidden_size: int) -> Recipe:
     Depth, vocabulary, sequences and training are kept. So is `mup_base_hidden_size`; if `use_mup` is on without it,
     the recipe's own width becomes the base.
 
-    Args:
-        recipe: of any width.
-        hidden_size: of the result.
-
     Raises:
         UserError: the heads or query groups are not a whole number at that width.
     """

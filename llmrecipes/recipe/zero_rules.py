@@ -54,7 +54,6 @@ def selected(recipe: Recipe, overridden: Collection[str]) -> tuple[Recipe, list[
     itself on the command line stays, for the rules to refuse.
 
     Args:
-        recipe: to train, before the rules.
         overridden: keys of the command line.
     """
     zero = recipe.zero

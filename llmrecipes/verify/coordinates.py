@@ -88,7 +88,6 @@ def measure(recipes: Sequence[Recipe], iters: int, data_dir: Path) -> Coordinate
 
     Args:
         recipes: the same one at several widths, of one process.
-        iters: steps.
         data_dir: where their prepared data is.
 
     Raises:

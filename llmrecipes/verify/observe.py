@@ -46,10 +46,8 @@ def observe(
     """Train, and write this rank's part of the weights; a collective of all ranks.
 
     Args:
-        engine: of the model, not yet trained.
         plan: its plan on this world.
         batches: micro-batches of this data-parallel rank.
-        iters: steps.
         folder: output directory for `<FINAL, BEFORE or GRADIENTS>/<rank>.pt`.
         keep: called after every step until one is kept; rank 0 decides.
     """
@@ -133,7 +131,7 @@ def readable(name: str) -> tuple[str, int | None]:
     """Name of a global tensor with its layer and expert, if any, and the decoder layer.
 
     Args:
-        name: see `model.init.global_name`: `decoder.layers.mlp.experts.experts.linear_fc1.weight[2,5]`.
+        name: with layer and expert in brackets: `decoder.layers.mlp.experts.experts.linear_fc1.weight[2,5]`.
     """
     key, _, place = name.rstrip("]").partition("[")
     indices = place.split(",") if place else []

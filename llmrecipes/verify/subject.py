@@ -17,11 +17,6 @@ PLAIN = Parallelism(use_distributed_optimizer=False)
 def subject(recipe: Recipe, iters: int, device: Device) -> Recipe:
     """The scaled-down version of a recipe whose layout is verified, in fp32 and without random numbers.
 
-    Args:
-        recipe: the full recipe.
-        iters: number of steps.
-        device: of the ranks.
-
     Raises:
         UserError: the recipe computes something different in another layout by design.
     """

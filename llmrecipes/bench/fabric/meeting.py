@@ -42,9 +42,8 @@ class Meeting:
         hosts: names of all nodes, the same list in the same order everywhere.
         number: index of this node.
         port: on which the first node listens.
-        patience: seconds to wait for the others.
-        limits: of each measurement.
-        token: that the nodes of the job have in common.
+        patience: timeout of waiting for other nodes, in seconds.
+        token: secret of the job, the same on all nodes.
     """
 
     hosts: tuple[str, ...]
@@ -262,8 +261,7 @@ class _Lead:
         """Give orders to some nodes at once; their answers. A node without one is a failure, and left out from then on.
 
         Args:
-            orders: by the number of the node.
-            seconds: that the work takes at most.
+            seconds: timeout of the work.
         """
         answers: dict[int, Answer] = {}
         orders = {number: order for number, order in orders.items() if number in self._members}

@@ -49,8 +49,6 @@ class Node:
 
     Args:
         profile: the site; None: all ports are measured, and compared with nothing.
-        hosts: of the job, by number.
-        limits: of each measurement.
     """
 
     def __init__(self, profile: Profile | None, hosts: tuple[str, ...], limits: Limits) -> None:

@@ -63,7 +63,6 @@ def command(what: What, local: Local, seconds: float, tcp: int, peer: str | None
     """The command line of one end.
 
     Args:
-        what: to be measured.
         local: port of this node.
         seconds: of the bandwidth.
         tcp: on which the receiver listens.
@@ -99,7 +98,6 @@ class Process:
     """A running program; `timeout` ends it even if this process is gone, because over a cut link it may wait forever.
 
     Args:
-        words: command line.
         limit: seconds.
     """
 

@@ -92,10 +92,8 @@ def judge(
     A port is to blame if nothing with it worked: a good one is fine with its other neighbour.
 
     Args:
-        transfers: all.
         expected_gb_per_s: of a port; None: nothing is slow.
-        profile: its name.
-        known: failures that the nodes have found themselves; they explain the transfers of those ports and nodes.
+        known: failures that the nodes reported; they explain the transfers of those ports and nodes.
     """
     explained = {(each.node, each.check.removeprefix("adapter ")) for each in known if each.status == "fail"}
     gone = {each.node for each in known if each.status == "fail" and each.check == "node"}
