@@ -116,7 +116,7 @@ def test_nvlinks_that_are_down() -> None:
     up, one_down = "1" * 18, "1" * 17 + "0"
     assert said(gpus.check_nvlink(gpus.parse_nvlink(links(up, up)), H100)) == {}
     found = said(gpus.check_nvlink(gpus.parse_nvlink(links(up, one_down)), H100))
-    assert found == {"fail gpu 1": "17 of 18 NVLinks are up, but 18 of another GPU"}
+    assert list(found) == ["fail gpu 1"] and "17 of 18" in found["fail gpu 1"]
     assert list(said(gpus.check_nvlink(gpus.parse_nvlink(links(one_down, one_down)), H100))) == [
         "warn gpu 0",
         "warn gpu 1",
