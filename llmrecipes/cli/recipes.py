@@ -197,9 +197,10 @@ def schema() -> None:
 
 def docs(check: Annotated[bool, typer.Option("--check", help="Fail if they are out of date.")] = False) -> None:
     """Generate docs/reference.md and recipes/schema.json."""
+    from llmrecipes.files import require_checkout
     from llmrecipes.recipe.reference import generated
 
-    root = Path(__file__).parents[2]
+    root = require_checkout("llmrecipes docs")
     stale = [path for path, text in generated(root).items() if not path.is_file() or path.read_text("utf-8") != text]
     if check and stale:
         raise UserError(
