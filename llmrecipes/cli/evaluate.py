@@ -11,7 +11,7 @@ import typer
 from llmrecipes.cli import completion
 from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.request import CHECKS, Check, Request
+from llmrecipes.evaluation import CHECKS, Check
 
 
 def evaluate(
@@ -97,6 +97,7 @@ def evaluate(
     from llmrecipes.cli.render.evaluation import earlier_lines, lines
     from llmrecipes.console import console, setup_logging
     from llmrecipes.evaluation import history
+    from llmrecipes.evaluation.request import Request
     from llmrecipes.workflow.evaluate import Layout, evaluate_run
     from llmrecipes.workflow.runs import find_run
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from llmrecipes.recipe.keys import Key, keys
+from llmrecipes.recipe.keys import Key, keys, schema
 from llmrecipes.recipe.schema import Recipe
 
 
 def json_schema() -> str:
     """JSON Schema (draft 2020-12) of a recipe file, for editors and other programs."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
-    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+    made = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema(Recipe)}
+    return json.dumps(made, indent=2, ensure_ascii=False) + "\n"
 
 
 def reference() -> str:
