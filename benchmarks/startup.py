@@ -1,13 +1,16 @@
-"""How long a user waits: for `llmrecipes list`, and from the command to the first training step of gpt-tiny.
+"""How long a user waits: for `llmrecipes list` and `--help`, and from the command to gpt-tiny's first training step.
 
     python -m benchmarks.startup --json startup.json
+    python -m benchmarks.startup --starts 0        # only list and --help
 
-The data is prepared before the clock starts. The first step has ended when its line is in metrics.jsonl.
+For list and --help it is processor time (user and system), to which other work on the machine adds least; compare the
+minima. The data is prepared before the clock starts. The first step has ended when its line is in metrics.jsonl.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -23,13 +26,14 @@ WATCH_SECONDS = 0.02
 LONGEST_START = 300.0
 
 
-def list_seconds() -> list[float]:
-    """Seconds of each of some `llmrecipes list`."""
+def processor_seconds(command: str) -> list[float]:
+    """Processor time of each of some `llmrecipes COMMAND`."""
     seconds = []
     for _ in range(LISTINGS):
-        started = time.perf_counter()
-        subprocess.run([*PROGRAM, "list"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        seconds.append(time.perf_counter() - started)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*PROGRAM, command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return seconds
 
 
@@ -64,13 +68,12 @@ def main() -> None:
     options.add_argument("--starts", type=int, default=3, help="times the training is started")
     chosen = options.parse_args()
     started_on = machine()
-    with tempfile.TemporaryDirectory() as folder:
-        prepare = [*PROGRAM, "prepare", "gpt-tiny", "--data-dir", f"{folder}/data"]
-        subprocess.run(prepare, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        figures = {
-            "llmrecipes list": list_seconds(),
-            "first training step": [first_step_seconds(Path(folder), n) for n in range(chosen.starts)],
-        }
+    figures = {f"llmrecipes {command}, processor": processor_seconds(command) for command in ("list", "--help")}
+    if chosen.starts:
+        with tempfile.TemporaryDirectory() as folder:
+            prepare = [*PROGRAM, "prepare", "gpt-tiny", "--data-dir", f"{folder}/data"]
+            subprocess.run(prepare, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            figures["first training step"] = [first_step_seconds(Path(folder), n) for n in range(chosen.starts)]
     rows = [
         [name, f"{statistics.median(seconds):.2f}", f"{min(seconds):.2f}-{max(seconds):.2f}", len(seconds)]
         for name, seconds in figures.items()

@@ -6,6 +6,7 @@ Every command imports its implementation when it runs, so that all of them start
 from __future__ import annotations
 
 import errno
+import inspect
 import itertools
 import json
 import os
@@ -173,8 +174,13 @@ def program(
     print(ABOUT, "", *steps, "", f"All commands: {PROGRAM} --help", sep="\n")
 
 
-def build() -> typer.Typer:
-    """The program with all its commands."""
+def build(only: str | None = None) -> typer.Typer:
+    """The program with all its commands.
+
+    Args:
+        only: the command that is run; the others have their names and help, but no options, which take most of the
+            time that building the program takes. None: all have their options.
+    """
     built = typer.Typer(
         name=PROGRAM,
         cls=Program,
@@ -186,7 +192,10 @@ def build() -> typer.Typer:
     built.callback(invoke_without_command=True, help=ABOUT)(program)
     for commands in SECTIONS.values():
         for name, command in commands.items():
-            if isinstance(command, typer.Typer):
+            if only is not None and name != only:
+                text = command.info.help if isinstance(command, typer.Typer) else inspect.getdoc(command)
+                built.command(name, help=text)(_unbuilt)
+            elif isinstance(command, typer.Typer):
                 for each in command.registered_commands:
                     each.cls = Command
                 built.add_typer(command, name=name)
@@ -195,13 +204,24 @@ def build() -> typer.Typer:
     return built
 
 
+def _unbuilt() -> None:
+    raise AssertionError("a command was run that was built for its name and help only")
+
+
 app = build()
 
 
+def _command(arguments: Sequence[str]) -> str | None:
+    """The command that arguments name; empty if they name none (`--help`), None if the shell asks for completions."""
+    if completion.VARIABLE in os.environ:
+        return None
+    return next((word for word in arguments if not word.startswith("-")), "")
+
+
 @cache
-def _commands() -> Callable[..., Any]:
-    """The parser of all commands; to build it takes longer than most of them."""
-    return typer.main.get_command(app)
+def _parser(only: str | None) -> Callable[..., Any]:
+    """Parser of one command, or of all: a process that runs many commands builds each once."""
+    return typer.main.get_command(build(only))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -209,7 +229,7 @@ def run(arguments: Sequence[str]) -> int:
     as_json = "--json" in itertools.takewhile("--".__ne__, arguments)
     completion.enable()
     try:
-        code = _commands()(args=list(arguments), prog_name=PROGRAM, standalone_mode=False)
+        code = _parser(_command(arguments))(args=list(arguments), prog_name=PROGRAM, standalone_mode=False)
     except UserError as error:
         return _fail(error, as_json)
     except typer.TyperException as error:
@@ -269,6 +289,8 @@ def _fail(error: UserError, as_json: bool) -> int:
 def main() -> None:
     """Entry point of the `llmrecipes` program."""
     guard_streams()
+    # Plugins observe validation; looking for some among all installed packages takes longer than reading a recipe.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()

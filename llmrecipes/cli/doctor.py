@@ -6,7 +6,7 @@ import json
 import os
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,7 +26,9 @@ from llmrecipes.doctor.finding import Finding, bad_nodes
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.ranks import FIRST_PORT, port_of
 from llmrecipes.launch.rendezvous import job_hosts, own_number
-from llmrecipes.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from llmrecipes.recipe.schema import Recipe
 
 CRASHED = 70  # EX_SOFTWARE
 """Exit code of a doctor that has an error itself: 1 would drain every node whose prolog runs it."""

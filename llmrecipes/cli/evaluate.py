@@ -13,7 +13,7 @@ from llmrecipes.cli import completion
 from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
 from llmrecipes.cli.render.table import aligned
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.request import CHECKS, Check, Request
+from llmrecipes.evaluation import CHECKS, Check
 
 if TYPE_CHECKING:
     from llmrecipes.workflow.evaluate import Evaluation
@@ -113,6 +113,7 @@ def evaluate(
     """
     from llmrecipes.console import console, setup_logging
     from llmrecipes.evaluation import history
+    from llmrecipes.evaluation.request import Request
     from llmrecipes.workflow.evaluate import Layout, evaluate_run
     from llmrecipes.workflow.runs import find_run
 

@@ -209,9 +209,10 @@ def docs(
     check: Annotated[bool, typer.Option("--check", help="Only check; fail if they are out of date.")] = False,
 ) -> None:
     """Generate docs/reference.md and recipes/schema.json."""
+    from llmrecipes.files import require_checkout
     from llmrecipes.recipe.keys import generated
 
-    root = Path(__file__).parents[2]
+    root = require_checkout("llmrecipes docs")
     stale = [path for path, text in generated(root).items() if not path.is_file() or path.read_text("utf-8") != text]
     if check and stale:
         raise UserError(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import TypeAdapter
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -42,10 +44,14 @@ def findings_of(value: object) -> list[Finding]:
     Raises:
         ValueError: they are not findings.
     """
-    return _FINDINGS.validate_python(value)
+    return _adapter().validate_python(value)
 
 
-_FINDINGS = TypeAdapter(list[Finding])
+@cache
+def _adapter() -> TypeAdapter[list[Finding]]:
+    from pydantic import TypeAdapter  # only where nodes send findings: `llmrecipes --help` imports this module
+
+    return TypeAdapter(list[Finding])
 
 
 def ok(check: str, what: str) -> Finding:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Check = Literal["repetition", "memorisation", "bias"]
-CHECKS: tuple[Check, ...] = ("repetition", "memorisation", "bias")
+from llmrecipes.evaluation import Check
+
 DATA = "valid"
 """Data of perplexity where nothing is asked for, and of the check `repetition`."""
 Positive = Annotated[int, Field(gt=0)]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from llmrecipes.files import folder
 from llmrecipes.hardware.nics import RDMA
 from llmrecipes.hardware.profile import PAGES, Kubernetes, Profile, mebibytes
 from llmrecipes.recipe import document
@@ -25,9 +26,9 @@ DANGEROUS = {"PATH", "PYTHONPATH", "PYTHONSTARTUP", "LD_PRELOAD", "BASH_ENV", "E
 
 
 def clusters_dir() -> Path:
-    """Folder of the named profiles: `LLMRECIPES_CLUSTERS`, else `recipes/clusters/` of this checkout."""
+    """Folder of the named profiles: `LLMRECIPES_CLUSTERS`, else `recipes/clusters/` of the checkout or package."""
     configured = os.environ.get("LLMRECIPES_CLUSTERS")
-    return Path(configured) if configured else Path(__file__).parents[2] / "recipes" / "clusters"
+    return Path(configured) if configured else folder("recipes") / "clusters"
 
 
 def names(directory: Path | None = None) -> list[str]:

@@ -1,19 +1,30 @@
 """All keys of a recipe, or of another kind of document, from its schema: their types, ranges and defaults as text, the
-probably intended one for an unknown key, and the generated reference."""
+probably intended one for an unknown key, and the generated reference.
+
+The JSON Schema of all keys takes longer to make than a recipe takes to read, so what is asked of one key (`key_of`,
+`is_key`, `options_of`) is answered from the schema of its section.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 
 from llmrecipes.recipe.document import MAX_KEY
 from llmrecipes.recipe.schema import Recipe
@@ -43,11 +54,26 @@ class Key:
         return "required" if self.required else json.dumps(self.default)
 
 
-@cache
+def schema(document: type[BaseModel]) -> dict[str, Any]:
+    """JSON Schema of a document, with the text below each field as its description."""
+    return document.model_json_schema(schema_generator=_Described)
+
+
 def keys(document: type[BaseModel] = Recipe) -> dict[str, Key]:
     """All keys and sections by dotted name, in the schema's order; list items are written `N`."""
-    schema = document.model_json_schema()
-    return {key.name: key for key in _walk(schema, "", schema["$defs"])}
+    return _keys(document)
+
+
+@cache
+def _keys(document: type[BaseModel]) -> dict[str, Key]:
+    made = schema(document)
+    return {key.name: key for key in _walk(made, "", made.get("$defs", {}))}
+
+
+def key_of(name: str, document: type[BaseModel] = Recipe) -> Key | None:
+    """The key or section of a dotted name (named as in its own section); None if there is none."""
+    section, rest = _innermost(name, document)
+    return keys(section).get(normal(rest))
 
 
 def normal(name: str) -> str:
@@ -57,18 +83,19 @@ def normal(name: str) -> str:
 
 def is_key(name: str, document: type[BaseModel] = Recipe) -> bool:
     """Whether a dotted name is a key or section, or inside a mapping with user-defined keys."""
-    known = keys(document)
-    parts = name.split(".")
+    section, rest = _innermost(name, document)
+    known, parts = keys(section), rest.split(".")
     above = (known.get(normal(".".join(parts[:depth]))) for depth in range(1, len(parts)))
-    return normal(name) in known or ("" not in parts and any(each is not None and each.free for each in above))
+    return normal(rest) in known or ("" not in parts and any(each is not None and each.free for each in above))
 
 
 def options_of(name: str, document: type[BaseModel] = Recipe) -> tuple[Mapping[str, Any], ...]:
     """JSON Schema of each type that a dotted key, or an item of a list, accepts; empty for an unknown key."""
-    known = keys(document)
-    if normal(name) in known:
-        return known[normal(name)].options
-    above, _, index = name.rpartition(".")
+    section, rest = _innermost(name, document)
+    known = keys(section)
+    if normal(rest) in known:
+        return known[normal(rest)].options
+    above, _, index = rest.rpartition(".")
     if not index.isdecimal() or normal(above) not in known:
         return ()
     lists = known[normal(above)].options
@@ -82,6 +109,53 @@ def admits(node: Mapping[str, Any], number: int | float) -> bool:
         return False
     above = node.get("exclusiveMinimum", -math.inf) < number and node.get("minimum", -math.inf) <= number
     return above and number < node.get("exclusiveMaximum", math.inf) and number <= node.get("maximum", math.inf)
+
+
+class _Described(GenerateJsonSchema):
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        made = super().model_schema(schema)
+        for section in reversed(schema["cls"].__mro__):
+            for name, text in _texts(section).items():
+                made["properties"][name].setdefault("description", text)
+        return made
+
+
+def _texts(section: type) -> dict[str, str]:
+    """The texts below the fields of a class."""
+    if not issubclass(section, BaseModel) or section is BaseModel:
+        return {}
+    body = next(node.body for node in _classes(sys.modules[section.__module__]) if node.name == section.__name__)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+@cache
+def _classes(module: ModuleType) -> list[ast.ClassDef]:
+    tree = ast.parse(Path(str(module.__file__)).read_text("utf-8"))
+    return [node for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def _innermost(name: str, document: type[BaseModel]) -> tuple[type[BaseModel], str]:
+    """The section that has a key or would have it, and the key's name in it."""
+    section, rest = document, name
+    while "." in rest:
+        part, _, below = rest.partition(".")
+        field = section.model_fields.get(part)
+        annotation = None if field is None else field.annotation
+        if get_origin(annotation) is tuple:
+            index, _, below = below.partition(".")
+            if not (index == ITEM or INDEX.fullmatch(f".{index}", 1)):
+                break
+        types = [each for each in (annotation, *get_args(annotation)) if get_origin(each) is None]
+        inner = [each for each in types if inspect.isclass(each) and issubclass(each, BaseModel)]
+        if len(inner) != 1 or not below:
+            break
+        section, rest = inner[0], below
+    return section, rest
 
 
 def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator[Key]:
@@ -234,8 +308,8 @@ def _indexed(key: str, name: str) -> str:
 
 def json_schema() -> str:
     """JSON Schema (draft 2020-12) of a recipe file, for editors and other programs."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
-    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+    made = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema(Recipe)}
+    return json.dumps(made, indent=2, ensure_ascii=False) + "\n"
 
 
 def reference() -> str:

@@ -14,6 +14,7 @@ from typing import cast
 from pydantic import ValidationError
 
 from llmrecipes.errors import UserError
+from llmrecipes.files import folder
 from llmrecipes.recipe import document, rules, zero_rules
 from llmrecipes.recipe.document import Kind, Problem
 from llmrecipes.recipe.engines import engine_name
@@ -52,9 +53,9 @@ class Loaded:
 
 
 def recipes_dir() -> Path:
-    """Folder of the named recipes: `LLMRECIPES_RECIPES`, else `recipes/` of this checkout."""
+    """Folder of the named recipes: `LLMRECIPES_RECIPES`, else `recipes/` of the checkout or package."""
     configured = os.environ.get("LLMRECIPES_RECIPES")
-    return Path(configured) if configured else Path(__file__).parents[2] / "recipes"
+    return Path(configured) if configured else folder("recipes")
 
 
 def names(directory: Path | None = None) -> list[str]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.explain import rule_of
-from llmrecipes.recipe.keys import admits, hint, is_key, keys, normal, options_of
+from llmrecipes.recipe.keys import admits, hint, is_key, key_of, options_of
 from llmrecipes.recipe.overrides import Override, apply
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import PRUNER_KEYS, SAMPLER_KEYS, Dimension, Pruner, Search
@@ -56,7 +56,7 @@ def check(recipe: Recipe) -> Iterator[Problem]:
 def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension) -> Iterator[Problem]:
     where, key = f"search.space.{number}", dimension.key
     earlier = [each.key for each in search.space[:number]]
-    known = keys().get(normal(key))
+    known = key_of(key)
     if not is_key(key) or (known is not None and known.section):
         what = "is a section" if known is not None else "is not a recipe key"
         yield Problem(f"{where}.key", f"{key!r} {what}", "a search is over keys of the recipe", str(hint(key)))
@@ -117,7 +117,7 @@ def _misfit(recipe: Recipe, key: str, value: object) -> str:
     try:
         Recipe.model_validate(data)
     except ValidationError as error:
-        known = keys().get(normal(key))
+        known = key_of(key)
         return f"{key} is {known.takes}" if known else rule_of(error.errors()[0])
     return ""
 
@@ -128,7 +128,7 @@ def _range(where: str, dimension: Dimension) -> Iterator[Problem]:
         yield Problem(where, f"{key} has no range", "a key has low and high, or choices", "low: 1, high: 10")
         return
     if not is_number(key):
-        yield Problem(where, f"a range for {key}", f"{key} is {keys()[normal(key)].takes}", "choices: [...]")
+        yield Problem(where, f"a range for {key}", f"{key} is {_takes(key)}", "choices: [...]")
         return
     if low >= high:
         yield Problem(
@@ -140,7 +140,7 @@ def _range(where: str, dimension: Dimension) -> Iterator[Problem]:
         if whole and not value.is_integer():
             yield Problem(f"{where}.{name}", f"{value:g} for {key}", f"{key} is an integer", f"{name}: {round(value)}")
         elif not any(admits(node, int(value) if whole else value) for node in options_of(key)):
-            yield Problem(f"{where}.{name}", f"{value:g} does not fit", f"{key} is {keys()[normal(key)].takes}")
+            yield Problem(f"{where}.{name}", f"{value:g} does not fit", f"{key} is {_takes(key)}")
     if dimension.log and low <= 0:
         yield Problem(f"{where}.low", f"{low:g} with log", "a logarithmic range is greater than 0", "log: false")
     if step is None:
@@ -175,6 +175,11 @@ def _size(dimension: Dimension) -> int:
     if dimension.choices is not None or dimension.low is None or dimension.high is None:
         return len(dimension.choices or ())
     return round((dimension.high - dimension.low) / (dimension.step or 1)) + 1
+
+
+def _takes(key: str) -> str:
+    known = key_of(key)
+    return known.takes if known else "another type"
 
 
 def _types(key: str) -> set[Any]:

@@ -18,6 +18,6 @@ JsonObject = dict[str, JsonValue]
 class Section(BaseModel):
     """Common rules: frozen, no unknown keys, no coercion between types, no NaN or infinity."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    # The texts below the fields are read where they are shown (`recipe.keys.schema`), and validators are built when a
+    # file is first checked: either would double the time that `llmrecipes --help` takes.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)

@@ -36,11 +36,11 @@ VARIABLES = re.compile(r"(NCCL|TORCH|GLOO|CUDA|NVTE|OMP|MKL|SLURM)_\w+|PYTORCH_\
 TIMEOUT_SECONDS = 5.0
 
 
-def capture(root: Path) -> dict[str, Any]:
+def capture(root: Path | None) -> dict[str, Any]:
     """Describe interpreter, packages, machine, code and command, as JSON values.
 
     Args:
-        root: the checkout whose git commit is recorded; a directory that is none gives `git: null`.
+        root: the checkout whose git commit is recorded; None, or a directory that is not one, gives `git: null`.
 
     Values of variables and arguments whose names look like secrets are not recorded, and what is recorded is redacted.
     `LLMRECIPES_IMAGE_DIGEST` names
@@ -56,7 +56,7 @@ def capture(root: Path) -> dict[str, Any]:
             "cores": {"present": os.cpu_count(), "usable": cpu_cores()},
             "memory_bytes": psutil.virtual_memory().total,
             "gpus": _gpus(),
-            "git": _git(root),
+            "git": None if root is None else _git(root),
             "image_digest": os.environ.get("LLMRECIPES_IMAGE_DIGEST"),
             "command": _command(sys.orig_argv),
             "variables": {

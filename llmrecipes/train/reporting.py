@@ -10,6 +10,7 @@ from llmrecipes.checkpoint.retention import LEAST_KEPT
 from llmrecipes.console import console, number
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.engine.base import Implementation, Progress, World
+from llmrecipes.files import checkout
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
@@ -77,7 +78,7 @@ def open_tracker(
     with RunTracker.open(
         spec.recipe,
         plan=plan_values,
-        environment=capture(Path(__file__).parents[2]),
+        environment=capture(checkout()),
         run_dir=spec.run_dir,
         runs_dir=spec.runs_dir,
         resumed_step=progress.step,

@@ -48,11 +48,27 @@ def test_a_broken_recipe_does_not_hide_the_others(
     assert out.splitlines()[2].startswith("gpt-tiny ")
 
 
-def test_list_imports_nothing_heavy() -> None:
-    loaded = f"print([m for m in {HEAVY!r} if m in sys.modules])"
-    code = f"import sys; from llmrecipes.cli.app import run; run(['list']); {loaded}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+@pytest.mark.parametrize(
+    ("command", "needless"),
+    [
+        # Half of the processor time of `--help` was pydantic's schemas of recipes, searches and conversations.
+        ("--help", ("pydantic", "yaml", "rich", "llmrecipes.recipe", "llmrecipes.plan", "llmrecipes.workflow")),
+        ("list", ("rich", "llmrecipes.hardware.profile", "llmrecipes.evaluation.request", "llmrecipes.workflow")),
+    ],
+)
+def test_list_and_help_import_only_what_they_need(command: str, needless: tuple[str, ...]) -> None:
+    """In a fresh interpreter: the options of other commands and the schema of all keys are not built either."""
+    code = f"""
+import sys
+from llmrecipes.cli.app import run
+run([{command!r}])
+keys = sys.modules.get("llmrecipes.recipe.keys")
+print([name for name in {(*HEAVY, *needless)!r} if name in sys.modules])
+made = [each.name for each in gc.get_objects() if keys is not None and type(each) is keys.Key]
+print("train.train_iters" in made)
+"""
+    done = subprocess.run([sys.executable, "-c", f"import gc\n{code}"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == ["[]", "False"]
 
 
 def test_show_prints_the_resolved_recipe_and_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar
 
 from llmrecipes.errors import UserError
+from llmrecipes.files import folder
 from llmrecipes.launch import record
 from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, LauncherOptions, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
@@ -18,7 +18,7 @@ from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_progra
 from llmrecipes.launch.slurm.sbatch import Options, Request, after, command, notice, prepare_command, script_text
 
 DRY_RUN = "--dry-run prints the command"
-SCRIPTS = Path(__file__).parents[3] / "slurm"
+SCRIPTS = folder("slurm")
 RUNNING = {"RUNNING", "COMPLETING", "STOPPED", "SUSPENDED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 ENDED = {"COMPLETED": JobState.COMPLETED, "CANCELLED": JobState.CANCELLED}

@@ -122,14 +122,17 @@ def _keep_freed_memory() -> None:
 
     Every step frees and allocates the same activations; by default each large one is a new mapping whose pages the
     kernel has to clear, which costs a third of a bf16 step (docs/notes.md). Huge pages reduce the cost further.
+    All threads share one arena: those of gloo and the saver would spread over up to 8 arenas a core, each of which
+    keeps its own freed memory (benchmarks/RESULTS.md, resident memory over a long run).
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch at its first allocation
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # only in glibc
-        m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
+        m_trim_threshold, m_top_pad, m_mmap_max, m_arena_max = -1, -2, -4, -8
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
         mallopt(m_top_pad, 256 * 2**20)
+        mallopt(m_arena_max, 1)
 
 
 def _on(device: torch.device, factory: Any) -> Any:
