@@ -80,52 +80,64 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Path)
     return Runs(tmp_path_factory.mktemp("signals"), corpus, data_dir)
 
 
-@pytest.mark.parametrize(
-    ("number", "ranks"),
-    [(signal.SIGTERM, 1), (signal.SIGINT, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow)],
-)
-def test_a_signal_saves_once_and_the_same_command_resumes(runs: Runs, number: signal.Signals, ranks: int) -> None:
-    run_id = f"{number.name}-{ranks}"
-    process = runs.start(run_id, ranks)
-    wait_for_step(process, runs.directory(run_id), 5)
-    process.send_signal(number)
-    printed = finish(process, 75)
-    assert "Traceback" not in printed
-    stopped_at = train_lines(runs.directory(run_id))[-1]["step"]
-    assert 5 <= stopped_at < STEPS
-    assert runs.saved_steps(run_id) == sorted({*range(15, stopped_at, 15), stopped_at})
-    resumed = finish(runs.start(run_id, ranks), 0)
-    assert steps_done(resumed) == stopped_at
-    runs.require_same(run_id, ranks)
-
-
-def test_the_second_signal_of_an_impatient_scheduler_changes_nothing(runs: Runs) -> None:
-    process = runs.start("impatient")
-    wait_for_step(process, runs.directory("impatient"), 5)
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+def stopped(runs: Runs, process: subprocess.Popen[str], run_id: str, at: int, *numbers: signal.Signals) -> int:
+    """The step at which a command that is sent signals at a step saves and ends; nothing else is saved for it."""
+    before = runs.saved_steps(run_id)
+    wait_for_step(process, runs.directory(run_id), at)
+    for number in numbers:
         process.send_signal(number)
-    finish(process, 75)
-    assert len(runs.saved_steps("impatient")) == 1
+    assert "Traceback" not in finish(process, 75)
+    last: int = train_lines(runs.directory(run_id))[-1]["step"]
+    assert at <= last < STEPS
+    regular = range(15, last, 15)
+    assert runs.saved_steps(run_id) == sorted({*before, *regular, last})
+    return last
 
 
-def test_after_kill_9_the_newest_valid_checkpoint_is_found(runs: Runs) -> None:
-    process = runs.start("killed")
-    wait_for_step(process, runs.directory("killed"), 31)
+def announced_steps(process: subprocess.Popen[str]) -> int:
+    """The step from which a command says that it resumes."""
+    assert process.stdout is not None
+    return steps_done(next(line for line in process.stdout if " to go" in line))
+
+
+def test_one_run_is_stopped_interrupted_and_killed_and_the_same_command_resumes(runs: Runs) -> None:
+    """As by a scheduler that is impatient, in a terminal, and at once; four processes train what one does."""
+    run_id = "stopped"
+    process = runs.start(run_id)
+    first = stopped(runs, process, run_id, 5, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)
+
+    process = runs.start(run_id)
+    assert announced_steps(process) == first
+    second = stopped(runs, process, run_id, first + 1, signal.SIGINT)
+
+    process = runs.start(run_id)
+    assert announced_steps(process) == second
+    wait_for_step(process, runs.directory(run_id), max(31, second + 1))
     process.kill()
     finish(process, -signal.SIGKILL)
-    saved = runs.saved_steps("killed")
-    assert saved in ([15, 30], [15])
+    saved = runs.saved_steps(run_id)
+    earlier = sorted({first, second, *range(15, second, 15)})
+    assert saved in (earlier, sorted({*earlier, 15}), sorted({*earlier, 15, 30}))
     # The kill may also have come while bytes were on their way to the disk.
-    newest = runs.directory("killed") / "checkpoints" / f"step-{saved[-1]:08d}"
-    if saved == [15, 30]:
+    newest = runs.directory(run_id) / "checkpoints" / f"step-{saved[-1]:08d}"
+    damaged = saved[-1] == 30 > second
+    if damaged:
         with next(newest.glob("*.distcp")).open("r+b") as stream:
             stream.seek(-100, os.SEEK_END)
             stream.write(b"\0" * 50)
-    resumed = finish(runs.start("killed"), 0)
+    resumed = finish(runs.start(run_id), 0)
     # Between its manifest and its rename, a checkpoint is complete.
     finished = "finishing checkpoint" in resumed
-    assert steps_done(resumed) == (30 if finished else 15)
-    runs.require_same("killed")
+    assert steps_done(resumed) == (30 if finished else saved[-2] if damaged else saved[-1])
+    runs.require_same(run_id)
+
+
+@pytest.mark.slow
+def test_a_signal_to_several_ranks_saves_once_and_the_same_command_resumes(runs: Runs) -> None:
+    run_id = "stopped-2"
+    at = stopped(runs, runs.start(run_id, 2), run_id, 5, signal.SIGTERM)
+    assert steps_done(finish(runs.start(run_id, 2), 0)) == at
+    runs.require_same(run_id, 2)
 
 
 @pytest.mark.slow
