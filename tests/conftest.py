@@ -117,11 +117,13 @@ def world() -> Iterator[World]:
     from llmrecipes.engine.megatron.platform import select
     from llmrecipes.engine.megatron.world import join
     from llmrecipes.recipe.schema import Parallelism
+    from tests.helpers import close_engines
 
     platform = select()
     platform.install()
     with join(platform, 1234, Parallelism()) as joined:
         yield joined
+        close_engines()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -134,11 +135,24 @@ def built(recipe: Recipe) -> BuiltModel:
     return build(derive(recipe, torch.distributed.get_world_size(), ROOMY), select())
 
 
+_engines: list[MegatronEngine] = []
+
+
 def engine_of(recipe: Recipe) -> MegatronEngine:
     """An engine; requires a joined world."""
     plan = derive(recipe, torch.distributed.get_world_size(), ROOMY)
     platform = select()
-    return MegatronEngine(plan, build(plan, platform), platform)
+    _engines.append(MegatronEngine(plan, build(plan, platform), platform))
+    return _engines[-1]
+
+
+def close_engines() -> None:
+    """Close what `engine_of` has made: an engine that is only dropped keeps its model and the threads of its groups."""
+    while _engines:
+        engine = _engines.pop()
+        if vars(engine.chunks[0]):
+            engine.close()
+    gc.collect()
 
 
 def steps(engine: MegatronEngine, number: int, batches_of_rank: Iterator[Batch] | None = None) -> list[StepResult]:

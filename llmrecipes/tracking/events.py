@@ -10,10 +10,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from llmrecipes.recipe.schema import Recipe
-
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from llmrecipes.recipe.schema import Recipe
 
 RunStatus = Literal["FINISHED", "KILLED", "FAILED"]
 """How a run ends, in MLflow's terms: finished, stopped from outside with its state saved, or failed."""

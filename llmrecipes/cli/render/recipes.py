@@ -7,7 +7,6 @@ from typing import Any
 from llmrecipes.cli.render.table import aligned
 from llmrecipes.console import number
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.load import load_profile
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.shape import shape
@@ -50,6 +49,8 @@ def cluster_table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cluster_summary(name: str) -> dict[str, Any]:
+    from llmrecipes.hardware.load import load_profile
+
     try:
         return load_profile(name).model_dump(mode="json")
     except UserError as error:  # one invalid file must not hide the others
