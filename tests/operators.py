@@ -10,6 +10,7 @@ import os
 from llmrecipes.engine.deepspeed.operators import load_operators
 from llmrecipes.hardware.builds import ASYNC_IO, CPU_ADAM, operator_obstacle, search_path
 from llmrecipes.recipe.zero import Zero
+from tests.selection import NVME, has_turn
 
 
 def main() -> None:
@@ -18,7 +19,8 @@ def main() -> None:
     os.environ["PATH"] = search_path()
     if operator_obstacle(CPU_ADAM) is None:
         devices = {"offload_optimizer": "cpu"}
-        if operator_obstacle(ASYNC_IO) is None:
+        commit = os.environ.get("TESTS_COMMIT")
+        if operator_obstacle(ASYNC_IO) is None and (not commit or has_turn(NVME, commit)):
             devices = {"offload_optimizer": "nvme", "nvme_path": "/"}
         load_operators(Zero.model_validate({"stage": 3, **devices}))
 

@@ -17,6 +17,7 @@ from tests.dist.suite import Suite
 from tests.dist.table import BOUND, CORE, NVME_ROW, RESUMES, ROWS, SIMILAR, VARIANTS, Resume, Row, essential
 from tests.dist.training import loaders, training
 from tests.dist.worlds import ROOT, GlooWorld, WorldFailed, say
+from tests.selection import NVME
 
 pytestmark = pytest.mark.dist
 
@@ -32,7 +33,7 @@ def cases(table: Sequence[Row | Resume]) -> list[Any]:
 
 def _marks(case: Row | Resume) -> list[pytest.MarkDecorator]:
     marks = [] if case.core else [pytest.mark.slow]
-    if isinstance(case, Row) and case.name not in essential(case.engine):
+    if NVME in case.name or (isinstance(case, Row) and case.name not in essential(case.engine)):
         marks.append(pytest.mark.rotating)
     return [*marks, pytest.mark.deepspeed] if "deepspeed" in case.engines else marks
 
@@ -52,6 +53,7 @@ def test_a_checkpoint_resumes_in_a_different_layout(case: Resume, suite: Suite) 
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.deepspeed
 def test_offload_to_nvme_uses_the_disk_while_it_runs(suite: Suite, worlds: dict[int, GlooWorld]) -> None:
     recipe = suite.runnable(NVME_ROW)
