@@ -109,6 +109,8 @@ def test_rows_that_are_not_utf8_are_refused_or_counted_as_those_of_text_are(tmp_
         list(sources.documents(source, Chat()))
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_embedded_set_is_the_same_every_time_and_has_conversations_of_several_turns() -> None:
     source = Source(type="docstrings")
     found = list(sources.documents(source, Chat()))

@@ -222,6 +222,8 @@ def test_the_report_of_a_recipe_that_has_changed(made: Worker, tmp_path: Path) -
     assert "rank_seconds" not in text  # Optuna's own timeline shows all attributes of trials, the machine among them
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_dashboard_shows_the_study(made: Worker) -> None:
     with (
         command.server(str(made.place.folder / "journal.log"), 0) as (address, process),

@@ -83,6 +83,8 @@ def test_what_needs_deepspeed_names_the_command_that_installs_it(monkeypatch: py
     assert not missing_package({"deepspeed"})
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(("ci", "code", "said"), [("true", 1, "ERROR"), ("false", 0, "SKIPPED")])
 def test_missing_programs_fail_in_ci_and_are_named_elsewhere(ci: str, code: int, said: str, tmp_path: Path) -> None:
     file = "tests/system/containers/test_built_image.py"
