@@ -97,14 +97,7 @@ IMAGE = TESTS / "golden" / "image.sha256"
 """`image_digest` of the last image that passed its tests; `make test-system ARGS="--update-golden -k built_image"`
 writes it."""
 
-_IMAGE_INPUTS = (
-    "docker",
-    "requirements",
-    "pyproject.toml",
-    ".dockerignore",
-    "tools/build_image.py",
-    "tools/runtime_lock.py",
-)
+_IMAGE_INPUTS = ("docker", "requirements", ".dockerignore", "tools/build_image.py", "tools/runtime_lock.py")
 
 
 @cache
