@@ -177,17 +177,17 @@ def lines(done: Evaluation) -> list[str]:
         for name, value in record["metrics"].items():
             rows.append((record["task"], name, number(value), settings))
             settings = ""
-    found = [
+    printed = [
         str(done.model) if done.run_dir is None else f"step {done.step} of {done.run_dir}",
         "",
         *aligned(rows, right=(2,)),
     ]
     for record in done.records:
         for example in record["examples"]:
-            found += ["", *(f"{key}: {text!r}" for key, text in example.items())]
+            printed += ["", *(f"{key}: {text!r}" for key, text in example.items())]
     if done.run_dir is None:
-        return found
-    return [*found, "", *(f"warning  {text}" for text in done.warnings), f"kept in {done.run_dir}/evaluations.jsonl"]
+        return printed
+    return [*printed, "", *(f"warning  {text}" for text in done.warnings), f"kept in {done.run_dir}/evaluations.jsonl"]
 
 
 def _words(value: Any) -> str:

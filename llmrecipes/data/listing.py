@@ -43,7 +43,9 @@ def read(folder: Path) -> tuple[dict[str, int], dict[str, File] | None]:
         try:
             return _SIZES.validate_json(content), None
         except ValidationError:
-            raise UserError("is no list of files", where=str(folder / NAME), rule=_RULE, fix=_again(folder)) from error
+            raise UserError(
+                "is not a file listing", where=str(folder / NAME), rule=_RULE, fix=_again(folder)
+            ) from error
 
 
 def every(prepared: Path) -> Iterator[tuple[Path, dict[str, File]]]:

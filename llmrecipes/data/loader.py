@@ -51,7 +51,7 @@ def sample_ids(
     stride = micro_batch_size * data_parallel_size
     if global_batch_size % stride:
         raise ValueError(
-            f"global batch {global_batch_size} is no multiple of {micro_batch_size} × {data_parallel_size}"
+            f"global batch {global_batch_size} is not a multiple of {micro_batch_size} × {data_parallel_size}"
         )
     for batch in range(consumed_samples, size - global_batch_size + 1, global_batch_size):
         for start in range(batch + data_parallel_rank * micro_batch_size, batch + global_batch_size, stride):

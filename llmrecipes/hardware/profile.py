@@ -69,7 +69,7 @@ class ResourceClaim(Section):
     name: Label
     """Its name in the pod."""
     template: ObjectName | None = None
-    """ResourceClaimTemplate: each pod gets a claim of its own."""
+    """ResourceClaimTemplate: each pod gets its own claim."""
     claim: ObjectName | None = None
     """ResourceClaim that all pods share."""
 

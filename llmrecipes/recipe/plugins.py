@@ -31,7 +31,7 @@ class MetricSink:
 
 @dataclass(frozen=True, kw_only=True)
 class DataStep:
-    """A step of data preparation, in `Data`: the value of the key makes it, and at its default there is no step.
+    """A step of data preparation, declared by a key of `Data` and made from its value; the default disables it.
 
     Dropped documents are counted by the key. A prepared folder depends on the key only where there is a step, so that
     folders from before there was this key are still used.

@@ -29,7 +29,7 @@ def require_file(file: Path) -> None:
     if file.suffix.lower() not in FORMATS:
         raise UserError(str(file), where="--plot", rule=f"the name ends with {', '.join(FORMATS)}")
     if not file.absolute().parent.is_dir():
-        raise UserError(f"{file.parent} is no directory", where="--plot", fix="create it first")
+        raise UserError(f"{file.parent} is not a directory", where="--plot", fix="create it first")
 
 
 def draw(fit: Fit, file: Path) -> None:

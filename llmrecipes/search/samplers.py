@@ -306,8 +306,8 @@ def sampler(search: Search, worker: int) -> BaseSampler:
             given |= {"warn_independent_sampling": False, "consider_pruned_trials": False}  # `views` shows them
         case "QMCSampler":
             given["warn_independent_sampling"] = False
-    found: BaseSampler = (OWN_SAMPLERS.get(wanted.type) or getattr(samplers, wanted.type))(**given)
-    return found
+    sampler_type: type[BaseSampler] = OWN_SAMPLERS.get(wanted.type) or getattr(samplers, wanted.type)
+    return sampler_type(**given)
 
 
 def _seed(seed: int, worker: int) -> int:
@@ -361,5 +361,5 @@ def _plain_pruner(wanted: Pruner, kind: PrunerType, evaluations: int) -> BasePru
             given.setdefault(key, -(-evaluations // FIRST_DECISION))
     if kind == "HyperbandPruner":
         given["max_resource"] = evaluations
-    found: BasePruner = (OWN_PRUNERS.get(kind) or getattr(pruners, kind))(**given)
-    return found
+    pruner_type: type[BasePruner] = OWN_PRUNERS.get(kind) or getattr(pruners, kind)
+    return pruner_type(**given)

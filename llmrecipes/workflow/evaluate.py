@@ -310,7 +310,7 @@ class EvaluationSpec(RankSpec):
     checkpoint: Path | None = None
     """Directory of the checkpoint, whose files have been checked."""
     folder: Path | None = None
-    """Folder of the model, if there is no checkpoint."""
+    """Folder of the Hugging Face model; None with a checkpoint."""
     request: Request
     progress: bool = False
     """Show on stderr how much is done."""

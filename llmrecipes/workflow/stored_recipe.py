@@ -23,7 +23,7 @@ PRINT_RECIPE = "import json, sys; print(json.dumps(json.load(open(sys.argv[1]))[
 
 
 def require_same_recipe(recipe: Recipe, run_dir: Path, data_dir: Path, *, accept: bool) -> None:
-    """Refuse to resume a run with a recipe that would change its training; does nothing if there is no run.
+    """Refuse to resume an existing run with a recipe that would change its training.
 
     Args:
         recipe: the recipe of this command.

@@ -215,6 +215,7 @@ UNKNOWN: list[tuple[str, dict[str, Any]]] = [
     ("hidden_act", {"hidden_act": "relu"}),
     ("hidden_size", {"hidden_size": None}),
     ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    ("rope_scaling.full_attention", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}),
     ("rope_scaling.factor", {"rope_scaling": {"rope_type": "yarn", "factor": None}}),
     ("rope_scaling.beta_fast", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}}),
     ("rope_scaling.attn_factor", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.9}}),

@@ -41,7 +41,7 @@ class Series:
 
 
 def plot(series: Sequence[Series], *, width: int, height: int, braille: bool) -> list[Text]:
-    """Lines of a plot of `width` × `height` characters with axes; empty if there are no points.
+    """Plot with axes, `width` × `height` characters, as lines; no lines without points.
 
     Args:
         series: where curves overlap, braille shows the later one and letters show `*`.

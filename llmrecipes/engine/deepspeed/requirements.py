@@ -67,11 +67,11 @@ def _operators(zero: Zero) -> Iterator[tuple[str, str]]:
 
 
 def _require_operator(key: str, operator: str) -> None:
-    found = operator_obstacle(operator)
-    if found is not None:
+    obstacle = operator_obstacle(operator)
+    if obstacle is not None:
         raise UserError(
-            f"needs DeepSpeed's {operator}, but {found.what}",
+            f"needs DeepSpeed's {operator}, but {obstacle.what}",
             where=key,
             rule="DeepSpeed compiles this operator at its first use",
-            fix=found.fix,
+            fix=obstacle.fix,
         )

@@ -190,25 +190,27 @@ class Rope:
             return {}, [Obstacle("rope_scaling", given, "a mapping")]
         if self._said and not given:
             return {}, [Obstacle("rope_scaling", None, "config.json of this family has rope_scaling")]
+        if nested := next((key for key, value in given.items() if isinstance(value, Mapping)), None):
+            return {}, [Obstacle(f"rope_scaling.{nested}", given[nested], "one set of values for all layers")]
         kind = given.get("rope_type", given.get("type", "default"))
         theta = given.get("rope_theta", config.get("rope_theta", self._theta))
-        found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": theta}
+        section: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": theta}
         share = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         problems = [] if share in (None, 1, 1.0) else [Obstacle("partial_rotary_factor", share, "all channels rotate")]
         if kind == "default":
-            return found, problems
+            return section, problems
         if kind == "yarn":
             values, more = _from_yarn(given, config.get("max_position_embeddings"), latent=self._latent)
-            return {**found, **values}, [*problems, *more]
+            return {**section, **values}, [*problems, *more]
         if kind == "linear" and not self._latent:
-            return {**found, "rotary_seq_len_interpolation_factor": given.get("factor")}, problems
+            return {**section, "rotary_seq_len_interpolation_factor": given.get("factor")}, problems
         if kind != "llama3" or self._latent:
             rule = "default or yarn" if self._latent else "one of default, linear, llama3, yarn"
-            return found, [*problems, Obstacle("rope_scaling.rope_type", kind, rule)]
+            return section, [*problems, Obstacle("rope_scaling.rope_type", kind, rule)]
         for name, value in SCALING.items():
             if given.get(name) != value:
                 problems.append(Obstacle(f"rope_scaling.{name}", given.get(name), f"megatron-core has {value:g}"))
-        return {**found, "rope_scaling": True, "rope_scaling_factor": given.get("factor", 8.0)}, problems
+        return {**section, "rope_scaling": True, "rope_scaling_factor": given.get("factor", 8.0)}, problems
 
 
 _YARN_NUMBERS = (
@@ -275,7 +277,7 @@ def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple
         rule = "megatron-core multiplies by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)"
         return {}, [Obstacle("rope_scaling.attention_factor", values["attention_factor"], rule)]
     prefix, kind = ("", "rope_type") if latent else ("yarn_", "position_embedding_type")
-    found = {
+    scaling = {
         "rotary_scaling_factor": values["factor"],
         "original_max_position_embeddings": values["original_max_position_embeddings"],
         "beta_fast": values.get("beta_fast") or 32.0,
@@ -284,7 +286,7 @@ def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple
         "mscale_all_dim": mscales[1],
         **({} if latent else {"correction_range_round_to_int": truncate}),
     }
-    return {kind: "yarn", **{prefix + name: value for name, value in found.items()}}, []
+    return {kind: "yarn", **{prefix + name: value for name, value in scaling.items()}}, []
 
 
 def _mscales(values: Mapping[str, Any], *, latent: bool) -> tuple[float, float] | None:

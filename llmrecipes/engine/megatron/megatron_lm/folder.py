@@ -98,7 +98,7 @@ def _chosen(path: Path) -> Path:
                 text = stream.read(64).decode("ascii", "replace").strip()
             name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else ""
             if not name:
-                raise damaged(tracker, f"{text!r} is no iteration")
+                raise damaged(tracker, f"{text!r} is not an iteration number")
             found = path / name
             if not found.is_dir():
                 raise damaged(found, f"{TRACKER} names it, and it is not there")
@@ -111,7 +111,7 @@ def _chosen(path: Path) -> Path:
 
 
 def _no_index(folder: Path) -> UserError:
-    """Why a folder is no checkpoint of this format."""
+    """Why a folder is not a checkpoint of this format."""
     names = sorted(entry.name for entry in folder.iterdir())
     if legacy := [name for name in names if name.startswith("mp_rank_")]:
         return UserError(
