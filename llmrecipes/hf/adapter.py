@@ -15,9 +15,8 @@ import torch
 
 from llmrecipes.errors import UserError
 from llmrecipes.hf.megatron import weights
-from llmrecipes.hf.table import Family
-from llmrecipes.hf.tensors import TensorSource
-from llmrecipes.hf.transforms import FUSED_QKV, TRANSPOSED
+from llmrecipes.hf.safetensors import TensorSource
+from llmrecipes.hf.table import FUSED_QKV, TRANSPOSED, Family
 from llmrecipes.hf.weights import FolderWeights
 from llmrecipes.recipe.schema import Lora, Model
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from llmrecipes.errors import UserError
 from llmrecipes.hf import merging
 from llmrecipes.hf.merge_options import Merge
-from llmrecipes.hf.tensors import TensorSource
+from llmrecipes.hf.safetensors import TensorSource
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from llmrecipes.data.prepared import TOKENIZER
 from llmrecipes.data.templates import NAME, answer_end, of_prepared
 from llmrecipes.data.tokenizer import require_bounded
 from llmrecipes.errors import UserError
-from llmrecipes.hf.export import write_json
+from llmrecipes.hf.safetensors import write_json
 
 if TYPE_CHECKING:
     from llmrecipes.data.prepared import Prepared

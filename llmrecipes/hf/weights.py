@@ -1,14 +1,15 @@
-"""The weights in a folder by the names of megatron-core, read in boxes: a rank reads the slices that it owns.
+"""Weights under other names: a folder's by those of megatron-core, a checkpoint's by those of transformers.
 
-Where the rows of a box lie in the folder's tensors is found by splitting the numbers of the rows, with the same
-transform that splits the weights themselves. Every such transform moves rows, and some transpose.
+A folder is read in boxes: a rank reads the slices that it owns. Where the rows of a box lie in the folder's tensors is
+determined by splitting the numbers of the rows, with the same transform that splits the weights themselves. Every such
+transform moves rows, and some transpose.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from functools import cache, partial
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.hf.match import require_same, section_of
 from llmrecipes.hf.megatron import weights
 from llmrecipes.hf.reading import CONFIG, FLOATS, SHOWN, Folder, open_folder, read_config, wrong_types
-from llmrecipes.hf.table import Family, Pair
-from llmrecipes.hf.transforms import VOCABULARY, Transform
+from llmrecipes.hf.safetensors import TensorSource
+from llmrecipes.hf.table import VOCABULARY, Family, Pair, Transform
 from llmrecipes.recipe.schema import Model
 
 MEAN_ROWS = 1 << 12
@@ -226,3 +227,85 @@ def open_weights(path: Path, model: Model, ignored: Collection[str] = ()) -> Fol
             where=str(path / CONFIG),
             rule="keys of config.json fit each other",
         ) from error
+
+
+class AsHuggingFace:
+    """Weights of megatron-core by the names of transformers; see `TensorSource`.
+
+    A tensor that becomes several is read once if these are read one after the other, and is in memory until then.
+
+    Args:
+        source: weights named as in `hf.megatron.weights`.
+        family: of the model.
+        model: of its recipe.
+
+    Raises:
+        UserError: a weight of the model is missing, or has another shape.
+    """
+
+    def __init__(self, source: TensorSource, family: Family, model: Model) -> None:
+        self._source, self._model = source, model
+        self._pairs = {name: (pair, index) for pair in family.pairs(model) for index, name in enumerate(pair.theirs)}
+        self._last: tuple[Pair, list[torch.Tensor]] | None = None
+        require_weights(source, model)
+
+    def names(self) -> Sequence[str]:
+        """See `TensorSource`."""
+        return list(self._pairs)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `TensorSource`."""
+        return self._source.dtype(self._pairs[name][0].ours)
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `TensorSource`."""
+        pair, index = self._pairs[name]
+        if self._last is None or self._last[0] is not pair:
+            self._last = None  # its memory first
+            self._last = pair, pair.transform.split(self._source.read(pair.ours), self._model)
+        part = self._last[1][index]
+        if index == len(pair.theirs) - 1:
+            self._last = None
+        return part.contiguous()
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        sizes = weights(self._model)
+        found: dict[str, tuple[int, ...]] = {}
+        for pair in dict.fromkeys(pair for pair, _ in self._pairs.values()):
+            parts = pair.transform.split(torch.empty(sizes[pair.ours], device="meta"), self._model)
+            found |= {name: tuple(part.shape) for name, part in zip(pair.theirs, parts, strict=True)}
+        return found
+
+
+def require_weights(source: TensorSource, model: Model) -> None:
+    """Check that a source has every weight of a model, named as in `hf.megatron.weights`.
+
+    Raises:
+        UserError: one is missing, or has another shape.
+    """
+    there = set(source.names())
+    wrong = []
+    for name, size in weights(model).items():
+        if name not in there:
+            wrong.append(f"{name}: not there")
+        elif source.shape(name) != size:
+            wrong.append(f"{name}: expected {list(size)}, found {list(source.shape(name))}")
+    if wrong:
+        raise UserError(
+            _lines("the weights are not those of the recipe's model", wrong),
+            rule="every weight of the recipe's model is there, in its shape",
+            fix="use the recipe it was trained with: recipe.yaml of the run",
+        )
+
+
+_SHOWN = 8
+
+
+def _lines(what: str, lines: list[str]) -> str:
+    hidden = len(lines) - _SHOWN
+    return "\n    ".join([f"{what}:", *lines[:_SHOWN], *([f"and {hidden} more"] if hidden > 0 else [])])

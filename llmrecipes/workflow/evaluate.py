@@ -131,8 +131,7 @@ def _is_folder(path: Path) -> bool:
 def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layout, *, progress: bool) -> Evaluation:
     """Evaluate a folder of a Hugging Face model, which is only read."""
     from llmrecipes.hf.match import section_of, validated
-    from llmrecipes.hf.reading import CONFIG, open_folder, read_config
-    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.reading import CONFIG, open_folder, read_config, resolve
     from llmrecipes.workflow.importing import TOKENIZER_FILE, recipe_name, recipe_values
 
     source = resolve(str(path))

@@ -96,8 +96,8 @@ def export(
             corrupt checkpoint, a folder that exists, or a full disk. Nothing is left behind.
     """
     from llmrecipes.hf.card import card
-    from llmrecipes.hf.export import write, write_json
     from llmrecipes.hf.folder import published, require_absent
+    from llmrecipes.hf.safetensors import write, write_json
     from llmrecipes.hf.tokenizer import write_tokenizer
 
     started = time.monotonic()

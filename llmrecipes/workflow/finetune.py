@@ -252,8 +252,7 @@ def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, 
     """
     from llmrecipes.data import templates
     from llmrecipes.hf.match import section_of, validated
-    from llmrecipes.hf.reading import CONFIG, read_config
-    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.reading import CONFIG, read_config, resolve
 
     source = source_of(asked.data, "--data", chat=True)
     base_model = resolve(asked.model, asked.revision)

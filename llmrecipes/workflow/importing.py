@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from llmrecipes.engine.base import WeightSource
-    from llmrecipes.hf.source import Found
+    from llmrecipes.hf.reading import Found
     from llmrecipes.tracking.progress import Counted
 
 
@@ -116,8 +116,7 @@ def import_model(
     """
     from llmrecipes.hf.folder import published
     from llmrecipes.hf.match import require_ignorable, section_of, validated, without_effect
-    from llmrecipes.hf.reading import CONFIG, read_config
-    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.reading import CONFIG, read_config, resolve
     from llmrecipes.hf.weights import open_weights
 
     started = time.monotonic()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from llmrecipes.hf.tensors import TensorSource
+    from llmrecipes.hf.safetensors import TensorSource
     from llmrecipes.tracking.progress import Counted
 
 
@@ -109,9 +109,9 @@ def merge(
     if output.dtype is not None and output.dtype not in ELEMENT_TYPES:
         raise UserError(f"{output.dtype!r}", where="--dtype", rule=f"one of {', '.join(ELEMENT_TYPES)}")
     from llmrecipes.hf.agreement import require_same_configs, require_same_tokenizers
-    from llmrecipes.hf.export import write
     from llmrecipes.hf.folder import published, require_absent
     from llmrecipes.hf.merged import Input, MergedTensors
+    from llmrecipes.hf.safetensors import write
 
     started = time.monotonic()
     require_absent(output.folder)
@@ -197,7 +197,7 @@ def _write_companions(first: Opened, data_dir: Path, folder: Path, *, tokenizer:
                 copy(first.folder, name, folder / name)
         return {}
     from llmrecipes.data.prepared import open_prepared
-    from llmrecipes.hf.export import write_json
+    from llmrecipes.hf.safetensors import write_json
     from llmrecipes.hf.tokenizer import write_tokenizer
 
     special = write_tokenizer(folder, first.recipe, open_prepared(first.recipe, data_dir)) if tokenizer else {}

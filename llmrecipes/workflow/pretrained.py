@@ -33,7 +33,7 @@ class Record:
     Attributes:
         pretrained: value of `train.pretrained`.
         pinned: the same with the commit, or as an absolute path.
-        fingerprint: of its files (`hf.fingerprint`); empty in a run without adapters, which needs them once.
+        fingerprint: of its files (`hf.reading.fingerprint`); empty in a run without adapters, which needs them once.
     """
 
     pretrained: str
@@ -62,7 +62,7 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
         if recipe.lora is None:
             return spec
         return spec.model_copy(update={"pretrained": base_folder(spec.run_dir, recipe, log).absolute()})
-    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.reading import resolve
 
     try:
         source = resolve(_pinned(spec.run_dir, recipe.train.pretrained))
@@ -86,9 +86,7 @@ def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
     Raises:
         UserError: the run has no record of it, it is not there, or has changed since.
     """
-    from llmrecipes.hf.fingerprint import fingerprint
-    from llmrecipes.hf.reading import open_folder
-    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.reading import fingerprint, open_folder, resolve
 
     record = _recorded(run_dir)
     if record is None:
@@ -130,8 +128,7 @@ def base_weights(run_dir: Path, recipe: Recipe) -> Iterator[FolderWeights | None
 
 def _require_fit(path: Path, recipe: Recipe, log: Log) -> str:
     """Fingerprint of weights that fit the recipe's model, if they are needed again."""
-    from llmrecipes.hf.fingerprint import fingerprint
-    from llmrecipes.hf.reading import open_folder
+    from llmrecipes.hf.reading import fingerprint, open_folder
     from llmrecipes.hf.weights import open_weights
 
     open_weights(path, recipe.model).close()

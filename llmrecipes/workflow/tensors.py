@@ -14,8 +14,8 @@ from llmrecipes.workflow.stored_recipe import run_recipe
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
     from llmrecipes.hf.adapter import Merged
+    from llmrecipes.hf.safetensors import TensorSource
     from llmrecipes.hf.table import Family
-    from llmrecipes.hf.tensors import TensorSource
     from llmrecipes.recipe.schema import Lora, Recipe
 
 
@@ -79,7 +79,7 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
     """
     from llmrecipes.engine.registry import backend
     from llmrecipes.hf.family import config_of, family_of
-    from llmrecipes.hf.views import AsHuggingFace
+    from llmrecipes.hf.weights import AsHuggingFace
 
     recipe = run_recipe(run)
     chosen = family_of(recipe.model, family)

@@ -53,9 +53,9 @@ from llmrecipes.evaluation.tasks import load_tasks
 from llmrecipes.evaluation.texts import Text, Texts
 from llmrecipes.evaluation.windows import windows
 from llmrecipes.faults.signals import StopRequest
-from llmrecipes.hf.export import write
 from llmrecipes.hf.family import config_of, family_of
-from llmrecipes.hf.views import AsHuggingFace
+from llmrecipes.hf.safetensors import write
+from llmrecipes.hf.weights import AsHuggingFace
 from llmrecipes.plan.derive import derive
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.progress import Counted

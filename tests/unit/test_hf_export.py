@@ -31,10 +31,9 @@ from llmrecipes.data.templates import of_prepared
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.engine.sampling import Sampling
-from llmrecipes.hf.export import write
 from llmrecipes.hf.family import FAMILIES, family_named, family_of, model_of
 from llmrecipes.hf.folder import published
-from llmrecipes.hf.safetensors import SafetensorsFolder
+from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.hf.tokenizer import write_tokenizer
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model

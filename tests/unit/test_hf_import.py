@@ -27,8 +27,7 @@ from llmrecipes.engine.megatron.world import join
 from llmrecipes.hf.family import family_of
 from llmrecipes.hf.match import section_of
 from llmrecipes.hf.reading import CONFIG, read_config
-from llmrecipes.hf.views import AsHuggingFace
-from llmrecipes.hf.weights import open_weights
+from llmrecipes.hf.weights import AsHuggingFace, open_weights
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.load import load_values

@@ -22,8 +22,7 @@ from llmrecipes.hf.families.parts import (
     in_layer,
 )
 from llmrecipes.hf.megatron import moe_layers
-from llmrecipes.hf.table import Config, Family, Fixed, Key, Obstacle, resolved
-from llmrecipes.hf.transforms import SAME
+from llmrecipes.hf.table import SAME, Config, Family, Fixed, Key, Obstacle, resolved
 from llmrecipes.recipe.schema import Model
 
 _EPSILON = 1e-6

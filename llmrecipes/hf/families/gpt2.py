@@ -5,8 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from llmrecipes.hf.families.parts import DENSE, EXPERT_KEYS, FREE, LATENT, UNSUPPORTED, YARN
-from llmrecipes.hf.table import ACTIVATIONS, Config, Family, Fixed, Key, Obstacle, To
-from llmrecipes.hf.transforms import FUSED_QKV, SAME, TRANSPOSED, VOCABULARY
+from llmrecipes.hf.table import (
+    ACTIVATIONS,
+    FUSED_QKV,
+    SAME,
+    TRANSPOSED,
+    VOCABULARY,
+    Config,
+    Family,
+    Fixed,
+    Key,
+    Obstacle,
+    To,
+)
 from llmrecipes.recipe.schema import Model
 
 

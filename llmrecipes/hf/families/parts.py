@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from llmrecipes.hf.table import ACTIVATIONS, Config, Key, Obstacle, To
-from llmrecipes.hf.transforms import GATE_UP, QKV, SAME, VOCABULARY, Transform
+from llmrecipes.hf.table import ACTIVATIONS, GATE_UP, QKV, SAME, VOCABULARY, Config, Key, Obstacle, To, Transform
 from llmrecipes.recipe.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model
 
