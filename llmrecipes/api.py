@@ -180,8 +180,8 @@ class Run:
             UserError: no such checkpoint, or a corrupt one; a model without a form in transformers; a folder that
                 exists; a full disk.
         """
-        from llmrecipes.workflow.export import Options
-        from llmrecipes.workflow.export import export as write
+        from llmrecipes.models.export import Options
+        from llmrecipes.models.export import export as write
 
         reference = str(self.path) if step is None else f"{self.path}@{step}"
         options = Options(dtype, max_shard_bytes, family, tokenizer)

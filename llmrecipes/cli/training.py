@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -265,18 +264,20 @@ def upcycle(
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number, setup_logging
+    from llmrecipes.models.upcycle import upcycle as make
     from llmrecipes.workflow.run import checked_run_id, new_run_id
     from llmrecipes.workflow.runs import find_run
-    from llmrecipes.workflow.upcycle import upcycle as make
 
     setup_logging()
     run_id = new_run_id() if run_id is None else checked_run_id(run_id)
     made = make(find_run(run, runs_dir), overrides or [], runs_dir, run_id)
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(made.as_dict()))
         return
-    print(f"upcycled {made.dense_run}, step {made.dense_step}, {number(made.dense_parameters)} parameters")
-    print(f"to       {made.run_dir}, {number(made.parameters)} parameters, {number(made.active_parameters)} active")
+    origin = made.origin
+    parameters, active, dense = (number(origin[key]) for key in ("parameters", "active_parameters", "dense_parameters"))
+    print(f"upcycled {origin['dense_run']}, step {origin['dense_step']}, {dense} parameters")
+    print(f"to       {made.run_dir}, {parameters} parameters, {active} active")
     print(f"train:   {resume_command(Path(made.run_dir))}")
 
 
@@ -303,7 +304,7 @@ def convert(
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import setup_logging
-    from llmrecipes.workflow.convert import convert as make
+    from llmrecipes.models.convert import convert as make
     from llmrecipes.workflow.run import checked_run_id, new_run_id
     from llmrecipes.workflow.runs import find_run
 
@@ -311,11 +312,12 @@ def convert(
     run_id = new_run_id() if run_id is None else checked_run_id(run_id)
     made = make(find_run(run, runs_dir), to, overrides or [], runs_dir, run_id)
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(made.as_dict()))
         return
-    stage = "" if made.zero_stage is None else f", zero.stage {made.zero_stage}"
-    print(f"converted {made.from_run}, step {made.step}, saved by engine {made.from_engine}")
-    print(f"to        {made.run_dir}, engine {made.engine}{stage}")
+    origin = made.origin
+    stage = "" if origin["zero_stage"] is None else f", zero.stage {origin['zero_stage']}"
+    print(f"converted {origin['from_run']}, step {origin['step']}, saved by engine {origin['from_engine']}")
+    print(f"to        {made.run_dir}, engine {origin['engine']}{stage}")
     print(f"resume:   {resume_command(Path(made.run_dir))}")
 
 

@@ -27,7 +27,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
-class Found:
+class Located:
     """A model on this machine.
 
     Attributes:
@@ -59,7 +59,7 @@ def is_path(text: str) -> bool:
     return Path(text).expanduser().exists() or text.startswith((".", "/", "~")) or text.count("/") > 1
 
 
-def resolve(text: str, revision: str | None = None) -> Found:
+def resolve(text: str, revision: str | None = None) -> Located:
     """Find a model, and fetch it from the Hub where it is not here.
 
     Args:
@@ -79,11 +79,11 @@ def resolve(text: str, revision: str | None = None) -> Found:
                 f"{revision} for a folder", where="--revision", rule="revisions belong to names on the Hub",
                 fix="leave it out",
             )  # fmt: skip
-        return Found(Path(name).expanduser(), name, None)
+        return Located(Path(name).expanduser(), name, None)
     return _fetched(name, revision)
 
 
-def _fetched(name: str, revision: str | None) -> Found:
+def _fetched(name: str, revision: str | None) -> Located:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -101,7 +101,7 @@ def _fetched(name: str, revision: str | None) -> Found:
         ) from error
     # Snapshots in the Hub's cache are named by their commit.
     commit = path.name if _COMMIT.fullmatch(path.name) else None
-    return Found(path, name, commit)
+    return Located(path, name, commit)
 
 
 CONFIG = "config.json"

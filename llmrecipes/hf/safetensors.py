@@ -137,7 +137,7 @@ def write(
     Args:
         source: weights by the names of transformers.
         config: config.json, without the element type.
-        folder: an empty folder (see `hf.folder.published`).
+        folder: an empty folder (see `models.create.published`).
         dtype: fp32, bf16 or fp16; None: each tensor as it is.
         shard_bytes: largest file; one tensor that is larger has a file of its own.
         progress: shows how many tensors are written.

@@ -132,7 +132,7 @@ def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layou
     """Evaluate a folder of a Hugging Face model, which is only read."""
     from llmrecipes.hf.match import section_of, validated
     from llmrecipes.hf.reading import CONFIG, open_folder, read_config, resolve
-    from llmrecipes.workflow.importing import TOKENIZER_FILE, recipe_name, recipe_values
+    from llmrecipes.workflow.pretrained import TOKENIZER_FILE, recipe_name, recipe_values
 
     source = resolve(str(path))
     config = read_config(source.path)

@@ -1,14 +1,15 @@
-"""`train.pretrained`: the weights that a run starts from are found and checked before anything is started."""
+"""Published models that runs start from: their recipe, and `train.pretrained`, checked before anything is started."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
@@ -19,11 +20,18 @@ from llmrecipes.untrusted import read_json
 from llmrecipes.workflow.run import Log, remove_empty_run_dir
 
 if TYPE_CHECKING:
+    from llmrecipes.hf.reading import Located
     from llmrecipes.hf.weights import FolderWeights
 
 logger = logging.getLogger(__name__)
 
 RECORD = "pretrained.json"
+TOKENIZER_FILE = "tokenizer.json"
+SEQ_LENGTH = 2048
+"""Of the recipe of a published model, where the model allows it."""
+TRAIN: Mapping[str, object] = {"train_iters": 1000, "micro_batch_size": 1, "global_batch_size": 8}
+OPTIMIZER: Mapping[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
+"""A small learning rate: the weights are good already."""
 
 
 @dataclass(frozen=True)
@@ -153,3 +161,51 @@ def _has_checkpoint(run_dir: Path) -> bool:
     from llmrecipes.checkpoint.store import CheckpointStore
 
     return bool(CheckpointStore(run_dir / "checkpoints").entries())
+
+
+def recipe_values(model: Located, section: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The recipe of a model, as plain data.
+
+    Args:
+        section: `model`, but for `seq_length`.
+        name: of the recipe.
+    """
+    most = section.get("max_position_embeddings")
+    tokenizer: dict[str, Any] = {}
+    if (model.path / TOKENIZER_FILE).exists():
+        path = model.name if model.commit else str(model.path.absolute())
+        tokenizer = {"type": "huggingface", "path": path, "revision": model.commit}
+    return {
+        "name": name,
+        "description": f"from {model.name}"[:200],
+        "model": {"seq_length": min(SEQ_LENGTH, most) if isinstance(most, int) else SEQ_LENGTH, **section},
+        "train": dict(TRAIN),
+        "optimizer": dict(OPTIMIZER),
+        "data": {"tokenizer": tokenizer} if tokenizer else {},
+    }
+
+
+def recipe_name(source: str) -> str:
+    """The name of a recipe, made from a path or a name on the Hub: `llama-3.2-1b` from `meta-llama/Llama-3.2-1B`."""
+    last = Path(source).resolve().name if Path(source).exists() else source.rpartition("/")[2]
+    return re.sub(r"^[^a-z0-9]+", "", re.sub(r"[^a-z0-9._-]+", "-", last.lower()))[:63] or "imported"
+
+
+def require_tokenizer(model: Located, recipe: Recipe, overrides: Sequence[str]) -> None:
+    """A new tokenizer would give every token id another meaning, so one is only trained where that is asked for.
+
+    Raises:
+        UserError: the folder has none, or it has ids that the model does not have.
+    """
+    tokenizer = recipe.data.tokenizer
+    if tokenizer.type == "bpe" and not any(each.startswith("data.tokenizer") for each in overrides):
+        raise UserError(
+            f"no {TOKENIZER_FILE}",
+            where=str(model.path),
+            rule="a model is trained with the tokenizer that gave its token ids their meaning",
+            fix="data.tokenizer.type=huggingface data.tokenizer.path=FOLDER; or data.tokenizer.type=bpe for a new one",
+        )
+    if tokenizer.type == "huggingface":
+        from llmrecipes.data.tokenizer import load_huggingface
+
+        load_huggingface(tokenizer, recipe.model.vocab_size)

@@ -32,9 +32,9 @@ from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hf.family import FAMILIES, family_named, family_of, model_of
-from llmrecipes.hf.folder import published
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.hf.tokenizer import write_tokenizer
+from llmrecipes.models.create import published
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model
 from llmrecipes.tracking.progress import Counted
@@ -325,7 +325,7 @@ def test_a_full_disk_leaves_nothing(
 HOLD = """
 import sys
 from pathlib import Path
-from llmrecipes.hf.folder import published
+from llmrecipes.models.create import published
 with published(Path(sys.argv[1])) as folder:
     (folder / "model.safetensors").write_text("half")
     (folder / "more").mkdir()

@@ -28,12 +28,12 @@ from llmrecipes.hf.family import family_of
 from llmrecipes.hf.match import section_of
 from llmrecipes.hf.reading import CONFIG, read_config
 from llmrecipes.hf.weights import AsHuggingFace, open_weights
+from llmrecipes.models.importing import import_model
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.progress import Counted
-from llmrecipes.workflow.importing import import_model
 from llmrecipes.workflow.runs import find_run
 from tests.hf_models import CONFIGS, LENGTH, SIZES, VOCABULARY, saved
 from tests.refusals import refused, require_message
@@ -64,7 +64,7 @@ def test_an_import_computes_the_same_and_leaves_with_the_same_bytes(kind: str, m
     theirs = saved(kind, models / kind)
     made = import_model(str(models / kind), [BPE, FP32], tmp_path, "a")
     recipe, entry = opened(Path(made.run_dir))
-    assert made.model_type == kind and made.new_rows == 384 - VOCABULARY
+    assert made.origin["model_type"] == kind and made.origin["new_rows"] == 384 - VOCABULARY
     tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(4))
     with join(select(), recipe.train.seed, recipe.parallelism), torch.no_grad():
         ours = loaded(recipe, entry)
@@ -186,7 +186,7 @@ def test_an_import_is_shown_and_its_warm_up_fits_its_steps(model: Path, tmp_path
     shown = io.StringIO()
     progress = Counted(Console(file=shown, force_terminal=False), itertools.count(step=11).__next__)
     made = import_model(str(model), [], tmp_path, "shown", progress=progress)
-    assert f"{made.parameters:,}/{made.parameters:,}" in shown.getvalue().splitlines()[-1]
+    assert f"{made.origin['parameters']:,}/{made.origin['parameters']:,}" in shown.getvalue().splitlines()[-1]
     for run_id, override, warmup in (("a", "train.train_iters=20", 1), ("b", "train.train_iters=2000", 50)):
         recipe, _ = opened(Path(import_model(str(model), [override], tmp_path, run_id).run_dir))
         assert recipe.scheduler.lr_warmup_iters == warmup

@@ -39,6 +39,7 @@ LAYERS = (
     ("train",),
     ("verify", "doctor", "bench", "dryrun", "scaling"),
     ("workflow",),
+    ("models",),
     ("search",),
     ("api",),
     ("api_models", "api_commands"),

@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
-from llmrecipes.io import write_atomic
+from llmrecipes.models.create import CreatedRun, create_run, first_checkpoint, require_unused
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
-from llmrecipes.recipe.load import recipe_hash, to_yaml
+from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.upcycling import load_upcycled
-from llmrecipes.tracking.events import Note
-from llmrecipes.tracking.status import StatusSink
 from llmrecipes.workflow.run import on_one_rank, require_checkpoint
 
 if TYPE_CHECKING:
-    from llmrecipes.checkpoint.store import CheckpointStore, Entry
+    from llmrecipes.checkpoint.store import Entry
     from llmrecipes.engine.base import Engine
 
-ORIGIN = "upcycled.json"
+
+RECORD = "upcycled.json"
 
 
-@dataclass(frozen=True)
-class Upcycled:
-    """A mixture-of-experts run before its first step.
-
-    Attributes:
-        run_dir: its directory, with recipe.yaml and the checkpoint of step 0.
-        dense_run: directory of the run it was made from.
-        dense_step: step of the checkpoint it was made from.
-        dense_parameters: parameters of that model.
-        parameters: parameters of the new one.
-        active_parameters: those of them that one token uses.
-    """
-
-    run_dir: str
-    dense_run: str
-    dense_step: int
-    dense_parameters: int
-    parameters: int
-    active_parameters: int
-
-
-def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: str) -> Upcycled:
+def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: str) -> CreatedRun:
     """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
 
     One process holds both models. The optimizer state is new, and data starts from the beginning.
@@ -59,37 +35,33 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
         runs_dir: where runs are kept.
         run_id: of the new run.
 
+    Returns:
+        With the origin: `dense_run`, `dense_step` of the checkpoint, `dense_parameters` of that model, `parameters` of
+        the new one, and `active_parameters`, which one token uses.
+
     Raises:
-        UserError: see `load_upcycled`; no valid checkpoint, a run id in use, too little memory, or a full disk. Nothing
-            that looks like a run is left behind.
+        UserError: as `load_upcycled`; no valid checkpoint, a run id in use, too little memory, or a full disk. Nothing
+            remains.
     """
     dense, moe = load_upcycled(dense_run / "recipe.yaml", overrides)
     run_dir = runs_dir / moe.name / run_id
-    if (run_dir / "recipe.yaml").exists():
-        raise UserError(f"run {run_id} already exists", where=str(run_dir), fix="another --run-id, or none")
+    require_unused(run_dir)
     cluster = detect()
-    whole_dense, whole_moe = _plainly(dense), _plainly(moe)
-    plans = derive(whole_dense, 1, cluster), derive(whole_moe, 1, cluster)
+    plans = derive(_plainly(dense), 1, cluster), derive(_plainly(moe), 1, cluster)
     _require_memory(*plans, cluster)
-    from llmrecipes.checkpoint.store import CheckpointStore
-
     entry = require_checkpoint(dense_run)
-    result = Upcycled(
-        run_dir=str(run_dir),
-        dense_run=str(dense_run),
-        dense_step=entry.step,
-        dense_parameters=plans[0].num_parameters.total,
-        parameters=plans[1].num_parameters.total,
-        active_parameters=plans[1].num_parameters.active,
-    )
-    _convert(entry, *plans, CheckpointStore(run_dir / "checkpoints"), moe)
-    # The recipe makes a directory a run, so it comes last.
-    status = StatusSink(run_dir, resumed_step=0, total_steps=moe.train.train_iters)
-    status.note(Note(step=0, event="checkpoint_saved"))  # without it the run must not start from fresh weights
-    status.close("KILLED")
-    write_atomic(run_dir / ORIGIN, json.dumps(asdict(result), indent=2) + "\n")
-    write_atomic(run_dir / "recipe.yaml", to_yaml(moe))
-    return result
+
+    def write(folder: Path) -> dict[str, Any]:
+        _convert(entry, *plans, folder, moe)
+        return {
+            "dense_run": str(dense_run),
+            "dense_step": entry.step,
+            "dense_parameters": plans[0].num_parameters.total,
+            "parameters": plans[1].num_parameters.total,
+            "active_parameters": plans[1].num_parameters.active,
+        }
+
+    return create_run(run_dir, moe, write, text=to_yaml(moe), record=RECORD)
 
 
 def _plainly(recipe: Recipe) -> Recipe:
@@ -116,29 +88,22 @@ def _require_memory(dense: Plan, moe: Plan, cluster: Cluster) -> None:
         )
 
 
-def _convert(entry: Entry, dense: Plan, moe: Plan, store: CheckpointStore, result: Recipe) -> None:
+def _convert(entry: Entry, dense: Plan, moe: Plan, run_dir: Path, result: Recipe) -> None:
     from llmrecipes.engine.registry import backend
 
     engines = backend(moe.recipe)
     platform = engines.platform()
     with engines.join(moe.recipe, platform):
-        _save(engines.upcycle(dense, moe, platform, entry), store, result)
+        _save(engines.upcycle(dense, moe, platform, entry), run_dir, result)
 
 
-def _save(engine: Engine, store: CheckpointStore, result: Recipe) -> None:
-    from llmrecipes.checkpoint.manifest import CheckpointInfo
+def _save(engine: Engine, run_dir: Path, result: Recipe) -> None:
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+    from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.engine.base import Progress
 
-    info = CheckpointInfo(
-        step=0,
-        consumed_samples=0,
-        consumed_tokens=0,
-        layout=engine.plan.layout.as_dict(),
-        recipe_hash=recipe_hash(result),
-        engine=engine.name,
-        recipe=result.model_dump(mode="json"),
-    )
+    store = CheckpointStore(run_dir / "checkpoints")
+    info = first_checkpoint(result, engine.plan, engine.name)
     with AsyncSaver(store, saver_group(), engine.checkpoint_format()) as saver:
         saver.save(engine.state(Progress()), info)
         (report,) = saver.wait()

@@ -12,7 +12,7 @@ from llmrecipes.errors import UserError
 
 @dataclass(frozen=True)
 class Method:
-    """What a method needs; its formula is in `hf.merging`.
+    """What a method needs; its formula is in `models.merge_formulas`.
 
     Attributes:
         reference: where it is from.

@@ -140,7 +140,7 @@ def serve(serving: Serving, reference: str, runs_dir: Path, data_dir: Path, opti
     """
     _require_free(options.host, options.port)
     if serving.export:
-        from llmrecipes.workflow.export import Options, export
+        from llmrecipes.models.export import Options, export
 
         say(f"exporting {reference} to {serving.model}")
         export(reference, serving.model, runs_dir, data_dir, Options(dtype=options.dtype))

@@ -19,13 +19,14 @@ from llmrecipes.io import write_atomic
 from llmrecipes.plan.check import fitted
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, short
 from llmrecipes.train.spec import RunOptions
-from llmrecipes.workflow.importing import recipe_name, recipe_values, require_tokenizer
 from llmrecipes.workflow.new import as_values, source_of
+from llmrecipes.workflow.pretrained import recipe_name, recipe_values, require_tokenizer
 from llmrecipes.workflow.run import Log, Paths, TrainOptions, finished, is_prepared, prepare_data
 from llmrecipes.workflow.train import train
 
 if TYPE_CHECKING:
     from llmrecipes.recipe.schema import Recipe
+
 
 STEPS = ("recipe", "prepare", "train", "export")
 RUN_ID = "finetune"
@@ -212,7 +213,7 @@ def _do(step: str, asked: Finetuning, paths: Paths, log: Log) -> int:
     elif step == "train":
         return train(recipe, paths, TrainOptions(run_id=RUN_ID, run=RunOptions(sample=False)), log)
     else:
-        from llmrecipes.workflow.export import Options, export
+        from llmrecipes.models.export import Options, export
 
         options = Options(merge_adapter=asked.lora)
         made = export(f"{asked.name}/{RUN_ID}", asked.exported, paths.runs_dir, paths.data_dir, options)
