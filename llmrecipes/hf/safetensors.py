@@ -16,7 +16,7 @@ from typing import IO, Any, Protocol
 import torch
 
 from llmrecipes.errors import UserError
-from llmrecipes.hf.reading import INDEX, WEIGHTS, open_folder
+from llmrecipes.hf.reading import INDEX, open_folder
 from llmrecipes.io import sync
 from llmrecipes.tracking.progress import Counted
 
@@ -97,6 +97,8 @@ class SafetensorsFolder:
 
 SHARD_BYTES = 5 * 10**9
 """Largest shard, as `save_pretrained` of transformers has had it for years."""
+PATTERN = "model{suffix}.safetensors"
+"""Names of the files: a suffix only if there are several."""
 ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KEPT = "e_score_correction_bias"
 """End of the names of tensors that stay as they are: a small difference would change which experts are selected."""
@@ -146,31 +148,31 @@ def write(
         UserError: a value is too large for fp16.
         OSError: a disk error.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     kinds = {name: _kind(name, source.dtype(name), dtype) for name in source.names()}
     sizes = {name: prod(source.shape(name)) * kind.itemsize for name, kind in kinds.items()}
-    shards = _shards(sizes, shard_bytes)
-    files = [WEIGHTS] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-    ]  # fmt: skip
+    # It needs sizes only. A tensor larger than a shard goes before the shard that is being filled.
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern=PATTERN, max_shard_size=shard_bytes
+    )
     if progress is not None:
         progress.begin("tensors", len(kinds))
-    for file, names in zip(files, shards, strict=True):
+    for file, names in split.filename_to_tensors.items():
         _write_shard(folder / file, source, {name: kinds[name] for name in names}, progress)
     if progress is not None:
         progress.close()
-    if len(files) > 1:
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        write_json(folder / INDEX, index)
+    if split.is_sharded:
+        write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     # That of most bytes: a bias of an expert may be of another.
     kind = max(set(kinds.values()), key=lambda each: sum(size for name, size in sizes.items() if kinds[name] == each))
     write_json(folder / "config.json", {**config, "dtype": str(kind).removeprefix("torch.")})
     return Written(
-        tuple(files),
+        tuple(split.filename_to_tensors),
         len(kinds),
         sum(prod(source.shape(name)) for name in kinds),
         sum(sizes.values()),
-        max((folder / file).stat().st_size for file in files),
+        max((folder / file).stat().st_size for file in split.filename_to_tensors),
     )
 
 
@@ -183,19 +185,6 @@ def _kind(name: str, stored: torch.dtype, dtype: str | None) -> torch.dtype:
     if dtype is None or not stored.is_floating_point or name.endswith(KEPT):
         return stored
     return ELEMENT_TYPES[dtype]
-
-
-def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names of each shard: as many in order as fit."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if shards[-1] and used + size > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    return shards
 
 
 def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dtype], progress: Counted | None) -> None:

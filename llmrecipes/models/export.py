@@ -287,7 +287,7 @@ def card(
         notes: what the reader of the model has to know.
     """
     text = [
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- llmrecipes\n- megatron-core\n---\n",
+        front_matter("llmrecipes", "megatron-core", task="text-generation"),
         f"# {recipe.name}\n",
         f"{recipe.description}\n" if recipe.description else "",
         f"A model of type `{family}` with {parameters:,} parameters, {_how(recipe)} with llmrecipes {__version__} on "
@@ -309,6 +309,14 @@ def card(
         "any.\n",
     ]
     return "\n".join(part for part in text if part)
+
+
+def front_matter(*tags: str, task: str | None = None) -> str:
+    """Metadata at the head of a model card, which the Hub reads."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=list(tags))
+    return f"---\n{data}\n---\n"
 
 
 def _how(recipe: Recipe) -> str:

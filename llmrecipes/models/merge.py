@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmrecipes.errors import UserError
 from llmrecipes.hf.reading import read_bytes, read_json
 from llmrecipes.models.create import CreatedRun, create_run, published, require_absent, write_checkpoint
+from llmrecipes.models.export import ELEMENT_TYPES, front_matter
 from llmrecipes.models.merge_options import METHODS, Merge, MergeOptions, resolve
 from llmrecipes.recipe.load import DEFAULTS_NOTE, short
 from llmrecipes.recipe.schema import Recipe
@@ -30,7 +31,6 @@ COMPANIONS = (
     "chat_template.jinja", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json",
 )  # fmt: skip
 """Files beside the weights that a merged model takes from the first one, where it has them."""
-ELEMENT_TYPES = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _card(models: Sequence[str], base: str | None, numbers: Merge) -> str:
     if base is not None:
         rows.append([f"{_named(base)} (base)", *("" for _ in columns[1:])])
     lines = [
-        "---", "library_name: transformers", "tags:", "- merge", "- llmrecipes", "---", "",
+        front_matter("merge", "llmrecipes"),
         "# A merged model", "",
         f"Made by `llmrecipes merge --method {numbers.method}`: {METHODS[numbers.method].reference}. Its configuration",
         "and its tokenizer are those of the first model; all of them have the same.", "",
