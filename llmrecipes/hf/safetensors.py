@@ -22,7 +22,7 @@ from llmrecipes.tracking.progress import Counted
 
 
 class TensorSource(Protocol):
-    """Whole global tensors by name. One is in memory at a time: nobody holds the model."""
+    """Whole global tensors by name. One is in memory at a time: no process holds the model."""
 
     def names(self) -> Sequence[str]:
         """Names, in the order of the model."""
@@ -34,10 +34,10 @@ class TensorSource(Protocol):
         """Type of a tensor's elements, without reading it."""
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU, in memory of its own.
+        """A complete tensor on the CPU, in memory that nothing else uses.
 
         Raises:
-            UserError: it is damaged or missing.
+            UserError: it is corrupt or missing.
         """
 
 
@@ -89,8 +89,8 @@ class SafetensorsFolder:
         try:
             # Opened for each tensor: pages of a file that stays mapped count as memory of this process.
             with safe_open(path, framework="pt", device="cpu") as file:
-                found: torch.Tensor = file.get_tensor(name)
-                return found.clone()
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor.clone()
         except (OSError, SafetensorError) as problem:
             raise UserError(f"{name} cannot be read: {problem}", where=str(path), fix="copy it again") from problem
 
@@ -108,7 +108,7 @@ _CHUNK = 1 << 26
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenWeights:
     """What was written.
 
     Attributes:
@@ -133,15 +133,15 @@ def write(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Counted | None = None,
-) -> Written:
-    """Write weights and config.json into a folder that nobody reads yet.
+) -> WrittenWeights:
+    """Write weights, split and named as on the Hub, and config.json into a folder that no other process reads yet.
 
     Args:
         source: weights by the names of transformers.
         config: config.json, without the element type.
         folder: an empty folder (see `models.create.published`).
-        dtype: fp32, bf16 or fp16; None: each tensor as it is.
-        shard_bytes: largest file; one tensor that is larger has a file of its own.
+        dtype: fp32, bf16 or fp16; None: element types stay.
+        shard_bytes: largest file; a larger tensor has a separate file.
         progress: shows how many tensors are written.
 
     Raises:
@@ -165,9 +165,11 @@ def write(
     if split.is_sharded:
         write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     # That of most bytes: a bias of an expert may be of another.
-    kind = max(set(kinds.values()), key=lambda each: sum(size for name, size in sizes.items() if kinds[name] == each))
+    kind = max(
+        set(kinds.values()), key=lambda candidate: sum(size for name, size in sizes.items() if kinds[name] == candidate)
+    )
     write_json(folder / "config.json", {**config, "dtype": str(kind).removeprefix("torch.")})
-    return Written(
+    return WrittenWeights(
         tuple(split.filename_to_tensors),
         len(kinds),
         sum(prod(source.shape(name)) for name in kinds),
@@ -209,7 +211,7 @@ def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dty
 
 def _write_tensor(file: IO[bytes], name: str, value: torch.Tensor, shape: Sequence[int], kind: torch.dtype) -> None:
     if tuple(value.shape) != tuple(shape):
-        raise RuntimeError(f"{name} has the shape {tuple(value.shape)}, and was announced as {tuple(shape)}")
+        raise RuntimeError(f"{name} has the shape {tuple(value.shape)}, and its header says {tuple(shape)}")
     flat = value.contiguous().view(-1)
     step = _CHUNK // max(kind.itemsize, flat.element_size())
     for start in range(0, flat.numel(), step):
@@ -217,7 +219,7 @@ def _write_tensor(file: IO[bytes], name: str, value: torch.Tensor, shape: Sequen
         piece = flat[start : start + step]
         converted = piece.to(kind)
         if kind.itemsize < piece.element_size() and not torch.equal(converted.isfinite(), piece.isfinite()):
-            element = next(name for name, each in ELEMENT_TYPES.items() if each == kind)
+            element = next(name for name, candidate in ELEMENT_TYPES.items() if candidate == kind)
             raise UserError(
                 f"{name} has values too large for {element}",
                 where="--dtype",

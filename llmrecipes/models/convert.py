@@ -94,7 +94,7 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
         raise UserError(f"{engine_name(recipe)} with --to {to}", where="engine", fix="leave engine out")
     before, after = then.model_dump(mode="json"), recipe.model_dump(mode="json")
     different = differences(after, before)
-    kept = [*compatibility(after, before), *(each for each in different if each.key in LENGTH)]
+    kept = [*compatibility(after, before), *(difference for difference in different if difference.key in LENGTH)]
     if kept:
         raise UserError(
             "a conversion cannot change these:\n    " + "\n    ".join(map(str, kept)),
@@ -102,7 +102,7 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
             rule="the new run keeps its model, data, batch, seed, precision, learning rate and number of steps",
             fix="leave them out; the command that resumes the new run can extend it",
         )
-    if engine_name(then) == to and all(each.key == "engine" for each in different):
+    if engine_name(then) == to and all(difference.key == "engine" for difference in different):
         raise UserError(
             f"this run already has engine {to}",
             where=str(path.parent),

@@ -1,4 +1,4 @@
-"""Runs and folders that are made from models: there completely, or not at all."""
+"""Runs and folders that are made from models: complete, or absent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOCK = ".lock"
 def published(out: Path, elsewhere: str = "--out DIR") -> Iterator[Path]:
     """A hidden folder beside `out` that is renamed to it when the block ends, with everything in it on the disk.
 
-    If the block is left by an exception, nothing remains. What a killed process has left is removed by the next one.
+    After an exception, nothing remains. The next process removes what a killed one has left.
 
     Args:
         out: the final name.
@@ -51,7 +51,7 @@ def published(out: Path, elsewhere: str = "--out DIR") -> Iterator[Path]:
         try:
             lock = take_lock(hidden / _LOCK)
         except UserError as busy:
-            raise UserError("another process is writing this", where=str(out), fix=f"wait, or {elsewhere}") from busy
+            raise UserError("another process is writing it", where=str(out), fix=f"wait, or {elsewhere}") from busy
         try:
             _empty(hidden)
             yield hidden
@@ -68,7 +68,7 @@ def published(out: Path, elsewhere: str = "--out DIR") -> Iterator[Path]:
             os.close(lock)
     except OSError as error:
         raise UserError(
-            f"this cannot be written: {error.strerror}",
+            f"cannot be written: {error.strerror}",
             where=str(error.filename or out),
             rule="nothing is left behind",
             fix=f"free some disk space if it is full, or write to another disk with {elsewhere}",
@@ -76,18 +76,18 @@ def published(out: Path, elsewhere: str = "--out DIR") -> Iterator[Path]:
 
 
 def require_absent(out: Path, elsewhere: str = "--out DIR") -> None:
-    """Check that nothing has the name of a folder to be written.
+    """Check that a folder to be written does not exist.
 
     Args:
         out: the folder.
         elsewhere: the option that chooses another place.
 
     Raises:
-        UserError: something has.
+        UserError: it does, or a file has its name.
     """
     if out.exists() or out.is_symlink():
         raise UserError(
-            "this exists already", where=str(out), rule="nothing is overwritten", fix=f"remove it, or {elsewhere}"
+            "already exists", where=str(out), rule="nothing is overwritten", fix=f"remove it, or {elsewhere}"
         )
 
 

@@ -62,8 +62,8 @@ class Exported:
         bytes: of the weights.
         shards: files of the weights.
         largest_shard: bytes of the largest.
-        notes: what the reader of the model has to know.
-        seconds: that it took.
+        notes: what users of the model must know.
+        seconds: duration.
     """
 
     path: str
@@ -143,9 +143,9 @@ def _notes(recipe: Recipe, *, averaged: bool) -> tuple[str, ...]:
         decay = recipe.optimizer.ema_decay
         notes.append(f"the weights are their moving average (ema_decay {decay}); losses were measured without it")
     if model.mtp_num_layers:
-        notes.append("the layers of multi-token prediction are left out, transformers does not use them")
+        notes.append("the layers of multi-token prediction are left out: transformers does not use them")
     if model.moe_expert_capacity_factor is not None:
-        notes.append("experts had a capacity in training; transformers drops no token")
+        notes.append("experts had a limited capacity in training; transformers drops no token")
     return tuple(notes)
 
 
@@ -159,13 +159,13 @@ def _prepared(recipe: Recipe, data_dir: Path) -> Prepared:
         raise UserError(error.what, where=error.where, rule=error.rule, fix=fix) from error
 
 
-def _measured(run: Path, entry: Entry) -> Measured:
+def _measured(run: Path, entry: Entry) -> Losses:
     """The losses of metrics.jsonl up to the checkpoint."""
     from llmrecipes.tracking.jsonl import METRICS, parse
     from llmrecipes.untrusted import lines
 
     manifest = entry.manifest
-    found: dict[str, Any] = {}
+    losses: dict[str, Any] = {}
     try:
         read = lines(run / METRICS, root=run)
         records = [record for line in read if (record := parse(line)) is not None]
@@ -174,10 +174,10 @@ def _measured(run: Path, entry: Entry) -> Measured:
     for record in records:
         if record.get("step", 0) <= entry.step:
             if "valid_loss" in record:
-                found |= {"valid_loss": record["valid_loss"], "bits_per_byte": record.get("valid_bits_per_byte")}
+                losses |= {"valid_loss": record["valid_loss"], "bits_per_byte": record.get("valid_bits_per_byte")}
             elif "loss" in record:
-                found["loss"] = record["loss"]
-    return Measured(entry.step, manifest.consumed_tokens, **found)
+                losses["loss"] = record["loss"]
+    return Losses(entry.step, manifest.consumed_tokens, **losses)
 
 
 def _require_options(options: Options) -> None:
@@ -198,7 +198,7 @@ class ExportedAdapter:
         adapters: matrices of transformers that have one.
         parameters: of all adapters.
         bytes: of the weights.
-        seconds: that it took.
+        seconds: duration.
     """
 
     path: str
@@ -255,7 +255,7 @@ def export_adapter(reference: str, out: Path | None, runs_dir: Path) -> Exported
 
 
 @dataclass(frozen=True)
-class Measured:
+class Losses:
     """What was recorded up to the checkpoint.
 
     Attributes:
@@ -274,7 +274,7 @@ class Measured:
 
 
 def card(
-    recipe: Recipe, family: str, parameters: int, measured: Measured, data: Manifest | None, notes: Sequence[str]
+    recipe: Recipe, family: str, parameters: int, measured: Losses, data: Manifest | None, notes: Sequence[str]
 ) -> str:
     """README.md of an exported model.
 
@@ -283,8 +283,8 @@ def card(
         family: `model_type`.
         parameters: of the model.
         measured: losses.
-        data: manifest of the prepared data; None: unknown here.
-        notes: what the reader of the model has to know.
+        data: manifest of the prepared data; None: unknown.
+        notes: what users of the model must know.
     """
     text = [
         front_matter("llmrecipes", "megatron-core", task="text-generation"),
@@ -304,9 +304,8 @@ def card(
         "## Losses\n",
         _losses(measured),
         "## Use\n",
-        f"{_use(recipe)} It has the gaps and biases of its data. No license is stated here: whoever publishes this "
-        "model adds one, in keeping with the licenses of its data, its tokenizer and the model that it began from, if "
-        "any.\n",
+        f"{_use(recipe)} It has the gaps and biases of its data. No license is stated: whoever publishes this model "
+        "adds one that is compatible with the licenses of its data, its tokenizer and its base model, if any.\n",
     ]
     return "\n".join(part for part in text if part)
 
@@ -329,15 +328,15 @@ def _how(recipe: Recipe) -> str:
 
 def _use(recipe: Recipe) -> str:
     if recipe.data.chat is not None:
-        return "It answers in the form of the conversations that it was trained on; nothing else was asked of it."
+        return "Fine-tuned on conversations; not aligned for safety or preference."
     if recipe.train.pretrained is not None:
-        return "What its first weights had learnt is not recorded here."
-    return "A base model: it continues text, and was not trained to follow instructions or to refuse any."
+        return "The provenance of its initial weights is not recorded."
+    return "A base model: it continues text, and was not trained to follow or refuse instructions."
 
 
 def _model(recipe: Recipe) -> dict[str, str]:
     model = recipe.model
-    found = {
+    rows = {
         "layers": str(model.num_layers),
         "width": str(model.hidden_size),
         "attention heads": str(model.num_attention_heads),
@@ -345,11 +344,11 @@ def _model(recipe: Recipe) -> dict[str, str]:
         "vocabulary": f"{model.vocab_size:,}",
     }
     if model.num_moe_experts:
-        found["experts"] = f"{model.num_moe_experts}, of which {model.moe_router_topk} for a token"
-    return found
+        rows["experts"] = f"{model.num_moe_experts}, of which {model.moe_router_topk} for a token"
+    return rows
 
 
-def _training(recipe: Recipe, measured: Measured) -> dict[str, str]:
+def _training(recipe: Recipe, measured: Losses) -> dict[str, str]:
     train, optimizer = recipe.train, recipe.optimizer
     return {
         "steps": f"{measured.step:,} of {train.train_iters:,}",
@@ -367,10 +366,10 @@ def _sources(recipe: Recipe, data: Manifest | None) -> str:
     total = sum(source.weight for source in recipe.data.sources)
     rows = [["source", "share of the training samples", "documents", "training tokens"], ["---"] * 4]
     for index, source in enumerate(recipe.data.sources):
-        counts = ["not known here"] * 2
+        counts = ["unknown"] * 2
         if data is not None:
             record = data.sources[index]
-            kept = sum(each.documents for each in record.splits.values())
+            kept = sum(split.documents for split in record.splits.values())
             counts = [f"{kept:,}", f"{record.splits['train'].tokens:,}"]
         rows.append([_name(source), f"{source.weight / total:.0%}", *counts])
     kind = recipe.data.tokenizer
@@ -387,19 +386,19 @@ def _name(source: Source) -> str:
 
 
 def _public(path: str | None) -> str:
-    """The last part of a path: a card is published, and a machine's folders are nobody's business."""
+    """The last part of a path: a card is published, the paths of a machine are not."""
     return "" if path is None else path if path.count("/") == 1 and not path.startswith("/") else PurePath(path).name
 
 
-def _losses(measured: Measured) -> str:
-    found = {}
+def _losses(measured: Losses) -> str:
+    rows = {}
     if measured.loss is not None:
-        found["training loss, last step"] = f"{measured.loss:.4f}"
+        rows["training loss, last step"] = f"{measured.loss:.4f}"
     if measured.valid_loss is not None:
-        found["validation loss, nats per token"] = f"{measured.valid_loss:.4f}"
+        rows["validation loss, nats per token"] = f"{measured.valid_loss:.4f}"
     if measured.bits_per_byte is not None:
-        found["validation, bits per byte"] = f"{measured.bits_per_byte:.4f}"
-    return _table(found) if found else "None were recorded.\n"
+        rows["validation, bits per byte"] = f"{measured.bits_per_byte:.4f}"
+    return _table(rows) if rows else "None were recorded.\n"
 
 
 def _table(rows: Mapping[str, str]) -> str:

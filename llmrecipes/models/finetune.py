@@ -1,6 +1,6 @@
 """`llmrecipes finetune`: from a model and conversations to a folder that can be served, in steps that can be repeated.
 
-The state of each step is what it has written: a step that is done is recognised, and not repeated.
+The state of a step is what it has written: a step that is done is not repeated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FILL = 0.95
 _MULTIPLE = 64
 """Of `model.seq_length`."""
 COMMENTS = {
-    "model.seq_length": "the longest conversation that was measured, as far as the model has positions",
+    "model.seq_length": "the longest measured conversation, up to the model's positions",
     "train.pretrained": "weights that the run starts from",
     "train.micro_batch_size": "the largest that fits the memory, by the plan",
     "data.split": "training, validation and test, by the hash of a conversation",
@@ -54,7 +54,7 @@ COMMENTS = {
 
 @dataclass(frozen=True)
 class Finetuning:
-    """What is asked for.
+    """A fine-tuning that a user requests.
 
     Attributes:
         model: folder, or name on the Hub.
@@ -120,8 +120,8 @@ class Step:
 
     Attributes:
         name: one of `STEPS`.
-        command: that does it.
-        done: whether its result is there.
+        command: its command line.
+        done: whether its result exists.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Lengths:
     """Conversations of the data.
 
     Attributes:
-        conversations: rows of all sources, those included that cannot be used.
+        conversations: rows of all sources, including those that cannot be used.
         used: conversations that were measured and can be used.
         tokens: of all, extrapolated from those measured.
         longest: tokens of the longest that was measured.
@@ -245,11 +245,11 @@ def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, 
 
     Args:
         asked: the model, the data, and how.
-        cluster: the machine that it is to fit.
+        cluster: the machine that it must fit.
         log: receives lines.
 
     Raises:
-        UserError: see `finetune`.
+        UserError: as `finetune`.
     """
     from llmrecipes.data import templates
     from llmrecipes.hf.match import section_of, validated
@@ -272,11 +272,11 @@ def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, 
     values["data"]["split"] = [100 - 100 * HELD_OUT, 100 * HELD_OUT, 0.0]
     if asked.lora:
         values["lora"] = dict(LORA)
-    given = load_values(values, base_model.path / CONFIG, asked.overrides).recipe
-    require_tokenizer(base_model, given, asked.overrides)
-    _require_template(asked, given)
-    log(f"measuring the conversations of {asked.data} as {templates.of_recipe(given).origin} writes them")
-    lengths = measured(given)
+    draft = load_values(values, base_model.path / CONFIG, asked.overrides).recipe
+    require_tokenizer(base_model, draft, asked.overrides)
+    _require_template(asked, draft)
+    log(f"measuring the conversations of {asked.data} as {templates.of_recipe(draft).origin} writes them")
+    lengths = measured(draft)
     length = min(bound, math.ceil(max(lengths.longest - 1, 1) / _MULTIPLE) * _MULTIPLE)
     sequences = lengths.tokens * (1 - HELD_OUT) * asked.epochs / (length * _FILL)
     batch = MOST_BATCH
@@ -291,7 +291,7 @@ def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, 
 def _with_length(
     recipe: Recipe, sequences: float, values: dict[str, Any], path: Path, overrides: Sequence[str]
 ) -> Recipe:
-    """The recipe with as many steps as its batch takes for the sequences; overrides have the last word."""
+    """The recipe with as many steps as its batch takes for the sequences; overrides are applied last."""
     batch = recipe.train.global_batch_size
     iters = max(1, math.ceil(sequences / batch))
     chosen = recipe.model_dump(mode="json", include={"parallelism", "train"}, exclude_defaults=True)
@@ -338,7 +338,7 @@ def measured(recipe: Recipe) -> Lengths:
     if not used:
         refusal = refusal or made.refusal
         raise UserError(
-            f"none of {rows:,} conversations can be learnt" + (f"; the template: {refusal}" if refusal else ""),
+            f"none of {rows:,} conversations can be used" + (f"; the template: {refusal}" if refusal else ""),
             where="--data",
             rule="a conversation has an answer of the assistant, without the text of special tokens",
             fix="docs/finetuning.md#conversations",

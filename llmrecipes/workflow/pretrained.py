@@ -60,8 +60,8 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
         log: receives one line.
 
     Raises:
-        UserError: the weights cannot be found or fetched, are not those of the recipe's model, or are others than those
-            that the adapters were trained on.
+        UserError: the weights cannot be found or fetched, are not those of the recipe's model, or not those that
+            the adapters were trained on.
     """
     recipe = spec.recipe
     if recipe.train.pretrained is None:
@@ -92,7 +92,7 @@ def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
         log: receives a line when the model is read to compare it.
 
     Raises:
-        UserError: the run has no record of it, it is not there, or has changed since.
+        UserError: the run has no record of it, it is missing, or has changed.
     """
     from llmrecipes.hf.reading import fingerprint, open_folder, resolve
 
@@ -101,7 +101,7 @@ def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
         raise UserError(
             f"{RECORD} is missing or corrupt",
             where=str(run_dir),
-            rule="it says which model the adapters of this run belong to",
+            rule="it records which model the adapters of this run belong to",
             fix="restore it, or start a new run",
         )
     path = resolve(record["pinned"]).path
@@ -120,7 +120,7 @@ def base_weights(run_dir: Path, recipe: Recipe) -> Iterator[FolderWeights | None
     """Weights of the model that the adapters of a run belong to; None: the run has none, or they are initial ones.
 
     Raises:
-        UserError: see `base_folder`.
+        UserError: as `base_folder`.
     """
     if recipe.lora is None or recipe.train.pretrained is None:
         yield None
@@ -152,7 +152,7 @@ def _pinned(run_dir: Path, pretrained: str) -> str:
 def _recorded(run_dir: Path) -> dict[str, str] | None:
     try:
         record = read_json(run_dir / RECORD, root=run_dir, most=MOST)
-        return {each.name: str(record[each.name]) for each in fields(Record)}
+        return {field.name: str(record[field.name]) for field in fields(Record)}
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -192,13 +192,13 @@ def recipe_name(source: str) -> str:
 
 
 def require_tokenizer(model: Located, recipe: Recipe, overrides: Sequence[str]) -> None:
-    """A new tokenizer would give every token id another meaning, so one is only trained where that is asked for.
+    """Check that training keeps the model's tokenizer, unless another is requested: it changes the meaning of every id.
 
     Raises:
         UserError: the folder has none, or it has ids that the model does not have.
     """
     tokenizer = recipe.data.tokenizer
-    if tokenizer.type == "bpe" and not any(each.startswith("data.tokenizer") for each in overrides):
+    if tokenizer.type == "bpe" and not any(override.startswith("data.tokenizer") for override in overrides):
         raise UserError(
             f"no {TOKENIZER_FILE}",
             where=str(model.path),

@@ -1,4 +1,4 @@
-"""Models by reference (a run, one of its checkpoints, or a Hugging Face folder), with their adapters merged."""
+"""Models by reference (a run, one of its checkpoints, or a Hugging Face folder), with adapters merged."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def open_tensors(reference: str, runs_dir: Path, family: str | None = None) -> O
         family: `model_type` for a run; None: the first that has its form.
 
     Raises:
-        UserError: there is no such run, checkpoint or folder; it is damaged; or a run's model has no form in
+        UserError: no such run, checkpoint or folder; it is corrupt; or a run's model has no form in
             transformers.
     """
     folder = Path(reference)
@@ -75,7 +75,7 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
     """Open a checkpoint of a run; arguments and errors as `open_tensors`.
 
     Args:
-        averaged: the moving average of the weights in their place.
+        averaged: read the moving average of the weights.
     """
     from llmrecipes.engine.registry import backend
     from llmrecipes.hf.family import config_of, family_of
@@ -144,10 +144,10 @@ def merged(run: Path, entry: Entry, recipe: Recipe, *, averaged: bool = False) -
 
 
 def require_merge(recipe: Recipe, run: Path, *, asked: bool) -> None:
-    """A whole model of a run with adapters is written when it is asked for, and of no other run.
+    """Check that `--merge-adapter` is set for a run with adapters, and for no other.
 
     Raises:
-        UserError: it is not so.
+        UserError: it is not.
     """
     if recipe.lora is None and asked:
         raise _without(run, "--merge-adapter", "without it: the checkpoint has all weights")
@@ -164,7 +164,7 @@ def lora_of(recipe: Recipe, run: Path) -> Lora:
     """The section `lora` of a run, for an export.
 
     Raises:
-        UserError: it has none, or a key that is not exported.
+        UserError: it has none, or a key without a counterpart in PEFT.
     """
     from llmrecipes.hf.adapter import KEYS
     from llmrecipes.hf.table import defaults
@@ -174,7 +174,7 @@ def lora_of(recipe: Recipe, run: Path) -> Lora:
     for key, default in defaults(type(recipe.lora)).items():
         if key not in KEYS and getattr(recipe.lora, key) != default:
             raise UserError(
-                f"{getattr(recipe.lora, key)} has no form in PEFT",
+                f"{getattr(recipe.lora, key)} is not supported by PEFT",
                 where=f"lora.{key}",
                 rule=f"exported adapters have the default, {default}",
             )
