@@ -114,10 +114,10 @@ def _merge_runs(
     models: list[str], options: MergeOptions, base: str | None, run_id: str | None, runs_dir: Path, *, as_json: bool
 ) -> None:
     from llmrecipes.commandline import resume_command
+    from llmrecipes.runfiles import checked_run_id
     from llmrecipes.workflow.merge import merge_runs
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
 
-    made = merge_runs(models, options, runs_dir, new_run_id() if run_id is None else checked_run_id(run_id), base)
+    made = merge_runs(models, options, runs_dir, checked_run_id(run_id), base)
     if as_json:
         print(json.dumps(asdict(made)))
         return

@@ -265,13 +265,13 @@ def upcycle(
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number, setup_logging
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
-    from llmrecipes.workflow.runs import find_run
+    from llmrecipes.rundir import Run
+    from llmrecipes.runfiles import checked_run_id
     from llmrecipes.workflow.upcycle import upcycle as make
 
     setup_logging()
-    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
-    made = make(find_run(run, runs_dir), overrides or [], runs_dir, run_id)
+    run_id = checked_run_id(run_id)
+    made = make(Run.find(run, runs_dir).path, overrides or [], runs_dir, run_id)
     if as_json:
         print(json.dumps(asdict(made)))
         return
@@ -303,13 +303,13 @@ def convert(
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import setup_logging
+    from llmrecipes.rundir import Run
+    from llmrecipes.runfiles import checked_run_id
     from llmrecipes.workflow.convert import convert as make
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
-    from llmrecipes.workflow.runs import find_run
 
     setup_logging()
-    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
-    made = make(find_run(run, runs_dir), to, overrides or [], runs_dir, run_id)
+    run_id = checked_run_id(run_id)
+    made = make(Run.find(run, runs_dir).path, to, overrides or [], runs_dir, run_id)
     if as_json:
         print(json.dumps(asdict(made)))
         return

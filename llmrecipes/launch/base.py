@@ -13,6 +13,7 @@ from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import RunFiles
 
 LauncherOptions = Mapping[str, Any]
 """Options of `submit` by their names on the command line, with defaults filled in."""
@@ -134,7 +135,7 @@ class Submission:
 
     @property
     def run_dir(self) -> Path:
-        return self.runs_dir / self.planned.recipe.name / self.run_id
+        return RunFiles.of(self.runs_dir, self.planned.recipe.name, self.run_id).path
 
     @property
     def planned_for_cluster(self) -> PlannedForCluster:

@@ -17,8 +17,9 @@ from llmrecipes.launch.base import JobHandle, Launcher, Planned, PlannedForClust
 from llmrecipes.launch.registry import launcher
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, default_world_size, derive
-from llmrecipes.recipe.load import RESOLVED_NAME, to_yaml
+from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.workflow.run import Paths
 from llmrecipes.workflow.submit import submit
 
@@ -96,7 +97,7 @@ class Target:
         Raises:
             UserError: it cannot be submitted.
         """
-        path = self.paths.runs_dir.resolve() / recipe.name / run_id / RESOLVED_NAME
+        path = RunFiles.of(self.paths.runs_dir.resolve(), recipe.name, run_id).recipe_file
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, to_yaml(recipe))

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 
 
 class RankSpec(BaseModel):
@@ -53,3 +54,7 @@ class RunSpec(RunOptions, RankSpec):
     """How often a scheduler has started this job again."""
     tags: dict[str, str] = {}
     """MLflow tags about the environment of the run, such as its job id."""
+
+    @property
+    def run(self) -> Run:
+        return Run(self.run_dir)

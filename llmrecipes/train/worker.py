@@ -25,7 +25,6 @@ def run(spec: RunSpec) -> ExitCode:
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.checkpoint.saver import AsyncSaver, claim, saver_group
-    from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.engine.base import Progress
     from llmrecipes.engine.registry import backend
@@ -70,7 +69,7 @@ def run(spec: RunSpec) -> ExitCode:
         loaders = open_loaders(recipe, prepared, world, pin_memory=platform.name == "cuda")
         if spec.overfit_batch:
             loaders = one_batch_forever(loaders, plan.num_microbatches)
-        store = CheckpointStore(spec.run_dir / "checkpoints")
+        store = spec.run.store()
         stop = stack.enter_context(catch_signals(lambda: _newest(store)))
         # A run that still writes here is refused before its checkpoints are judged.
         group = saver_group()
@@ -98,7 +97,7 @@ def run(spec: RunSpec) -> ExitCode:
             tracker.note(Note(step=progress.step, event="network", details={"network": network}))
         for note in start.notes:
             tracker.note(note)
-        profile_step = stack.enter_context(profiled(spec.profile_steps, spec.run_dir / "logs", world.rank))
+        profile_step = stack.enter_context(profiled(spec.profile_steps, spec.run.logs, world.rank))
         if spec.anomaly:
             for module in engine.modules:
                 stack.enter_context(anomaly_mode(module))
@@ -128,10 +127,10 @@ def run(spec: RunSpec) -> ExitCode:
                 tasks,
                 tracker,
                 stop,
-                spec.run_dir / "metrics.jsonl",
+                spec.run.metrics,
             ),
             stop_after=spec.stop_after,
-            evaluation_due=evaluation_due(progress.step, recipe, spec.run_dir / "metrics.jsonl", world),
+            evaluation_due=evaluation_due(progress.step, recipe, spec.run.metrics, world),
         )
         # All objects of now live to the end: exclude them from the collections that megatron-core runs at each save.
         gc.collect()

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.engines import ENGINES, can_read, engine_name
-from llmrecipes.recipe.load import RESOLVED_NAME, load, recipe_hash, to_yaml
+from llmrecipes.recipe.load import load, recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import Note
-from llmrecipes.tracking.jsonl import METRICS, JsonlSink
+from llmrecipes.tracking.jsonl import JsonlSink
 from llmrecipes.tracking.status import StatusSink
-from llmrecipes.workflow.run import require_checkpoint
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
@@ -72,10 +72,10 @@ def convert(run: Path, to: str, overrides: Sequence[str], runs_dir: Path, run_id
         UserError: an unknown engine, an invalid recipe, nothing to change, no valid checkpoint (`ExitCode.STOP` if all
             are corrupt), a run id in use, or a full disk. Nothing of the new run is left behind.
     """
-    recipe = converted_recipe(run / RESOLVED_NAME, to, overrides)
+    recipe = converted_recipe(Run(run).recipe_file, to, overrides)
     entry = _newest(run)
     _require_readable(entry, to)
-    run_dir = runs_dir / recipe.name / run_id
+    run_dir = Run.of(runs_dir, recipe.name, run_id).path
     try:
         run_dir.mkdir(parents=True)
     except FileExistsError as error:
@@ -135,12 +135,11 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
 
 
 def _newest(run: Path) -> Entry:
-    from llmrecipes.checkpoint.store import CheckpointStore
 
     try:
-        return require_checkpoint(run)
+        return Run(run).require_checkpoint()
     except UserError as error:
-        if corrupt := CheckpointStore(run / "checkpoints").survey()[1]:
+        if corrupt := Run(run).store().survey()[1]:
             raise UserError(
                 "no checkpoint of this run is valid:\n    " + "\n    ".join(map(str, corrupt)),
                 where=str(run),
@@ -183,17 +182,16 @@ def _fill(run_dir: Path, recipe: Recipe, run: Path, entry: Entry, to: str) -> Co
     status.close("KILLED")
     write_atomic(run_dir / ORIGIN, json.dumps(asdict(result), indent=2) + "\n")
     # The recipe makes a directory a run, so it comes last.
-    write_atomic(run_dir / RESOLVED_NAME, to_yaml(recipe))
+    write_atomic(Run(run_dir).recipe_file, to_yaml(recipe))
     return result
 
 
 def _publish(run_dir: Path, recipe: Recipe, entry: Entry, to: str) -> bool:
     """Publish the checkpoint in the new run; returns whether all its files are hard links."""
     from llmrecipes.checkpoint.manifest import CheckpointInfo
-    from llmrecipes.checkpoint.store import CheckpointStore
 
     manifest = entry.manifest
-    store = CheckpointStore(run_dir / "checkpoints")
+    store = Run(run_dir).store()
     store.claim()
     try:
         temporary = store.temporary(entry.step)
@@ -233,12 +231,12 @@ def _link_or_copy(source: Path, target: Path) -> bool:
 
 def _copy_metrics(run: Path, run_dir: Path, result: Converted) -> None:
     """The curve up to the checkpoint, and a note of where it is from."""
-    (run_dir / "logs").mkdir()
-    if (run / METRICS).exists():
-        shutil.copyfile(run / METRICS, run_dir / METRICS)
-    metrics = JsonlSink(run_dir / METRICS, result.step)
+    Run(run_dir).logs.mkdir()
+    if (Run(run).metrics).exists():
+        shutil.copyfile(Run(run).metrics, Run(run_dir).metrics)
+    metrics = JsonlSink(Run(run_dir).metrics, result.step)
     if metrics.problems:
-        logger.warning("%s: %s", run / METRICS, "; ".join(metrics.problems))
+        logger.warning("%s: %s", Run(run).metrics, "; ".join(metrics.problems))
     details = {"run": result.from_run, "engine": result.from_engine}
     metrics.note(Note(step=result.step, event="converted", details=details))
     metrics.close("KILLED")

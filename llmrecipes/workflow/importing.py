@@ -19,9 +19,10 @@ from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.document import error_of
 from llmrecipes.recipe.engines import engine_name
-from llmrecipes.recipe.load import DEFAULTS_NOTE, RESOLVED_NAME, load, load_values, recipe_hash, short
+from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, recipe_hash, short
 from llmrecipes.recipe.megatron_lm import check, notes
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import Note
 from llmrecipes.tracking.status import StatusSink
 from llmrecipes.workflow.run import on_one_rank
@@ -128,7 +129,7 @@ def import_model(
     validated(section, 1, str(resolved.path / CONFIG))
     values = recipe_values(resolved, section, name or recipe_name(resolved.name))
     recipe = _recipe(values, resolved.path / CONFIG, overrides)
-    run_dir = runs_dir / recipe.name / run_id
+    run_dir = Run.of(runs_dir, recipe.name, run_id).path
     require_tokenizer(resolved, recipe, overrides)
     weights = open_weights(resolved.path, recipe.model, ignored)
     plan = derive(on_one_rank(recipe), 1, detect())
@@ -258,7 +259,7 @@ def finish_run(
     status.close("KILLED")
     write_atomic(run_dir / ORIGIN, json.dumps(origin, indent=2) + "\n")
     # The recipe makes a directory a run, so it comes last.
-    write_atomic(run_dir / RESOLVED_NAME, short(recipe, comments, DEFAULTS_NOTE))
+    write_atomic(Run(run_dir).recipe_file, short(recipe, comments, DEFAULTS_NOTE))
 
 
 def write_checkpoint(
@@ -273,7 +274,6 @@ def write_checkpoint(
         check: called with the plan for one rank before anything is written, in a world of one that has been joined.
     """
     from llmrecipes.checkpoint.manifest import CheckpointInfo
-    from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.engine.registry import backend
 
     single = on_one_rank(recipe)
@@ -288,7 +288,7 @@ def write_checkpoint(
         engine=engine_name(single),
         recipe=recipe.model_dump(mode="json"),
     )
-    store = CheckpointStore(run_dir / "checkpoints")
+    store = Run(run_dir).store()
     store.claim()
     try:
         temporary = store.temporary_path(0, "import")
@@ -356,7 +356,7 @@ def import_megatron(
     if problems := list(check(saved.arguments, loaded.recipe)):
         raise error_of(problems, [], loaded.path, loaded.lines, loaded.overridden)
     weights = SavedWeights(saved)
-    run_dir = runs_dir / loaded.recipe.name / run_id
+    run_dir = Run.of(runs_dir, loaded.recipe.name, run_id).path
     plan = derive(on_one_rank(loaded.recipe), 1, detect())
     require_disk(runs_dir, plan.num_parameters.total * (4 if loaded.recipe.train.precision == "fp32" else 2))
     with published(run_dir, "--runs-dir DIR") as hidden:

@@ -17,6 +17,7 @@ from llmrecipes.launch.lease import held
 from llmrecipes.launch.local.launcher import KILLED
 from llmrecipes.recipe.load import load
 from llmrecipes.redact import guard_streams
+from llmrecipes.runfiles import run_of
 from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
-    code, run_dir = 1, given.exit_file.parent.parent
+    code, run_dir = 1, run_of(given.exit_file.parent).path
     try:
         with held(run_dir, given.token, lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: os._exit(KILLED)):
             code = run(given)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from llmrecipes.errors import UserError
 from llmrecipes.hf.merge_options import METHODS, Merge, MergeOptions, resolve
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.workflow.importing import finish_run, write_checkpoint
-from llmrecipes.workflow.stored_recipe import run_recipe
 from llmrecipes.workflow.tensors import Opened, OpenedRun, find_checkpoint, open_tensors
 
 if TYPE_CHECKING:
@@ -278,12 +278,12 @@ def merge_runs(
     require_different(names, names)
     checkpoints = {name: find_checkpoint(name, runs_dir) for name in names}
     require_different(names, [str(entry.path.resolve()) for _, entry in checkpoints.values()])
-    recipes = {name: run_recipe(run) for name, (run, _) in checkpoints.items()}
+    recipes = {name: Run(run).recipe() for name, (run, _) in checkpoints.items()}
     _require_same_models(recipes)
     inputs = {name: Input(name, backend(recipes[name]).tensors(entry)) for name, (_, entry) in checkpoints.items()}
     merged = MergedTensors(numbers, [inputs[name] for name in models], None if base is None else inputs[base])
     recipe = recipes[models[0]]
-    run_dir = runs_dir / recipe.name / run_id
+    run_dir = Run.of(runs_dir, recipe.name, run_id).path
     with published(run_dir, "--runs-dir DIR") as hidden:
         write_checkpoint(recipe, Boxes(merged), hidden)
         seconds = round(time.monotonic() - started, 3)

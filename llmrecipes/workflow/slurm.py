@@ -35,8 +35,8 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import guard_streams
 from llmrecipes.train.spec import RunOptions, RunSpec
 from llmrecipes.workflow.pretrained import with_pretrained
-from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
-from llmrecipes.workflow.run import Paths, TrainOptions, finished, is_prepared, new_spec, plan_run, prepare_data
+from llmrecipes.workflow.restarts import require_progress
+from llmrecipes.workflow.run import Paths, TrainOptions, is_prepared, new_spec, plan_run, prepare_data
 
 JOB, OUTCOME = "job.json", "outcome"
 STARTED = "started"
@@ -83,12 +83,12 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
         run=RunOptions(sample=False, allow_socket=arguments.allow_socket),
     )
     spec = new_spec(recipe, paths, options)
-    if finished(spec.run_dir, recipe.train.train_iters):
+    if spec.run.is_finished(recipe.train.train_iters):
         return None
     restart = int(there.get("SLURM_RESTART_COUNT") or 0)
-    logs = spec.run_dir / "logs"
+    logs = spec.run.logs
     job_id = there.get("SLURM_JOB_ID", "")
-    require_progress(logs / STARTS, job_id, restart, newest_step(spec.run_dir), arguments.max_restarts)
+    require_progress(spec.run, job_id, restart, spec.run.newest_step(), arguments.max_restarts)
     if plan.device == "cuda" and not arguments.prepare:
         require_prepared(recipe, paths.data_dir)
     spec = with_pretrained(spec, _to_stderr)

@@ -16,6 +16,7 @@ from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.proxy import Scaled, proxy, scaled
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.train.spec import RunOptions, RunSpec
 from llmrecipes.workflow.run import Log, Paths, plan_run, prepare_data, spec_in
 from llmrecipes.workflow.train import start
@@ -85,10 +86,9 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
     plan = plan_run(small, cluster, nproc)
     require_packages(small)
     prepare_data(small, paths.data_dir, log)
-    folder = paths.runs_dir / small.name
     half = small.train.train_iters // 2
-    whole = _spec(small, folder / "uninterrupted", paths)
-    cut = _spec(small, folder / "resumed", paths)
+    whole = _spec(small, Run.of(paths.runs_dir, small.name, "uninterrupted").path, paths)
+    cut = _spec(small, Run.of(paths.runs_dir, small.name, "resumed").path, paths)
     starts = (
         ("uninterrupted", whole, ExitCode.DONE),
         (f"stopped at step {half}", cut.model_copy(update={"stop_after": half}), ExitCode.REQUEUE),
@@ -106,7 +106,7 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
         first_loss=one[0]["loss"],
         last_loss=one[-1]["loss"],
         first_difference=next(different, None),
-        run_dir=str(folder),
+        run_dir=str(whole.run_dir.parent),
         layout=plan.layout.as_dict(),
         scaled=scaled(recipe, plan.layout.as_dict()),
     )
@@ -114,7 +114,7 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
 
 def _spec(recipe: Recipe, run_dir: Path, paths: Paths) -> RunSpec:
     shutil.rmtree(run_dir, ignore_errors=True)
-    (run_dir / "logs").mkdir(parents=True)
+    Run(run_dir).create()
     return spec_in(recipe, run_dir, paths, RunOptions(sample=False))
 
 
@@ -129,7 +129,7 @@ def _run(spec: RunSpec, plan: Plan, cluster: Cluster, expected: ExitCode) -> Non
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
+    lines = (json.loads(line) for line in Run(run_dir).metrics.read_text("utf-8").splitlines())
     return [line for line in lines if "grad_norm" in line]
 
 

@@ -29,15 +29,13 @@ from llmrecipes.launch.registry import LAUNCHERS, launcher
 from llmrecipes.plan.check import gib
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import RunFiles, checked_run_id
 from llmrecipes.workflow.run import (
     Paths,
     TrainOptions,
-    checked_run_id,
     is_prepared,
-    new_run_id,
     new_spec,
     plan_run,
-    remove_empty_run_dir,
 )
 
 logger = logging.getLogger(__name__)
@@ -142,7 +140,7 @@ def submit(
     Raises:
         UserError: a value that the scheduler cannot take, none of its programs on this machine, or it rejects the job.
     """
-    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
+    run_id = checked_run_id(run_id)
     paths = Paths(paths.runs_dir.resolve(), paths.data_dir.resolve())
     submission = Submission(
         planned, run_id, paths.runs_dir, paths.data_dir, accept_changes, environment=environment or {},
@@ -160,13 +158,13 @@ def submit(
         job = launcher.submit(submission, rendering)
     except UserError:
         if spec is not None:
-            remove_empty_run_dir(spec)
+            spec.run.remove_if_empty()
         raise
     try:
         record.write(job.ref)
     except OSError as error:  # the job was submitted anyway
         logger.warning(
-            "%s: %s; llmrecipes cancel needs the id of the job", submission.run_dir / record.FILE, error.strerror
+            "%s: %s; llmrecipes cancel needs the id of the job", RunFiles(submission.run_dir).submission, error.strerror
         )
     return Submitted(submission, rendering, job)
 
@@ -291,7 +289,7 @@ def find_job(name: str, runs_dir: Path) -> JobHandle:
     for folder in (Path(name), runs_dir / name):
         if (recorded := record.read(folder)) is not None:
             return handle(recorded.ref)
-        if (folder / "recipe.yaml").is_file():
+        if RunFiles(folder).exists():
             raise UserError(
                 "the run was not submitted as a job",
                 where=str(folder),

@@ -19,8 +19,8 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.run_tracker import require_packages_of_sinks
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.pretrained import with_pretrained
-from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
-from llmrecipes.workflow.run import Log, Paths, TrainOptions, finished, new_spec, plan_run, prepare_data
+from llmrecipes.workflow.restarts import require_progress
+from llmrecipes.workflow.run import Log, Paths, TrainOptions, new_spec, plan_run, prepare_data
 
 
 def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
@@ -51,7 +51,7 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
     require_packages(recipe)
     require_packages_of_sinks(recipe)
     spec = new_spec(recipe, paths, options)
-    if options.node is not None and not options.run.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
+    if options.node is not None and not options.run.from_scratch and spec.run.is_finished(recipe.train.train_iters):
         log(f"{spec.run_dir} has done all its steps")  # the other nodes, which it would wait for, are gone
         return int(ExitCode.DONE)
     spec = with_pretrained(spec, log)
@@ -67,15 +67,15 @@ def start_with_restarts(spec: RunSpec, plan: Plan, cluster: Cluster, max_restart
     Raises:
         UserError: three restarts in a row found the same checkpoint, with `ExitCode.STOP`.
     """
-    job, record = f"process {os.getpid()}", spec.run_dir / "logs" / STARTS
-    require_progress(record, job, 0, newest_step(spec.run_dir), max_restarts)
+    job = f"process {os.getpid()}"
+    require_progress(spec.run, job, 0, spec.run.newest_step(), max_restarts)
     for restart in range(max_restarts + 1):
         update = {"restart": restart, "from_scratch": spec.from_scratch and restart == 0}
         code = start(spec.model_copy(update=update), plan, cluster, separate_process=True)
         if code in tuple(ExitCode) or restart == max_restarts:
             return code
-        step = newest_step(spec.run_dir)
-        require_progress(record, job, restart + 1, step, max_restarts)
+        step = spec.run.newest_step()
+        require_progress(spec.run, job, restart + 1, step, max_restarts)
         log(f"the ranks ended with {code}; restart {restart + 1} of {max_restarts}, from step {step}")
     raise AssertionError("the last restart returns")
 
@@ -96,7 +96,7 @@ def start(
     spec = spec.model_copy(update={"on_gpus": plan.device == "cuda"})
     # The user's value takes precedence, and may be more or less than an even share.
     threads = int(os.environ.get("OMP_NUM_THREADS") or share(cluster.cpu_cores, ranks, on_gpus=spec.on_gpus))
-    variables = detected_environment(cluster, plan, (spec.run_dir / "logs").absolute())
+    variables = detected_environment(cluster, plan, spec.run.logs.absolute())
     if ranks == 1 and node is None and not separate_process:
         # The variable has no effect once torch is loaded, which data preparation may have done.
         import torch
@@ -107,21 +107,19 @@ def start(
         torch.set_num_threads(threads)
         os.environ.update(missing(variables, os.environ))  # read when CUDA and NCCL are first used
         return guarded(run, spec)
-    path = spec.run_dir / "logs" / ("spec.json" if node is None else f"spec-node-{node.number}.json")
+    path = spec.run.spec(None if node is None else node.number)
     path.write_text(spec.model_dump_json(indent=2) + "\n", "utf-8")
-    from llmrecipes.checkpoint.store import CheckpointStore
-
-    store = CheckpointStore(spec.run_dir / "checkpoints")
 
     def newest() -> Path | None:
-        return next((entry.path for entry in reversed(store.entries())), None)
+        entry = spec.run.newest()
+        return None if entry is None else entry.path
 
     return run_ranks(
         "llmrecipes.train.worker",
         [str(path)],
         world_size=ranks,
         threads=threads,
-        logs=spec.run_dir / "logs",
+        logs=spec.run.logs,
         node=node,
         grace=Grace(spec.recipe.train.exit_grace_seconds, newest),
         environment=variables,

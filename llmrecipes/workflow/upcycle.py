@@ -16,9 +16,10 @@ from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.upcycling import load_upcycled
+from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import Note
 from llmrecipes.tracking.status import StatusSink
-from llmrecipes.workflow.run import on_one_rank, require_checkpoint
+from llmrecipes.workflow.run import on_one_rank
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import CheckpointStore, Entry
@@ -63,17 +64,16 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
         UserError: see `load_upcycled`; no valid checkpoint, a run id in use, too little memory, or a full disk. Nothing
             that looks like a run is left behind.
     """
-    dense, moe = load_upcycled(dense_run / "recipe.yaml", overrides)
-    run_dir = runs_dir / moe.name / run_id
-    if (run_dir / "recipe.yaml").exists():
+    dense, moe = load_upcycled(Run(dense_run).recipe_file, overrides)
+    run_dir = Run.of(runs_dir, moe.name, run_id).path
+    if Run(run_dir).recipe_file.exists():
         raise UserError(f"run {run_id} already exists", where=str(run_dir), fix="another --run-id, or none")
     cluster = detect()
     whole_dense, whole_moe = _plainly(dense), _plainly(moe)
     plans = derive(whole_dense, 1, cluster), derive(whole_moe, 1, cluster)
     _require_memory(*plans, cluster)
-    from llmrecipes.checkpoint.store import CheckpointStore
 
-    entry = require_checkpoint(dense_run)
+    entry = Run(dense_run).require_checkpoint()
     result = Upcycled(
         run_dir=str(run_dir),
         dense_run=str(dense_run),
@@ -82,13 +82,13 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
         parameters=plans[1].num_parameters.total,
         active_parameters=plans[1].num_parameters.active,
     )
-    _convert(entry, *plans, CheckpointStore(run_dir / "checkpoints"), moe)
+    _convert(entry, *plans, Run(run_dir).store(), moe)
     # The recipe makes a directory a run, so it comes last.
     status = StatusSink(run_dir, resumed_step=0, total_steps=moe.train.train_iters)
     status.note(Note(step=0, event="checkpoint_saved"))  # without it the run must not start from fresh weights
     status.close("KILLED")
     write_atomic(run_dir / ORIGIN, json.dumps(asdict(result), indent=2) + "\n")
-    write_atomic(run_dir / "recipe.yaml", to_yaml(moe))
+    write_atomic(Run(run_dir).recipe_file, to_yaml(moe))
     return result
 
 

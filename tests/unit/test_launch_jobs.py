@@ -17,7 +17,7 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.launch import job as jobs
-from llmrecipes.launch import lease, record, registry
+from llmrecipes.launch import record, registry
 from llmrecipes.launch.base import (
     JobHandle,
     JobRef,
@@ -32,6 +32,7 @@ from llmrecipes.launch.job import Job, handle, statuses
 from llmrecipes.launch.kubernetes import launcher as kubernetes
 from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.launch.slurm.launcher import status_of
+from llmrecipes.runfiles import RunFiles
 from tests.helpers import tiny_on, train_lines, write_recipe
 from tests.refusals import refused, require_message
 
@@ -177,10 +178,10 @@ def test_cancel_refuses_what_is_no_job(
     (by_hand / "recipe.yaml").touch()
     assert run(["cancel", "gpt-tiny/by-hand"]) == 2
     require_message(capsys.readouterr().err, "runs/gpt-tiny/by-hand")
-    (by_hand / "logs").mkdir()
-    (by_hand / record.FILE).write_text("{")
+    RunFiles(by_hand).logs.mkdir()
+    RunFiles(by_hand).submission.write_text("{")
     assert run(["cancel", "gpt-tiny/by-hand"]) == 2
-    require_message(capsys.readouterr().err, f"runs/gpt-tiny/by-hand/{record.FILE}")
+    require_message(capsys.readouterr().err, "runs/gpt-tiny/by-hand/logs/submission.json")
 
 
 def test_many_jobs_are_one_question_and_a_forgotten_one_is_told_by_its_run(
@@ -421,7 +422,7 @@ def test_a_local_job_is_cancelled_and_resumed(
     while not train_lines(tmp_path / "runs/tiny/r"):
         assert job.wait(timeout=0.1) == JobState.RUNNING
     if elsewhere:  # what a cancellation on another machine sees: it can send no signal
-        path = tmp_path / "runs/tiny/r" / lease.FILE
+        path = RunFiles(tmp_path / "runs/tiny/r").lease
         path.write_text(json.dumps({**json.loads(path.read_text()), "boot_id": "another boot"}))
     assert run(["cancel", "r"]) == 0
     assert job.wait(timeout=60) == JobState.CANCELLED

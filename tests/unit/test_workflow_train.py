@@ -17,12 +17,12 @@ from llmrecipes.cli import app as cli
 from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
+from llmrecipes.runfiles import checked_run_id, new_run_id
 from llmrecipes.train import worker
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow import run
 from llmrecipes.workflow import train as workflow
-from llmrecipes.workflow.run import checked_run_id, new_run_id
-from llmrecipes.workflow.runs import find_run
 from llmrecipes.workflow.train import one_batch_recipe
 from tests.helpers import checkpoint_values, lines, tiny, tiny_on, train_lines, write_recipe
 from tests.refusals import refused, require_message
@@ -292,14 +292,14 @@ def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "recipe.yaml").touch()
         os.utime(tmp_path / name / "recipe.yaml", (1000 + age, 1000 + age))
-    assert find_run(str(tmp_path / "two/c"), tmp_path) == tmp_path / "two/c"
-    assert find_run("two/b", tmp_path) == tmp_path / "two/b"
-    assert find_run("a", tmp_path) == tmp_path / "one/a"
-    assert find_run("one", tmp_path) == tmp_path / "one/b"
+    assert Run.find(str(tmp_path / "two/c"), tmp_path).path == tmp_path / "two/c"
+    assert Run.find("two/b", tmp_path).path == tmp_path / "two/b"
+    assert Run.find("a", tmp_path).path == tmp_path / "one/a"
+    assert Run.find("one", tmp_path).path == tmp_path / "one/b"
     with refused("b", rule=("one/b", "two/b")):
-        find_run("b", tmp_path)
+        Run.find("b", tmp_path)
     with refused(tmp_path, rule=("two/d", "two/c")):
-        find_run("two/d", tmp_path)
+        Run.find("two/d", tmp_path)
 
 
 def test_the_overfitting_recipe_is_short_constant_and_has_its_own_name() -> None:

@@ -15,6 +15,7 @@ from llmrecipes.launch.kubernetes.options import Options
 from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import LOGS
 
 Object = dict[str, Any]
 
@@ -220,7 +221,7 @@ def arguments(run: Run, options: Options) -> list[str]:
 def variables(run: Run, options: Options, master: str) -> list[Object]:
     """Environment of the container: plain values, then those from Secrets."""
     runs = WORKSPACE / "runs"
-    logs = runs / run.plan.recipe.name / run.run_id / "logs"
+    logs = runs / run.plan.recipe.name / run.run_id / LOGS
     values = {
         # The home is on the shared workspace, and DeepSpeed compiles operators for the processor of a node.
         **({"TORCH_EXTENSIONS_DIR": "/tmp/torch_extensions"} if _offloads(run.plan.recipe) else {}),  # noqa: S108

@@ -16,6 +16,7 @@ from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, Launc
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
 from llmrecipes.launch.slurm.sbatch import Options, Request, after, command, notice, prepare_command, script_text
+from llmrecipes.runfiles import RunFiles
 
 DRY_RUN = "--dry-run prints the command"
 SCRIPTS = folder("slurm")
@@ -77,7 +78,7 @@ class Slurm:
         return Rendering(
             words,
             first=first,
-            shown=script_text(submission.run_dir / "logs", words, first),
+            shown=script_text(RunFiles(submission.run_dir).logs, words, first),
             details={"command": list(words), "prepare_command": list(first) or None},
             notes=notes,
             place={"partition": given_last.get("partition")},
@@ -128,7 +129,7 @@ class Slurm:
 
     def logs(self, ref: JobRef) -> Logs:
         """The file that all starts of the job append to."""
-        return Logs(files=(ref.run_dir / "logs" / f"slurm-{ref.job_id.partition(';')[0]}.out",))
+        return Logs(files=(RunFiles(ref.run_dir).logs / f"slurm-{ref.job_id.partition(';')[0]}.out",))
 
     def names_job(self, text: str) -> bool:
         """A number, or NUMBER;CLUSTER."""
