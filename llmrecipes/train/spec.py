@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -48,6 +48,8 @@ class RunSpec(RunOptions, RankSpec):
     """Folder of the weights that `train.pretrained` names, for a run that has no checkpoint yet, or adapters."""
     on_gpus: bool = False
     """Whether the run was planned for GPUs, so that a rank without one must not train."""
+    planned: dict[str, Any] | None = None
+    """`Plan.facts` of the plan that was checked; a rank that derives others must not train. Older versions had none."""
     stop_after: Annotated[int, Field(gt=0)] | None = None
     """Save and stop after this step, as after a signal."""
     restart: Annotated[int, Field(ge=0)] = 0

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.cluster import Cluster, detect
+from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.train.rank import failure_reported, nodes, rank_main
 from llmrecipes.train.spec import RunSpec
 
@@ -29,9 +31,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.engine.base import Progress
     from llmrecipes.engine.registry import backend
     from llmrecipes.faults.signals import catch_signals
-    from llmrecipes.hardware.cluster import detect
     from llmrecipes.hardware.nics import ports
-    from llmrecipes.plan.derive import derive
     from llmrecipes.recipe.load import recipe_hash
     from llmrecipes.tracking.events import Note
     from llmrecipes.train.debug import anomaly_mode, profiled
@@ -54,6 +54,7 @@ def run(spec: RunSpec) -> ExitCode:
     if spec.on_gpus:
         _require_gpu(platform.name)
     cluster = detect().times(nodes())
+    plan = _as_planned(spec, cluster)  # before the ranks wait for each other
     leave_out_other_adapters(ports())
     # Errors are reported before anything is closed; the process group is left last.
     with (
@@ -64,7 +65,6 @@ def run(spec: RunSpec) -> ExitCode:
         told(output),
     ):
         network = prove(platform, output, allow_socket=spec.allow_socket)
-        plan = derive(recipe, world.size, cluster)
         prepared = open_prepared(recipe, spec.data_dir)
         loaders = open_loaders(recipe, prepared, world, pin_memory=platform.name == "cuda")
         if spec.overfit_batch:
@@ -154,6 +154,28 @@ def _require_gpu(device: str) -> None:
             rule="a run that is planned for GPUs never trains on a CPU",
             fix="llmrecipes doctor on that node; a container needs docker run --gpus all, or apptainer exec --nv",
         )
+
+
+def _as_planned(spec: RunSpec, cluster: Cluster) -> Plan:
+    """The plan as this rank derives it.
+
+    Raises:
+        UserError: it is not the one that was checked before the start.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    planned = spec.planned or {}
+    # A different number of ranks may not have a plan at all.
+    plan = derive(spec.recipe, ranks, cluster) if planned.get("world_size", ranks) == ranks else None
+    facts = {"world_size": ranks} if plan is None else plan.facts()
+    differing = [f"{name} {facts[name]}, not {then}" for name, then in planned.items() if facts.get(name, then) != then]
+    if plan is None or differing:
+        raise UserError(
+            f"this rank derives a different plan: {'; '.join(differing)}",
+            where=f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}",
+            rule="all ranks train according to the plan that was checked before the start",
+            fix="as many ranks as planned, nodes of one kind, and the same version of llmrecipes on all nodes",
+        )
+    return plan
 
 
 def _newest(store: object) -> str:

@@ -1,4 +1,4 @@
-"""The only path to a run: recipe → plan → check → directory → data → spec of its ranks."""
+"""Steps of a start: plan and check, the run's directory, data, the spec of the ranks."""
 
 from __future__ import annotations
 
@@ -118,11 +118,10 @@ def new_spec(recipe: Recipe, paths: Paths, options: TrainOptions) -> RunSpec:
         require_complete(run.path)
         require_same_recipe(recipe, run, paths.data_dir, accept=options.accept_changes)
     run.create()
-    return spec_in(recipe, run.path, paths, options.run)
-
-
-def spec_in(recipe: Recipe, run_dir: Path, paths: Paths, options: RunOptions) -> RunSpec:
-    """The spec of a run whose directory was already checked."""
     return RunSpec(
-        recipe=recipe, run_dir=run_dir, runs_dir=paths.runs_dir, data_dir=paths.data_dir, **options.model_dump()
+        recipe=recipe,
+        run_dir=run.path,
+        runs_dir=paths.runs_dir,
+        data_dir=paths.data_dir,
+        **options.run.model_dump(),
     )

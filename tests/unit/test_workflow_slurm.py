@@ -14,7 +14,7 @@ from llmrecipes.hardware.binding import Binding
 from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.launch.ranks import Rank
 from llmrecipes.rundir import Run
-from llmrecipes.workflow import slurm
+from llmrecipes.workflow import slurm, start
 from llmrecipes.workflow.restarts import require_progress
 from llmrecipes.workflow.slurm import Job
 from tests.helpers import environment, tiny, tiny_on, write_recipe
@@ -159,7 +159,7 @@ def test_ranks_on_detected_gpus_get_their_environment(
 ) -> None:
     gpus = (Gpu("NVIDIA H100 80GB HBM3", 79 << 30, 79 << 30, None),) * 8
     monkeypatch.setattr(slurm, "detect", lambda: Cluster(gpus, 96, 1 << 40, 1 << 40, 1 << 40))
-    monkeypatch.setattr(slurm, "prepare_data", lambda *_: None)
+    monkeypatch.setattr(start, "prepare_data", lambda *_: None)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "192")
     parallel = {"tensor_model_parallel_size": 2}
     recipe = write_recipe(tiny(parallelism=parallel, train={"global_batch_size": 16}), tmp_path)
