@@ -324,7 +324,7 @@ def train_recipe(
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train_recipe was called from a thread", rule="only the main thread receives signals")
-    from llmrecipes.train.spec import RunOptions
+    from llmrecipes.launch.run_options import RunOptions
     from llmrecipes.workflow.run import Paths, TrainOptions
     from llmrecipes.workflow.train import train as start
 
@@ -338,9 +338,8 @@ def train_recipe(
         nproc=nproc,
         run_id=name,
         max_restarts=max_restarts,
-        accept_changes=accept_changes,
         separate_process=True,
-        run=RunOptions(sample=False),
+        run=RunOptions(sample=False, accept_changes=accept_changes),
     )
     with warnings.catch_warnings():
         ignore_library_warnings()

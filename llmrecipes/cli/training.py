@@ -15,8 +15,6 @@ from llmrecipes.cli import completion
 from llmrecipes.cli.options import (
     DATA,
     RUNS,
-    AcceptChangesOption,
-    AllowSocketOption,
     DataOption,
     JsonOption,
     NewRunIdOption,
@@ -26,39 +24,31 @@ from llmrecipes.cli.options import (
     RunArgument,
     RunIdOption,
     RunsOption,
+    with_run_options,
 )
 from llmrecipes.cli.render.table import aligned
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
+from llmrecipes.launch.run_options import RunOptions
 
 if TYPE_CHECKING:
     from llmrecipes.verify.coordinates import Coordinates
 
 
+RUN_OPTIONS = RunOptions()
+
+
 @early_signals()
+@with_run_options(in_jobs=False)
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     nproc: RanksOption = None,
     run_id: RunIdOption = None,
-    overfit_batch: Annotated[
-        bool, typer.Option("--overfit-batch", help="Overfit one global batch (sanity check).")
-    ] = False,
-    anomaly: Annotated[
-        bool, typer.Option("--anomaly", help="Name the first module that outputs a NaN or infinity (slow).")
-    ] = False,
-    profile_steps: Annotated[
-        int, typer.Option("--profile", metavar="N", min=0, help="Profile N steps with torch.profiler.")
-    ] = 0,
-    sample: Annotated[bool, typer.Option(help="Generate sample text at the end.")] = True,
+    options: RunOptions = RUN_OPTIONS,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", min=0, help="Restart failed ranks at most N times.")
     ] = 0,
-    accept_changes: AcceptChangesOption = False,
-    allow_socket: AllowSocketOption = False,
-    from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Move the run's earlier output aside and restart at step 0.")
-    ] = False,
     nnodes: Annotated[
         int,
         typer.Option("--nnodes", metavar="N", min=1, help="Number of nodes; start the command on every one."),
@@ -92,28 +82,19 @@ def train(
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.ranks import node
     from llmrecipes.recipe.load import load
-    from llmrecipes.train.spec import RunOptions
     from llmrecipes.workflow.run import Paths, TrainOptions
     from llmrecipes.workflow.train import train as start
 
     setup_logging()
-    options = TrainOptions(
+    asked = TrainOptions(
         nproc=nproc,
         run_id=run_id,
         cluster=cluster,
         node=node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None,
         max_restarts=max_restarts,
-        accept_changes=accept_changes,
-        run=RunOptions(
-            overfit_batch=overfit_batch,
-            anomaly=anomaly,
-            profile_steps=profile_steps,
-            from_scratch=from_scratch,
-            allow_socket=allow_socket,
-            sample=sample,
-        ),
+        run=options,
     )
-    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), options, _say)
+    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), asked, _say)
 
 
 @early_signals()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 from llmrecipes.errors import ExitCode
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles
@@ -127,7 +128,7 @@ class Submission:
     run_id: str
     runs_dir: Path
     data_dir: Path
-    accept_changes: bool = False
+    options: RunOptions = field(default_factory=RunOptions)
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of a local job besides those of this process."""
     prepared: bool = True
@@ -217,7 +218,7 @@ class Launcher(Protocol):
     """
 
     takes: ClassVar[frozenset[str]]
-    """Options of `submit` that this launcher supports; the others are rejected."""
+    """Options of `submit` that this launcher supports besides `JOB_OPTIONS`; the others are rejected."""
     needs_cluster: ClassVar[bool]
     """Whether a run is planned for a cluster profile, rather than for this machine."""
     shares_disk: ClassVar[bool]

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 
@@ -18,25 +19,6 @@ class RankSpec(BaseModel):
 
     recipe: Recipe
     data_dir: Path
-
-
-class RunOptions(BaseModel):
-    """What the command line asks of the ranks of a training."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    overfit_batch: bool = False
-    """Train only on the first global batch, to check that the model can overfit it."""
-    anomaly: bool = False
-    """Check every module's output and every backward function for NaN and infinity."""
-    profile_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps to profile, after two warm-up steps; 0 for none."""
-    from_scratch: bool = False
-    """Move the run's history aside, and start at step 0."""
-    allow_socket: bool = False
-    """Train over any network, also on a site with InfiniBand, RoCE or EFA."""
-    sample: bool = True
-    """Print a text sample at the end."""
 
 
 class RunSpec(RunOptions, RankSpec):

@@ -16,10 +16,10 @@ from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.io import write_atomic
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import fitted
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, short
 from llmrecipes.rundir import Run
-from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.importing import recipe_name, recipe_values, require_tokenizer
 from llmrecipes.workflow.new import as_values, source_of
 from llmrecipes.workflow.run import Log, Paths, TrainOptions, is_prepared, prepare_data

@@ -11,6 +11,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import StoppedEarly
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.launch.ranks import Node
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, default_world_size, derive
 from llmrecipes.recipe.engines import without_zero
@@ -18,7 +19,7 @@ from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id
 from llmrecipes.train.history import require_complete
-from llmrecipes.train.spec import RunOptions, RunSpec
+from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.stored_recipe import require_same_recipe
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ class TrainOptions:
     """Maximum restarts of ranks that fail."""
     separate_process: bool = False
     """Start a process even for a single rank."""
-    accept_changes: bool = False
-    """Resume even if a different number of steps changes the learning rate or the data order."""
     run: RunOptions = field(default_factory=RunOptions)
 
 
@@ -116,7 +115,7 @@ def new_spec(recipe: Recipe, paths: Paths, options: TrainOptions) -> RunSpec:
     run = Run.of(paths.runs_dir, recipe.name, checked_run_id(options.run_id))
     if not options.run.from_scratch:
         require_complete(run.path)
-        require_same_recipe(recipe, run, paths.data_dir, accept=options.accept_changes)
+        require_same_recipe(recipe, run, paths.data_dir, accept=options.run.accept_changes)
     run.create()
     return RunSpec(
         recipe=recipe,

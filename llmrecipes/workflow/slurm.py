@@ -29,11 +29,12 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.launch.environment import missing, threads
 from llmrecipes.launch.ranks import Rank, from_slurm
+from llmrecipes.launch.run_options import RunOptions, add_arguments
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import guard_streams
-from llmrecipes.train.spec import RunOptions, RunSpec
+from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.restarts import require_progress
 from llmrecipes.workflow.run import Paths, TrainOptions, is_prepared
 from llmrecipes.workflow.start import Finished, Machine, prepare_start
@@ -75,11 +76,7 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     profile = None if arguments.cluster is None else load_profile(arguments.cluster)
     cluster = detect().times(arguments.nodes) if profile is None else machine(profile, arguments.nodes)
     paths = Paths(arguments.runs_dir, arguments.data_dir)
-    options = TrainOptions(
-        run_id=arguments.run_id,
-        accept_changes=arguments.accept_changes,
-        run=RunOptions(sample=False, allow_socket=arguments.allow_socket),
-    )
+    options = TrainOptions(run_id=arguments.run_id, run=RunOptions.parsed(arguments))
     restart, job_id = int(there.get("SLURM_RESTART_COUNT") or 0), there.get("SLURM_JOB_ID", "")
 
     def check(spec: RunSpec, plan: Plan) -> None:
@@ -179,8 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     first.add_argument("--run-id", required=True)
     first.add_argument("--cluster")
     first.add_argument("--max-restarts", type=int, default=MAX_RESTARTS)
-    first.add_argument("--accept-changes", action="store_true")
-    first.add_argument("--allow-socket", action="store_true")
+    add_arguments(first)
     first.add_argument("--bind", action="store_true")
     first.add_argument("--prepare", action="store_true")
     first.add_argument("recipe")

@@ -26,6 +26,7 @@ from llmrecipes.launch.base import (
 )
 from llmrecipes.launch.job import handle
 from llmrecipes.launch.registry import LAUNCHERS, launcher
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import gib
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
@@ -39,6 +40,8 @@ from llmrecipes.workflow.run import (
 )
 
 logger = logging.getLogger(__name__)
+
+FOR_JOBS = RunOptions(sample=False)
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def submit(
     paths: Paths,
     *,
     run_id: str | None = None,
-    accept_changes: bool = False,
+    options: RunOptions = FOR_JOBS,
     prepare: bool = False,
     dry_run: bool = False,
     environment: Mapping[str, str] | None = None,
@@ -132,7 +135,7 @@ def submit(
         given: its options.
         paths: where runs and data are kept.
         run_id: None: a new one.
-        accept_changes: see `TrainOptions`.
+        options: of the start of the ranks.
         prepare: where this machine cannot see whether the data is prepared, a job finds out first.
         dry_run: only render.
         environment: more variables, for a job on this machine.
@@ -143,7 +146,7 @@ def submit(
     run_id = checked_run_id(run_id)
     paths = Paths(paths.runs_dir.resolve(), paths.data_dir.resolve())
     submission = Submission(
-        planned, run_id, paths.runs_dir, paths.data_dir, accept_changes, environment=environment or {},
+        planned, run_id, paths.runs_dir, paths.data_dir, options, environment=environment or {},
         prepared=is_prepared(planned.recipe, paths.data_dir) if launcher.shares_disk else not prepare,
     )  # fmt: skip
     rendering = launcher.render(submission, given)
@@ -153,7 +156,7 @@ def submit(
     spec = None
     if launcher.shares_disk:
         # Also creates the directory of the log.
-        spec = new_spec(planned.recipe, paths, TrainOptions(run_id=run_id, accept_changes=accept_changes))
+        spec = new_spec(planned.recipe, paths, TrainOptions(run_id=run_id, run=options))
     try:
         job = launcher.submit(submission, rendering)
     except UserError:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from llmrecipes.launch.base import (
 from llmrecipes.launch.job import Job, handle, statuses
 from llmrecipes.launch.kubernetes import launcher as kubernetes
 from llmrecipes.launch.programs import SchedulerUnavailable
+from llmrecipes.launch.run_options import JOB_OPTIONS, RunOptions, add_arguments, declared, taken
 from llmrecipes.launch.slurm.launcher import status_of
 from llmrecipes.runfiles import RunFiles
 from tests.helpers import tiny_on, train_lines, write_recipe
@@ -431,3 +433,22 @@ def test_a_local_job_is_cancelled_and_resumed(
     capsys.readouterr()
     assert run([*words, f"train.train_iters={result.step + 3}", "--accept-changes", "--wait"]) == 0
     assert json.loads(capsys.readouterr().out)["result"]["step"] == result.step + 3
+
+
+def test_the_options_of_a_start_reach_the_ranks_of_every_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    words = RunOptions(**{name: True for name, _ in declared(in_jobs=True)}).words()
+    assert set(words) == {f"--{name}" for name in JOB_OPTIONS}
+    parser = ArgumentParser()
+    add_arguments(parser)
+    assert RunOptions.parsed(parser.parse_args(words)).words() == words
+    site = ["gpt-7b", "--cluster", "h100-ib"]
+    image = f"example.com/x@sha256:{'0' * 64}"
+    for to, asked in (("local", ["gpt-tiny"]), ("slurm", site), ("k8s", [*site, "--image", image])):
+        for given in ((), words):
+            assert run(["submit", *asked, "--to", to, *given, "--dry-run"]) == 0
+            shown = capsys.readouterr().out
+            assert all((word in shown) is bool(given) for word in words)
+    options, rest = taken({"allow-socket": "yes", "time": "1:00:00"})
+    assert options == RunOptions(sample=False, allow_socket=True) and rest == {"time": "1:00:00"}
+    with refused("allow-socket"):
+        taken({"allow-socket": "maybe"})

@@ -22,8 +22,8 @@ from llmrecipes.cli.app import run
 from llmrecipes.hf import merging
 from llmrecipes.hf.merge_options import METHODS, MergeOptions
 from llmrecipes.hf.merged import MergedTensors
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.load import to_yaml
-from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.merge import MergeResult, Output, merge
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train

@@ -59,8 +59,7 @@ class Local:
         }
         words = [sys.executable, "-m", MODULE]
         words += [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
-        words += ["--accept-changes"] if submission.accept_changes else []
-        command = (*words, "--", *planned.asked)
+        command = (*words, *submission.options.words(), "--", *planned.asked)
         return Rendering(
             command,
             shown=shlex.join(command) + "\n",

@@ -44,7 +44,6 @@ class Slurm:
             "warning",
             "max-restarts",
             "sbatch",
-            "allow-socket",
             "prepare-partition",
         }
     )
@@ -207,7 +206,6 @@ def _options(submission: Submission, given: LauncherOptions, warning_seconds: in
         warning=warning_seconds,
         prepare_partition=given.get("prepare-partition"),
         max_restarts=given.get("max-restarts"),
-        accept_changes=submission.accept_changes,
-        allow_socket=bool(given.get("allow-socket")),
+        run=submission.options,
         more=tuple(given.get("sbatch") or ()),
     )

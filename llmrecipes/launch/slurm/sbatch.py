@@ -9,11 +9,12 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Profile, Slurm
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.runfiles import RunFiles
@@ -80,7 +81,7 @@ class Options:
 
     `image` is for srun's `--container-image` or Apptainer. The run saves `warning` seconds before the time limit.
     `more` are further options of sbatch, each as one `--name=value`. `python` runs the ranks. `prepare_partition` is
-    that of the job that tokenizes.
+    that of the job that tokenizes. `run` is passed on to the ranks.
     """
 
     partition: str | None = None
@@ -93,8 +94,7 @@ class Options:
     warning: int | None = None
     prepare_partition: str | None = None
     max_restarts: int | None = None
-    accept_changes: bool = False
-    allow_socket: bool = False
+    run: RunOptions = field(default_factory=RunOptions)
     more: tuple[str, ...] = ()
 
 
@@ -157,8 +157,6 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         "exit-file": str(RunFiles(request.run_dir).exit_code),
         "bad-nodes": str(RunFiles(request.run_dir).bad_nodes),
         "max-restarts": None if options.max_restarts is None else str(options.max_restarts),
-        "accept-changes": "yes" if options.accept_changes else None,
-        "allow-socket": "yes" if options.allow_socket else None,
     }
     return (
         "sbatch",
@@ -167,6 +165,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         *options.more,
         str(script),
         *(word for name, value in own.items() if value is not None for word in (f"--{name}", value)),
+        *options.run.words("yes"),
         *_mounts(profile, runtime),
         *request.asked,
     )
