@@ -90,13 +90,13 @@ def import_model(
         UserError: the model cannot be found, read or described by a recipe; a run id in use; a full disk.
     """
     from llmrecipes.models.importing import import_model as make
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
+    from llmrecipes.runfiles import checked_run_id
 
     made = make(
         str(source),
         overrides,
         directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
-        new_run_id() if run_id is None else checked_run_id(run_id),
+        checked_run_id(run_id),
         revision=revision,
         name=name,
     )

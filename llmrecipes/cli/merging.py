@@ -115,9 +115,9 @@ def _merge_runs(
 ) -> None:
     from llmrecipes.commandline import resume_command
     from llmrecipes.models.merge import merge_runs
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
+    from llmrecipes.runfiles import checked_run_id
 
-    made = merge_runs(models, options, runs_dir, new_run_id() if run_id is None else checked_run_id(run_id), base)
+    made = merge_runs(models, options, runs_dir, checked_run_id(run_id), base)
     if as_json:
         print(json.dumps(made.as_dict()))
         return

@@ -162,11 +162,11 @@ def import_model(
     """
     from llmrecipes.console import number, setup_logging
     from llmrecipes.models.importing import import_model as make
+    from llmrecipes.runfiles import checked_run_id
     from llmrecipes.tracking.progress import Counted
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
 
     setup_logging()
-    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
+    run_id = checked_run_id(run_id)
     if of != "hf":
         _import_megatron(source, of, recipe, overrides or [], runs_dir, run_id, as_json=as_json)
         return

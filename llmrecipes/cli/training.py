@@ -14,8 +14,6 @@ from llmrecipes.cli import completion
 from llmrecipes.cli.options import (
     DATA,
     RUNS,
-    AcceptChangesOption,
-    AllowSocketOption,
     DataOption,
     JsonOption,
     NewRunIdOption,
@@ -25,39 +23,31 @@ from llmrecipes.cli.options import (
     RunArgument,
     RunIdOption,
     RunsOption,
+    with_run_options,
 )
 from llmrecipes.cli.render.table import aligned
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
+from llmrecipes.launch.run_options import RunOptions
 
 if TYPE_CHECKING:
     from llmrecipes.verify.coordinates import Coordinates
 
 
+RUN_OPTIONS = RunOptions()
+
+
 @early_signals()
+@with_run_options(in_jobs=False)
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     nproc: RanksOption = None,
     run_id: RunIdOption = None,
-    overfit_batch: Annotated[
-        bool, typer.Option("--overfit-batch", help="Overfit one global batch (sanity check).")
-    ] = False,
-    anomaly: Annotated[
-        bool, typer.Option("--anomaly", help="Name the first module that outputs a NaN or infinity (slow).")
-    ] = False,
-    profile_steps: Annotated[
-        int, typer.Option("--profile", metavar="N", min=0, help="Profile N steps with torch.profiler.")
-    ] = 0,
-    sample: Annotated[bool, typer.Option(help="Generate sample text at the end.")] = True,
+    options: RunOptions = RUN_OPTIONS,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", min=0, help="Restart failed ranks at most N times.")
     ] = 0,
-    accept_changes: AcceptChangesOption = False,
-    allow_socket: AllowSocketOption = False,
-    from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Move the run's earlier output aside and restart at step 0.")
-    ] = False,
     nnodes: Annotated[
         int,
         typer.Option("--nnodes", metavar="N", min=1, help="Number of nodes; start the command on every one."),
@@ -91,28 +81,19 @@ def train(
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.ranks import node
     from llmrecipes.recipe.load import load
-    from llmrecipes.train.spec import RunOptions
     from llmrecipes.workflow.run import Paths, TrainOptions
     from llmrecipes.workflow.train import train as start
 
     setup_logging()
-    options = TrainOptions(
+    asked = TrainOptions(
         nproc=nproc,
         run_id=run_id,
         cluster=cluster,
         node=node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None,
         max_restarts=max_restarts,
-        accept_changes=accept_changes,
-        run=RunOptions(
-            overfit_batch=overfit_batch,
-            anomaly=anomaly,
-            profile_steps=profile_steps,
-            from_scratch=from_scratch,
-            allow_socket=allow_socket,
-            sample=sample,
-        ),
+        run=options,
     )
-    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), options, _say)
+    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), asked, _say)
 
 
 @early_signals()
@@ -265,12 +246,12 @@ def upcycle(
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number, setup_logging
     from llmrecipes.models.upcycle import upcycle as make
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
-    from llmrecipes.workflow.runs import find_run
+    from llmrecipes.rundir import Run
+    from llmrecipes.runfiles import checked_run_id
 
     setup_logging()
-    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
-    made = make(find_run(run, runs_dir), overrides or [], runs_dir, run_id)
+    run_id = checked_run_id(run_id)
+    made = make(Run.find(run, runs_dir).path, overrides or [], runs_dir, run_id)
     if as_json:
         print(json.dumps(made.as_dict()))
         return
@@ -305,12 +286,12 @@ def convert(
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import setup_logging
     from llmrecipes.models.convert import convert as make
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
-    from llmrecipes.workflow.runs import find_run
+    from llmrecipes.rundir import Run
+    from llmrecipes.runfiles import checked_run_id
 
     setup_logging()
-    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
-    made = make(find_run(run, runs_dir), to, overrides or [], runs_dir, run_id)
+    run_id = checked_run_id(run_id)
+    made = make(Run.find(run, runs_dir).path, to, overrides or [], runs_dir, run_id)
     if as_json:
         print(json.dumps(made.as_dict()))
         return

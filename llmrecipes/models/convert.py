@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.models.create import CreatedRun, create_run
 from llmrecipes.recipe.engines import ENGINES, can_read, engine_name
-from llmrecipes.recipe.load import RESOLVED_NAME, load, recipe_hash, to_yaml
+from llmrecipes.recipe.load import load, recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import Note
-from llmrecipes.tracking.jsonl import METRICS, JsonlSink
-from llmrecipes.workflow.run import require_checkpoint
+from llmrecipes.tracking.jsonl import JsonlSink
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
@@ -51,10 +51,10 @@ def convert(run: Path, to: str, overrides: Sequence[str], runs_dir: Path, run_id
         UserError: an unknown engine, an invalid recipe, nothing to change, no valid checkpoint (`ExitCode.STOP` if all
             are corrupt), a run id in use, or a full disk. Nothing of the new run is left behind.
     """
-    recipe = converted_recipe(run / RESOLVED_NAME, to, overrides)
+    recipe = converted_recipe(Run(run).recipe_file, to, overrides)
     entry = _newest(run)
     _require_readable(entry, to)
-    run_dir = runs_dir / recipe.name / run_id
+    run_dir = Run.of(runs_dir, recipe.name, run_id).path
 
     def write(folder: Path) -> dict[str, Any]:
         linked = _publish(folder, recipe, entry, to)
@@ -113,12 +113,11 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
 
 
 def _newest(run: Path) -> Entry:
-    from llmrecipes.checkpoint.store import CheckpointStore
 
     try:
-        return require_checkpoint(run)
+        return Run(run).require_checkpoint()
     except UserError as error:
-        if corrupt := CheckpointStore(run / "checkpoints").survey()[1]:
+        if corrupt := Run(run).store().survey()[1]:
             raise UserError(
                 "no checkpoint of this run is valid:\n    " + "\n    ".join(map(str, corrupt)),
                 where=str(run),
@@ -147,10 +146,9 @@ def _require_readable(entry: Entry, to: str) -> None:
 def _publish(run_dir: Path, recipe: Recipe, entry: Entry, to: str) -> bool:
     """Publish the checkpoint in the new run; returns whether all its files are hard links."""
     from llmrecipes.checkpoint.manifest import CheckpointInfo
-    from llmrecipes.checkpoint.store import CheckpointStore
 
     manifest = entry.manifest
-    store = CheckpointStore(run_dir / "checkpoints")
+    store = Run(run_dir).store()
     store.claim()
     try:
         temporary = store.temporary(entry.step)
@@ -190,12 +188,12 @@ def _link_or_copy(source: Path, target: Path) -> bool:
 
 def _copy_metrics(run: Path, run_dir: Path, entry: Entry) -> None:
     """The curve up to the checkpoint, and a note of where it is from."""
-    (run_dir / "logs").mkdir()
-    if (run / METRICS).exists():
-        shutil.copyfile(run / METRICS, run_dir / METRICS)
-    metrics = JsonlSink(run_dir / METRICS, entry.step)
+    Run(run_dir).logs.mkdir()
+    if Run(run).metrics.exists():
+        shutil.copyfile(Run(run).metrics, Run(run_dir).metrics)
+    metrics = JsonlSink(Run(run_dir).metrics, entry.step)
     if metrics.problems:
-        logger.warning("%s: %s", run / METRICS, "; ".join(metrics.problems))
+        logger.warning("%s: %s", Run(run).metrics, "; ".join(metrics.problems))
     details = {"run": str(run), "engine": entry.manifest.engine}
     metrics.note(Note(step=entry.step, event="converted", details=details))
     metrics.close("KILLED")

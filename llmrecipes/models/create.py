@@ -17,8 +17,9 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.io import sync, write_atomic
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.engines import engine_name
-from llmrecipes.recipe.load import RESOLVED_NAME, recipe_hash
+from llmrecipes.recipe.load import recipe_hash
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import Note
 from llmrecipes.tracking.status import StatusSink
 from llmrecipes.workflow.run import on_one_rank
@@ -146,7 +147,7 @@ def create_run(
         status.note(Note(step=step, event="checkpoint_saved"))  # without it the run must not start from fresh weights
         status.close("KILLED")
         write_atomic(folder / record, json.dumps(created.as_dict(), indent=2) + "\n")
-        write_atomic(folder / RESOLVED_NAME, text)
+        write_atomic(Run(folder).recipe_file, text)
     return created
 
 
@@ -173,13 +174,12 @@ def write_checkpoint(
     Args:
         check: called with the plan for one rank before anything is written, in a world of one that has been joined.
     """
-    from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.engine.registry import backend
 
     single = on_one_rank(recipe)
     plan = derive(single, 1, detect())
     engines = backend(single)
-    store = CheckpointStore(run_dir / "checkpoints")
+    store = Run(run_dir).store()
     store.claim()
     try:
         temporary = store.temporary_path(0, "import")

@@ -12,7 +12,7 @@ from llmrecipes import __version__
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.recipe.schema import Recipe, Source
-from llmrecipes.workflow.stored_recipe import run_recipe
+from llmrecipes.rundir import Run
 from llmrecipes.workflow.tensors import base_of, find_checkpoint, lora_of, open_run, require_merge
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def export(
     run, entry = find_checkpoint(reference, runs_dir)
     out = run / "hf" / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
     require_absent(out)
-    require_merge(run_recipe(run), run, asked=options.merge_adapter)
+    require_merge(Run(run).recipe(), run, asked=options.merge_adapter)
     opened = open_run(run, entry, options.family, averaged=options.averaged)
     recipe = opened.recipe
     prepared = _prepared(recipe, data_dir) if options.tokenizer else None
@@ -161,13 +161,13 @@ def _prepared(recipe: Recipe, data_dir: Path) -> Prepared:
 
 def _measured(run: Path, entry: Entry) -> Losses:
     """The losses of metrics.jsonl up to the checkpoint."""
-    from llmrecipes.tracking.jsonl import METRICS, parse
+    from llmrecipes.tracking.jsonl import parse
     from llmrecipes.untrusted import lines
 
     manifest = entry.manifest
     losses: dict[str, Any] = {}
     try:
-        read = lines(run / METRICS, root=run)
+        read = lines(Run(run).metrics, root=run)
         records = [record for line in read if (record := parse(line)) is not None]
     except OSError:
         records = []
@@ -233,7 +233,7 @@ def export_adapter(reference: str, out: Path | None, runs_dir: Path) -> Exported
     run, entry = find_checkpoint(reference, runs_dir)
     out = run / "peft" / f"step-{entry.step:08d}" if out is None else out
     require_absent(out)
-    recipe = run_recipe(run)
+    recipe = Run(run).recipe()
     lora = lora_of(recipe, run)
     base = base_of(run, recipe)
     # Names and matrices are those of the base model's own family.

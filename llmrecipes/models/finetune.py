@@ -16,12 +16,13 @@ from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.io import write_atomic
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import fitted
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, short
-from llmrecipes.train.spec import RunOptions
+from llmrecipes.rundir import Run
 from llmrecipes.workflow.new import as_values, source_of
 from llmrecipes.workflow.pretrained import recipe_name, recipe_values, require_tokenizer
-from llmrecipes.workflow.run import Log, Paths, TrainOptions, finished, is_prepared, prepare_data
+from llmrecipes.workflow.run import Log, Paths, TrainOptions, is_prepared, prepare_data
 from llmrecipes.workflow.train import train
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def steps(asked: Finetuning, paths: Paths) -> list[Step]:
     """
     _require_same(asked)
     recipe = load(str(asked.recipe)).recipe if asked.recipe.exists() else None
-    run = paths.runs_dir / asked.name / RUN_ID
+    run = Run.of(paths.runs_dir, asked.name, RUN_ID).path
     where: dict[str, Any] = {"data_dir": paths.data_dir}
     options: dict[str, Any] = {"to": "hf", "out": asked.exported, "merge-adapter": asked.lora}
     commands = {
@@ -163,7 +164,7 @@ def steps(asked: Finetuning, paths: Paths) -> list[Step]:
         "train": command_line("train", asked.recipe, options={"run-id": RUN_ID}, runs_dir=paths.runs_dir, **where),
         "export": command_line("export", f"{asked.name}/{RUN_ID}", options=options, runs_dir=paths.runs_dir, **where),
     }
-    trained = recipe is not None and finished(run, recipe.train.train_iters)
+    trained = recipe is not None and Run(run).is_finished(recipe.train.train_iters)
     done = {
         "recipe": recipe is not None,
         "prepare": recipe is not None and is_prepared(recipe, paths.data_dir),

@@ -18,6 +18,7 @@ from llmrecipes.recipe.document import error_of
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, short
 from llmrecipes.recipe.megatron_lm import check, notes
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.workflow.pretrained import recipe_name, recipe_values, require_tokenizer
 from llmrecipes.workflow.run import on_one_rank
 
@@ -87,7 +88,7 @@ def import_model(
     validated(section, 1, str(model.path / CONFIG))
     values = recipe_values(model, section, name or recipe_name(model.name))
     recipe = _recipe(values, model.path / CONFIG, overrides)
-    run_dir = runs_dir / recipe.name / run_id
+    run_dir = Run.of(runs_dir, recipe.name, run_id).path
     require_tokenizer(model, recipe, overrides)
     weights = open_weights(model.path, recipe.model, ignored)
     plan = _planned(recipe, runs_dir)
@@ -191,7 +192,7 @@ def import_megatron(source: Path, recipe: str, overrides: Sequence[str], runs_di
     if problems := list(check(saved.arguments, loaded.recipe)):
         raise error_of(problems, [], loaded.path, loaded.lines, loaded.overridden)
     weights = SavedWeights(saved)
-    run_dir = runs_dir / loaded.recipe.name / run_id
+    run_dir = Run.of(runs_dir, loaded.recipe.name, run_id).path
     plan = _planned(loaded.recipe, runs_dir)
 
     def write(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from llmrecipes.models.export import ELEMENT_TYPES, front_matter
 from llmrecipes.models.merge_options import METHODS, Merge, MergeOptions, resolve
 from llmrecipes.recipe.load import DEFAULTS_NOTE, short
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.stored_recipe import run_recipe
+from llmrecipes.rundir import Run
 from llmrecipes.workflow.tensors import Opened, OpenedRun, find_checkpoint, open_tensors
 
 if TYPE_CHECKING:
@@ -259,12 +259,12 @@ def merge_runs(
     require_different(names, names)
     checkpoints = {name: find_checkpoint(name, runs_dir) for name in names}
     require_different(names, [str(entry.path.resolve()) for _, entry in checkpoints.values()])
-    recipes = {name: run_recipe(run) for name, (run, _) in checkpoints.items()}
+    recipes = {name: Run(run).recipe() for name, (run, _) in checkpoints.items()}
     _require_same_models(recipes)
     inputs = {name: Input(name, backend(recipes[name]).tensors(entry)) for name, (_, entry) in checkpoints.items()}
     merged = MergedTensors(numbers, [inputs[name] for name in models], None if base is None else inputs[base])
     recipe = recipes[models[0]]
-    run_dir = runs_dir / recipe.name / run_id
+    run_dir = Run.of(runs_dir, recipe.name, run_id).path
 
     def write(folder: Path) -> dict[str, Any]:
         write_checkpoint(recipe, Boxes(merged), folder)

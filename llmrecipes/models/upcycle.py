@@ -14,7 +14,8 @@ from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.upcycling import load_upcycled
-from llmrecipes.workflow.run import on_one_rank, require_checkpoint
+from llmrecipes.rundir import Run
+from llmrecipes.workflow.run import on_one_rank
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
@@ -43,13 +44,13 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
         UserError: as `load_upcycled`; no valid checkpoint, a run id in use, too little memory, or a full disk. Nothing
             remains.
     """
-    dense, moe = load_upcycled(dense_run / "recipe.yaml", overrides)
-    run_dir = runs_dir / moe.name / run_id
+    dense, moe = load_upcycled(Run(dense_run).recipe_file, overrides)
+    run_dir = Run.of(runs_dir, moe.name, run_id).path
     require_unused(run_dir)
     cluster = detect()
     plans = derive(_plainly(dense), 1, cluster), derive(_plainly(moe), 1, cluster)
     _require_memory(*plans, cluster)
-    entry = require_checkpoint(dense_run)
+    entry = Run(dense_run).require_checkpoint()
 
     def write(folder: Path) -> dict[str, Any]:
         _convert(entry, *plans, folder, moe)
@@ -99,10 +100,9 @@ def _convert(entry: Entry, dense: Plan, moe: Plan, run_dir: Path, result: Recipe
 
 def _save(engine: Engine, run_dir: Path, result: Recipe) -> None:
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
-    from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.engine.base import Progress
 
-    store = CheckpointStore(run_dir / "checkpoints")
+    store = Run(run_dir).store()
     info = first_checkpoint(result, engine.plan, engine.name)
     with AsyncSaver(store, saver_group(), engine.checkpoint_format()) as saver:
         saver.save(engine.state(Progress()), info)

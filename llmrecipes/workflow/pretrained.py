@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.untrusted import RECORD as MOST
 from llmrecipes.untrusted import read_json
-from llmrecipes.workflow.run import Log, remove_empty_run_dir
+from llmrecipes.workflow.run import Log
 
 if TYPE_CHECKING:
     from llmrecipes.hf.reading import Located
@@ -77,7 +78,7 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
         record = Record(recipe.train.pretrained, source.pinned, _require_fit(source.path, recipe, log))
         write_atomic(spec.run_dir / RECORD, json.dumps(asdict(record), indent=2) + "\n")
     except UserError:
-        remove_empty_run_dir(spec)
+        spec.run.remove_if_empty()
         raise
     log(f"starting from the weights of {source.pinned}")
     return spec.model_copy(update={"pretrained": source.path.absolute()})
@@ -158,9 +159,8 @@ def _recorded(run_dir: Path) -> dict[str, str] | None:
 
 
 def _has_checkpoint(run_dir: Path) -> bool:
-    from llmrecipes.checkpoint.store import CheckpointStore
 
-    return bool(CheckpointStore(run_dir / "checkpoints").entries())
+    return Run(run_dir).newest() is not None
 
 
 def recipe_values(model: Located, section: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.rundir import Run
 from llmrecipes.workflow.pretrained import base_folder
-from llmrecipes.workflow.runs import find_run
-from llmrecipes.workflow.stored_recipe import run_recipe
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
@@ -81,7 +80,7 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
     from llmrecipes.hf.family import config_of, family_of
     from llmrecipes.hf.weights import AsHuggingFace
 
-    recipe = run_recipe(run)
+    recipe = Run(run).recipe()
     chosen = family_of(recipe.model, family)
     if recipe.lora is not None:
         weights: TensorSource = merged(run, entry, recipe, averaged=averaged)
@@ -101,13 +100,12 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
         UserError: there is none, or it is incomplete.
     """
     from llmrecipes.checkpoint.inspection import InvalidCheckpoint, inspect
-    from llmrecipes.checkpoint.store import CheckpointStore
 
     name, _, step = reference.rpartition("@")
     if not name or Path(reference).exists():
         name, step = reference, ""
-    run = find_run(name, runs_dir)
-    store = CheckpointStore(run / "checkpoints")
+    run = Run.find(name, runs_dir).path
+    store = Run(run).store()
     entries = store.entries()
     if not step:
         if entries:

@@ -34,11 +34,11 @@ from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hf.family import FAMILIES, family_named, family_of, model_of
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.hf.tokenizer import write_tokenizer
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.models.create import published
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model
 from llmrecipes.tracking.progress import Counted
-from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.generate import Request, samples
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.tensors import open_tensors

@@ -33,8 +33,8 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.tracking.progress import Counted
-from llmrecipes.workflow.runs import find_run
 from tests.hf_models import CONFIGS, LENGTH, SIZES, VOCABULARY, saved
 from tests.refusals import refused, require_message
 from tests.unit.balance_worker import ROOMY
@@ -305,6 +305,6 @@ def test_an_import_that_ends_in_the_middle_leaves_no_run(before: str, code: int,
         require_message(done.stderr[done.stderr.index("error: ") :], tmp_path)
     assert not list(tmp_path.rglob("recipe.yaml")) and not (tmp_path / "one/a").exists()
     with refused(tmp_path):
-        find_run("one", tmp_path)
+        Run.find("one", tmp_path)
     assert run(arguments) == 0
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["a"]

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import llmrecipes
 from llmrecipes.cli.app import run
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.models import merge_formulas
 from llmrecipes.models.merge import MergeResult, Output, merge
 from llmrecipes.models.merge_formulas import MergedTensors
 from llmrecipes.models.merge_options import METHODS, MergeOptions
 from llmrecipes.recipe.load import to_yaml
-from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train
 from tests.helpers import LLAMA, tiny_on

@@ -17,12 +17,12 @@ from llmrecipes.engine.megatron.model.gpt import build
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.state import load_model, model_state
 from llmrecipes.engine.megatron.world import join
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.models.upcycle import upcycle
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train
 from tests.refusals import require_message
