@@ -29,7 +29,7 @@ STEP = 1
 
 
 class MadeWeights:
-    """Weights of a recipe's model that are made when they are read; see `hf.tensors.TensorSource`."""
+    """Weights of a recipe's model that are made when they are read; see `hf.safetensors.TensorSource`."""
 
     def __init__(self, recipe: str) -> None:
         from llmrecipes.hf.megatron import weights
@@ -100,7 +100,7 @@ def write_checkpoint(folder: Path) -> None:
 
 def export_small(folder: Path) -> dict[str, float]:
     """`llmrecipes export`, without a tokenizer: there is no data."""
-    from llmrecipes.workflow.export import Options, export
+    from llmrecipes.models.export import Options, export
 
     started = time.perf_counter()
     made = export(
@@ -111,9 +111,9 @@ def export_small(folder: Path) -> dict[str, float]:
 
 def export_large(folder: Path) -> dict[str, float]:
     """The writer alone, on values made on the way."""
-    from llmrecipes.hf.export import write
     from llmrecipes.hf.family import config_of, family_of
-    from llmrecipes.hf.views import AsHuggingFace
+    from llmrecipes.hf.safetensors import write
+    from llmrecipes.hf.weights import AsHuggingFace
 
     model = load(LARGE).recipe.model
     family = family_of(model)
@@ -149,10 +149,10 @@ class MadeBoxes(MadeWeights):
 
 def import_small(folder: Path) -> dict[str, float]:
     """`llmrecipes import` of a folder that is written first, one tensor at a time; the peak is that of both."""
-    from llmrecipes.hf.export import write
     from llmrecipes.hf.family import config_of, family_of
-    from llmrecipes.hf.views import AsHuggingFace
-    from llmrecipes.workflow.importing import import_model
+    from llmrecipes.hf.safetensors import write
+    from llmrecipes.hf.weights import AsHuggingFace
+    from llmrecipes.models.importing import import_model
 
     model = load(SMALL).recipe.model
     family = family_of(model)
@@ -162,7 +162,7 @@ def import_small(folder: Path) -> dict[str, float]:
     started = time.perf_counter()
     made = import_model(str(folder / "model"), ["data.tokenizer.type=bpe"], folder / "runs", "made")
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "bytes": made.checkpoint_bytes, "shard": written.largest_shard}
+    return {"seconds": seconds, "bytes": made.origin["checkpoint_bytes"], "shard": written.largest_shard}
 
 
 def import_large(folder: Path) -> dict[str, float]:

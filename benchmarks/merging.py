@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import machine, show
-from llmrecipes.hf.export import write
-from llmrecipes.hf.folder import published
-from llmrecipes.hf.merge_options import METHODS
-from llmrecipes.hf.merging import keep
+from llmrecipes.hf.safetensors import write
+from llmrecipes.models.create import published
+from llmrecipes.models.merge_formulas import keep
+from llmrecipes.models.merge_options import METHODS
 
 SEED = 7
 SHAPES = {"matrix": (6, 5), "vector": (7,), "zeros": (4,), "one": (1,)}

@@ -38,11 +38,12 @@ from llmrecipes.launch import record
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.command import quiet
 from llmrecipes.search.samplers import pruner, sampler
 from llmrecipes.search.space import suggest, trial_recipe
 from llmrecipes.search.study import require_section
-from llmrecipes.tracking.jsonl import METRICS, parse
+from llmrecipes.tracking.jsonl import parse
 
 STEPS, EVALUATIONS = 80, 8
 """Of a point of a grid."""
@@ -237,12 +238,13 @@ class Job:
 
 def job_of(run_dir: Path) -> Job:
     """From the files that the search and the trial wrote."""
-    with (run_dir / METRICS).open("rb") as file:
+    run = RunFiles(run_dir)
+    with run.metrics.open("rb") as file:
         first = parse(file.readline())
     assert first is not None
     return Job(
-        (run_dir / record.FILE).stat().st_mtime, first["time"] - first["step_seconds"],
-        (run_dir / record.EXIT_FILE).stat().st_mtime,
+        run.submission.stat().st_mtime, first["time"] - first["step_seconds"],
+        run.exit_code.stat().st_mtime,
     )  # fmt: skip
 
 
@@ -275,7 +277,7 @@ def search_once(workers: int, folder: Path, data_dir: Path) -> dict[str, Any]:
         check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     ended = time.time()
-    jobs = [job_of(path.parents[1]) for path in runs_dir.glob(f"*/*/{record.FILE}")]
+    jobs = [job_of(run_dir) for run_dir in record.submitted(runs_dir)]
     assert len(jobs) == TRIALS, f"{len(jobs)} of {TRIALS} trials ran"
     idle, whole = idle_seconds(jobs, workers, began, ended)
     first, last = min(each.started for each in jobs), max(each.ended for each in jobs)

@@ -23,10 +23,12 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import redact
+from llmrecipes.runfiles import RunFiles, checked_run_id
 
 if TYPE_CHECKING:
     import pandas
 
+    from llmrecipes import rundir
     from llmrecipes.tracking.runs import RunSummary
 
 __all__ = ["Checkpoint", "Run", "TrainResult", "load_recipe", "open_run", "plan_recipe", "train_recipe"]
@@ -94,26 +96,25 @@ class Run:
     path: Path
     data_dir: Path
 
+    def _files(self) -> rundir.Run:
+        from llmrecipes.rundir import Run
+
+        return Run(self.path)
+
     @property
     def recipe(self) -> Recipe:
         """The resolved recipe it was started with."""
-        from llmrecipes.workflow.stored_recipe import run_recipe
-
-        return run_recipe(self.path)
+        return self._files().recipe()
 
     @property
     def status(self) -> RunSummary:
         """State (`running`, `finished`, `saved`, `failed`, `interrupted`), step, total steps and last losses."""
-        from llmrecipes.tracking.runs import summary
-
-        return summary(self.path)
+        return self._files().summary()
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """Its complete checkpoints, oldest first. Their hashes are checked when one is loaded."""
-        from llmrecipes.checkpoint.store import CheckpointStore
-
-        return [Checkpoint(entry.step, entry.path) for entry in CheckpointStore(self.path / "checkpoints").entries()]
+        return [Checkpoint(entry.step, entry.path) for entry in self._files().store().entries()]
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -129,12 +130,12 @@ class Run:
         Raises:
             UserError: an unknown kind, or a file that cannot be read.
         """
-        from llmrecipes.tracking.jsonl import METRICS, parse
+        from llmrecipes.tracking.jsonl import parse
         from llmrecipes.untrusted import lines
 
         if kind not in _IDENTIFYING:
             raise UserError(f"{kind!r}", where="kind", rule=f"one of {', '.join(_IDENTIFYING)}")
-        path = self.path / METRICS
+        path = self._files().metrics
         try:
             found = [parse(line) for line in lines(path, root=self.path)]  # the last line may be incomplete
         except FileNotFoundError:  # no step yet
@@ -180,13 +181,13 @@ class Run:
             UserError: no such checkpoint, or a corrupt one; a model without a form in transformers; a folder that
                 exists; a full disk.
         """
-        from llmrecipes.workflow.export import Options
-        from llmrecipes.workflow.export import export as write
+        from llmrecipes.models.export import Options
+        from llmrecipes.models.export import export as write
 
         reference = str(self.path) if step is None else f"{self.path}@{step}"
         options = Options(dtype, max_shard_bytes, family, tokenizer)
         folder = None if out is None else Path(out)
-        return Path(write(reference, folder, self.path.parent.parent, self.data_dir, options).path)
+        return Path(write(reference, folder, self._files().runs_dir, self.data_dir, options).path)
 
     def generate(
         self,
@@ -263,7 +264,7 @@ class Run:
         name = str(self.path) if step is None else f"{self.path}@{step}"
         with warnings.catch_warnings():
             ignore_library_warnings()
-            return evaluate_run(name, request, self.path.parents[1], self.data_dir, Layout(tp, nproc)).records
+            return evaluate_run(name, request, self._files().runs_dir, self.data_dir, Layout(tp, nproc)).records
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -323,8 +324,8 @@ def train_recipe(
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train_recipe was called from a thread", rule="only the main thread receives signals")
-    from llmrecipes.train.spec import RunOptions
-    from llmrecipes.workflow.run import Paths, TrainOptions, new_run_id
+    from llmrecipes.launch.run_options import RunOptions
+    from llmrecipes.workflow.run import Paths, TrainOptions
     from llmrecipes.workflow.train import train as start
 
     loaded = _recipe(recipe)
@@ -332,20 +333,19 @@ def train_recipe(
         directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
         directory(data_dir, DATA_VARIABLE, DATA_DIR),
     )
-    name = new_run_id() if run_id is None else run_id
+    name = checked_run_id(run_id)
     options = TrainOptions(
         nproc=nproc,
         run_id=name,
         max_restarts=max_restarts,
-        accept_changes=accept_changes,
         separate_process=True,
-        run=RunOptions(sample=False),
+        run=RunOptions(sample=False, accept_changes=accept_changes),
     )
     with warnings.catch_warnings():
         ignore_library_warnings()
         sys.stdout.flush()  # the ranks write to the same file
         code = start(loaded, paths, options, (lambda _line: None) if quiet else say)
-    run = Run(paths.runs_dir / loaded.name / name, paths.data_dir)
+    run = Run(RunFiles.of(paths.runs_dir, loaded.name, name).path, paths.data_dir)
     outcomes: dict[int, Outcome] = {ExitCode.DONE: "finished", ExitCode.REQUEUE: "saved"}
     return TrainResult(run, outcomes.get(code, "failed"), code, _final(run))
 
@@ -361,10 +361,10 @@ def open_run(name: str | Path, *, runs_dir: str | Path | None = None, data_dir: 
     Raises:
         UserError: there is no such run, or several have that run id.
     """
-    from llmrecipes.workflow.runs import find_run
+    from llmrecipes import rundir
 
-    path = find_run(str(name), directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))
-    return Run(path, directory(data_dir, DATA_VARIABLE, DATA_DIR))
+    run = rundir.Run.find(str(name), directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))
+    return Run(run.path, directory(data_dir, DATA_VARIABLE, DATA_DIR))
 
 
 def say(line: str) -> None:

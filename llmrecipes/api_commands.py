@@ -141,18 +141,19 @@ def submit_recipe(
             the job.
     """
     from llmrecipes.launch.registry import launcher
+    from llmrecipes.launch.run_options import taken
     from llmrecipes.workflow.run import Paths
     from llmrecipes.workflow.submit import plan_for, plan_on_this_machine, submit
 
     place_of_jobs = launcher(to)
-    given = _options(options, place_of_jobs.takes, to)
+    run, given = taken({**_options(options, place_of_jobs.takes, to), "accept-changes": accept_changes})
     recipe, words = str(name_or_path), list(override_words(overrides))
     if cluster is None and not place_of_jobs.needs_cluster:
         planned = plan_on_this_machine(recipe, words, nodes, ranks_per_node)
     else:
         planned = plan_for(recipe, words, cluster, nodes, ranks_per_node)
     paths = Paths(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR), directory(data_dir, DATA_VARIABLE, DATA_DIR))
-    return submit(planned, place_of_jobs, given, paths, run_id=run_id, accept_changes=accept_changes, dry_run=dry_run)
+    return submit(planned, place_of_jobs, given, paths, run_id=run_id, options=run, dry_run=dry_run)
 
 
 def search_recipe(
@@ -211,7 +212,10 @@ def search_recipe(
 
 def _options(options: Mapping[str, Any], takes: frozenset[str], to: str) -> dict[str, Any]:
     """Options of a scheduler by their names on the command line: `prepare_partition` is `--prepare-partition`."""
+    from llmrecipes.launch.run_options import JOB_OPTIONS
+
     named = {name.replace("_", "-"): value for name, value in options.items()}
+    takes |= JOB_OPTIONS
     foreign = sorted(named.keys() - takes)
     if foreign:
         raise UserError(f"given with to={to!r}", where=foreign[0], rule=f"one of {', '.join(sorted(takes))}")

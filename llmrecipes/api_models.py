@@ -49,8 +49,8 @@ def merge_models(
         UserError: an option that the method does not have; a model that is missing, corrupt, named twice or of another
             kind; values that are not finite; a folder that exists; a full disk.
     """
-    from llmrecipes.hf.merge_options import MergeOptions
-    from llmrecipes.workflow.merge import Output, merge
+    from llmrecipes.models.merge import Output, merge
+    from llmrecipes.models.merge_options import MergeOptions
 
     densities = [density] if isinstance(density, int | float) else density
     options = MergeOptions(method, weights, densities, t, scale, normalize, seed)
@@ -89,14 +89,14 @@ def import_model(
     Raises:
         UserError: the model cannot be found, read or described by a recipe; a run id in use; a full disk.
     """
-    from llmrecipes.workflow.importing import import_model as make
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
+    from llmrecipes.models.importing import import_model as make
+    from llmrecipes.runfiles import checked_run_id
 
     made = make(
         str(source),
         overrides,
         directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
-        new_run_id() if run_id is None else checked_run_id(run_id),
+        checked_run_id(run_id),
         revision=revision,
         name=name,
     )

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from llmrecipes.runfiles import RunFiles
+
 PROGRAM = "llmrecipes"
 RUNS_DIR, DATA_DIR = Path("runs"), Path("data")
 """Defaults of `--runs-dir` and `--data-dir` if neither the option nor its variable is set."""
@@ -54,9 +56,9 @@ def resume_command(run_dir: Path, *, data_dir: Path | None = None) -> str:
         run_dir: `<runs-dir>/<recipe>/<run-id>`.
         data_dir: where its prepared data is; None: the default.
     """
-    options = {"run-id": run_dir.name}
+    run = RunFiles(run_dir)
     return command_line(
-        "train", run_dir / "recipe.yaml", options=options, runs_dir=run_dir.parent.parent, data_dir=data_dir
+        "train", run.recipe_file, options={"run-id": run.run_id}, runs_dir=run.runs_dir, data_dir=data_dir
     )
 
 

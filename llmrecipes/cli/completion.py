@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from llmrecipes.commandline import PROGRAM, RUNS_DIR
+from llmrecipes.runfiles import RunFiles
 
 VARIABLE = "_LLMRECIPES_COMPLETE"
 """Set by the scripts when they ask for completions."""
@@ -96,9 +97,9 @@ def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
 def runs(ctx: typer.Context, incomplete: str) -> list[str]:
     """`recipe/run-id` of the runs in `--runs-dir`, or only a run id."""
     runs_dir = Path(ctx.params.get("runs_dir") or RUNS_DIR)
-    run_dirs = [path.parent for path in runs_dir.glob("*/*/recipe.yaml")]
-    full = _beginning(sorted(f"{path.parent.name}/{path.name}" for path in run_dirs), incomplete)
-    return full or _beginning(sorted(path.name for path in run_dirs), incomplete)
+    known = RunFiles.all(runs_dir)
+    full = _beginning(sorted(run.name for run in known), incomplete)
+    return full or _beginning(sorted(run.run_id for run in known), incomplete)
 
 
 def _beginning(words: list[str], incomplete: str) -> list[str]:

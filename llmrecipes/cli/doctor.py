@@ -128,14 +128,15 @@ def doctor(
 
 def _is_done(recipe: Recipe | None, runs_dir: Path, run_id: str) -> bool:
     """Whether a run has done all its steps: a pod that restarts afterwards would wait for nodes that have ended."""
-    from llmrecipes.workflow.run import checked_run_id, finished
+    from llmrecipes.rundir import Run
+    from llmrecipes.runfiles import checked_run_id
 
     if recipe is None:
         raise UserError("set without RECIPE", where="--run-id", rule="a run belongs to a recipe")
-    run_dir = runs_dir / recipe.name / checked_run_id(run_id)
-    if not finished(run_dir, recipe.train.train_iters):
+    run = Run.of(runs_dir, recipe.name, checked_run_id(run_id))
+    if not run.is_finished(recipe.train.train_iters):
         return False
-    print(f"{run_dir} has done all its steps: nothing to check")
+    print(f"{run.path} has done all its steps: nothing to check")
     return True
 
 

@@ -114,11 +114,11 @@ def evaluate(
     from llmrecipes.console import console, setup_logging
     from llmrecipes.evaluation import history
     from llmrecipes.evaluation.request import Request
+    from llmrecipes.rundir import Run
     from llmrecipes.workflow.evaluate import Layout, evaluate_run
-    from llmrecipes.workflow.runs import find_run
 
     if compare:
-        records = history.read(find_run(run, runs_dir))
+        records = history.read(Run.find(run, runs_dir).path)
         if as_json:
             print(json.dumps(records, indent=2))
             return

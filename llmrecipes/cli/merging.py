@@ -15,7 +15,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
-    from llmrecipes.hf.merge_options import MergeOptions
+    from llmrecipes.models.merge_options import MergeOptions
 
 
 @early_signals()
@@ -79,10 +79,10 @@ def merge(
     Tensor by tensor, without a GPU. Of several checkpoints of one run, linear makes their average.
     """
     from llmrecipes.console import number, setup_logging
-    from llmrecipes.hf.merge_options import MergeOptions
+    from llmrecipes.models.merge import Output
+    from llmrecipes.models.merge import merge as make
+    from llmrecipes.models.merge_options import MergeOptions
     from llmrecipes.tracking.progress import Counted
-    from llmrecipes.workflow.merge import Output
-    from llmrecipes.workflow.merge import merge as make
 
     setup_logging()
     options = MergeOptions(
@@ -114,15 +114,15 @@ def _merge_runs(
     models: list[str], options: MergeOptions, base: str | None, run_id: str | None, runs_dir: Path, *, as_json: bool
 ) -> None:
     from llmrecipes.commandline import resume_command
-    from llmrecipes.workflow.merge import merge_runs
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
+    from llmrecipes.models.merge import merge_runs
+    from llmrecipes.runfiles import checked_run_id
 
-    made = merge_runs(models, options, runs_dir, new_run_id() if run_id is None else checked_run_id(run_id), base)
+    made = merge_runs(models, options, runs_dir, checked_run_id(run_id), base)
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(made.as_dict()))
         return
     print(_what(models, base, options.method))
-    print(f"to     {made.run_dir}, {made.seconds:.1f} s")
+    print(f"to     {made.run_dir}, {made.origin['seconds']:.1f} s")
     print(f"train: {resume_command(Path(made.run_dir))}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from llmrecipes.cli import completion
 from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, NewRunIdOption, OverridesArgument, RunsOption
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import early_signals
+
+if TYPE_CHECKING:
+    from llmrecipes.models.create import CreatedRun
 
 
 @early_signals()
@@ -69,9 +72,9 @@ def export(
     Reads any layout without a GPU, with one tensor in memory at a time.
     """
     from llmrecipes.console import number, setup_logging
+    from llmrecipes.models.export import FORMS, Options
+    from llmrecipes.models.export import export as make
     from llmrecipes.tracking.progress import Counted
-    from llmrecipes.workflow.export import FORMS, Options
-    from llmrecipes.workflow.export import export as make
 
     setup_logging()
     if to not in FORMS:
@@ -95,7 +98,7 @@ def export(
 
 def _export_adapter(run: str, out: Path | None, runs_dir: Path, *, as_json: bool) -> None:
     from llmrecipes.console import number
-    from llmrecipes.workflow.export import export_adapter
+    from llmrecipes.models.export import export_adapter
 
     made = export_adapter(run, out, runs_dir)
     if as_json:
@@ -157,15 +160,13 @@ def import_model(
 
     Writes a recipe and a checkpoint of step 0 that any layout loads. Example of overrides: model.seq_length=4096.
     """
-    from llmrecipes.commandline import resume_command
     from llmrecipes.console import number, setup_logging
+    from llmrecipes.models.importing import import_model as make
+    from llmrecipes.runfiles import checked_run_id
     from llmrecipes.tracking.progress import Counted
-    from llmrecipes.units import GIB
-    from llmrecipes.workflow.importing import import_model as make
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
 
     setup_logging()
-    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
+    run_id = checked_run_id(run_id)
     if of != "hf":
         _import_megatron(source, of, recipe, overrides or [], runs_dir, run_id, as_json=as_json)
         return
@@ -176,27 +177,36 @@ def import_model(
         progress=None if as_json else Counted(),
     )  # fmt: skip
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(made.as_dict()))
         return
-    commit = "" if made.commit is None else f" at {made.commit}"
-    print(f"imported {made.source}{commit}: {made.model_type}, {number(made.parameters)} parameters")
-    if made.ignored_keys:
-        print(f"         keys of config.json without effect: {', '.join(made.ignored_keys)}")
-    if tokens := made.new_rows - made.padding_rows:
+    origin = made.origin
+    commit = "" if origin["commit"] is None else f" at {origin['commit']}"
+    print(f"imported {origin['source']}{commit}: {origin['model_type']}, {number(origin['parameters'])} parameters")
+    if origin["ignored_keys"]:
+        print(f"         keys of config.json without effect: {', '.join(origin['ignored_keys'])}")
+    if tokens := origin["new_rows"] - origin["padding_rows"]:
         print(f"         {tokens} new tokens: their rows of the vocabulary are the mean of the others")
-    if made.padding_rows:
-        print(f"         {made.padding_rows} rows without a token pad the vocabulary to a multiple for the layouts")
-    print(f"to       {made.run_dir}, in {made.seconds:.1f} s with {made.peak_memory_bytes / GIB:.2f} GiB of memory")
+    if origin["padding_rows"]:
+        print(
+            f"         {origin['padding_rows']} rows without a token pad the vocabulary to a multiple for the layouts"
+        )
+    _print_created(made)
+
+
+def _print_created(made: CreatedRun) -> None:
+    from llmrecipes.commandline import resume_command
+    from llmrecipes.units import GIB
+
+    memory = made.origin["peak_memory_bytes"] / GIB
+    print(f"to       {made.run_dir}, in {made.origin['seconds']:.1f} s with {memory:.2f} GiB of memory")
     print(f"train:   {resume_command(Path(made.run_dir))}")
 
 
 def _import_megatron(
     source: str, of: str, recipe: str | None, overrides: list[str], runs_dir: Path, run_id: str, *, as_json: bool
 ) -> None:
-    from llmrecipes.commandline import resume_command
     from llmrecipes.console import number
-    from llmrecipes.units import GIB
-    from llmrecipes.workflow.importing import import_megatron as make
+    from llmrecipes.models.importing import import_megatron as make
 
     if of != "megatron":
         raise UserError(f"{of!r}", where="--from", rule="one of hf, megatron")
@@ -209,14 +219,14 @@ def _import_megatron(
         )
     made = make(Path(source), recipe, overrides, runs_dir, run_id)
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(made.as_dict()))
         return
-    iteration = "" if made.iteration is None else f", iteration {made.iteration}"
-    print(f"imported {made.source}{iteration}: {number(made.parameters)} parameters")
-    for note in made.notes:
+    origin = made.origin
+    iteration = "" if origin["iteration"] is None else f", iteration {origin['iteration']}"
+    print(f"imported {origin['source']}{iteration}: {number(origin['parameters'])} parameters")
+    for note in origin["notes"]:
         print(f"note     {note}")
-    print(f"to       {made.run_dir}, in {made.seconds:.1f} s with {made.peak_memory_bytes / GIB:.2f} GiB of memory")
-    print(f"train:   {resume_command(Path(made.run_dir))}")
+    _print_created(made)
 
 
 @early_signals()
@@ -275,8 +285,8 @@ def finetune(
     """
     from llmrecipes.commandline import command_line
     from llmrecipes.console import console, setup_logging
-    from llmrecipes.workflow.finetune import RUN_ID, STEPS, Finetuning, steps
-    from llmrecipes.workflow.finetune import finetune as do
+    from llmrecipes.models.finetune import RUN_ID, STEPS, Finetuning, steps
+    from llmrecipes.models.finetune import finetune as do
     from llmrecipes.workflow.run import Paths
 
     setup_logging()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from llmrecipes.cli import completion
 from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIABLE
+
+T = TypeVar("T")
 
 RUNS, DATA = RUNS_DIR, DATA_DIR
 
@@ -56,16 +61,6 @@ RunIdOption = Annotated[
 NewRunIdOption = Annotated[
     str | None, typer.Option("--run-id", metavar="ID", help="Run id of the new run; default: a new id.")
 ]
-AllowSocketOption = Annotated[
-    bool,
-    typer.Option(
-        "--allow-socket", help="Train even if NCCL does not use the cluster's InfiniBand, RoCE or EFA with GPUDirect."
-    ),
-]
-AcceptChangesOption = Annotated[
-    bool,
-    typer.Option("--accept-changes", help="Resume even if the learning rate or the data order changes."),
-]
 ClusterOption = Annotated[
     str | None,
     typer.Option(
@@ -99,3 +94,45 @@ HostsOption = Annotated[
 PatienceOption = Annotated[
     float, typer.Option("--patience", metavar="S", min=1, help="Wait at most S seconds for the other nodes.")
 ]
+
+
+def with_run_options(*, in_jobs: bool) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a command the options of a start in the place of its parameter `options`.
+
+    Args:
+        in_jobs: only those that a job passes on.
+    """
+
+    from llmrecipes.launch.run_options import RunOptions, declared, flag  # pydantic is slow to import
+
+    def decorate(command: Callable[..., T]) -> Callable[..., T]:
+        parameters: list[Parameter] = []
+        for parameter in signature(command, eval_str=True).parameters.values():
+            if parameter.name != "options":
+                parameters.append(parameter)
+                continue
+            for name, option in declared(in_jobs=in_jobs):
+                field = RunOptions.model_fields[name]
+                word = flag(name, option)
+                words = [f"--{word}/--no-{word}" if field.default is True else f"--{word}"]
+                shown = typer.Option(*words, help=option.help, metavar=option.metavar, min=_least(field.metadata))
+                kind = Annotated[field.annotation, shown]  # type: ignore[name-defined]
+                parameters.append(parameter.replace(name=name, default=field.default, annotation=kind))
+
+        @wraps(command)
+        def decorated(**given: Any) -> T:
+            names = {name for name, _ in declared(in_jobs=in_jobs)}
+            chosen = {name: given.pop(name) for name in names & given.keys()}
+            if in_jobs:
+                chosen["sample"] = False
+            return command(**given, options=RunOptions(**chosen))
+
+        decorated.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        decorated.__annotations__ = {each.name: each.annotation for each in parameters}
+        return decorated
+
+    return decorate
+
+
+def _least(metadata: Sequence[object]) -> int | None:
+    return next((int(least) for each in metadata if (least := getattr(each, "ge", None)) is not None), None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,16 +15,43 @@ from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunArgume
 from llmrecipes.engine.sampling import SAMPLING, Sampling
 from llmrecipes.errors import UserError
 
+if TYPE_CHECKING:
+    from llmrecipes.tracking.runs import RunSummary
+
+COLUMNS = ("run", "state", "step", "loss", "valid loss", "newest checkpoint", "started")
 PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="Serve on this TCP port.")]
 
 
 def runs(as_json: JsonOption = False, runs_dir: RunsOption = RUNS) -> None:
     """List runs with their state, step and loss."""
     from llmrecipes.tracking.runs import list_runs
-    from llmrecipes.workflow.runs import table
 
     listed = list_runs(runs_dir)
     print(json.dumps([run.as_dict() for run in listed], indent=2) if as_json else table(listed))
+
+
+def table(runs: Sequence[RunSummary]) -> str:
+    """Runs as a table, oldest first."""
+    if not runs:
+        return "no runs yet: llmrecipes train gpt-tiny"
+    rows = [COLUMNS, *(_row(run) for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _row(run: RunSummary) -> tuple[str, ...]:
+    started = "" if run.started is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
+    return (
+        f"{run.recipe}/{run.run_id}",
+        run.state,
+        f"{run.step or 0}/{run.total or '?'}",
+        "" if run.loss is None else f"{run.loss:.4f}",
+        "" if run.valid_loss is None else f"{run.valid_loss:.4f}",
+        str(run.checkpoints[-1]) if run.checkpoints else "none",
+        started,
+    )
 
 
 def compare(
@@ -46,14 +75,14 @@ def compare(
     """Compare runs: recipes, loss curves and final figures."""
     from llmrecipes.cli.render.comparison import AXES, LETTERS, comparison_lines, default_axis
     from llmrecipes.console import console
+    from llmrecipes.rundir import Run
     from llmrecipes.workflow.compare import compare as read
-    from llmrecipes.workflow.runs import find_run
 
     if x is not None and x not in AXES:
         raise UserError(f"{x!r}", where="--x", rule=f"one of {', '.join(AXES)}")
     if len(names) > len(LETTERS):
         raise UserError(f"{len(names)} runs", where="RUN", rule=f"at most {len(LETTERS)} runs can be compared")
-    comparison = read([find_run(name, runs_dir) for name in names])
+    comparison = read([Run.find(name, runs_dir).path for name in names])
     if as_json:
         print(json.dumps(comparison.as_dict(), indent=2))
         return
@@ -141,12 +170,12 @@ def generate(
 ) -> None:
     """Generate text with a run's newest checkpoint."""
     from llmrecipes.console import setup_logging
+    from llmrecipes.rundir import Run
     from llmrecipes.workflow.generate import Request, samples
-    from llmrecipes.workflow.runs import find_run
 
     setup_logging()
     request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples, ema, chat)
-    for sample in samples(find_run(run, runs_dir), data_dir, request):
+    for sample in samples(Run.find(run, runs_dir).path, data_dir, request):
         if as_json:
             print(json.dumps({"step": sample.step, "prompt": prompt, "text": sample.text, "tokens": sample.tokens}))
         else:
@@ -173,11 +202,11 @@ def tensorboard(
     runs_dir: RunsOption = RUNS,
 ) -> None:
     """Open TensorBoard on a run or on all runs (localhost only)."""
+    from llmrecipes.rundir import Run
     from llmrecipes.tracking.runs import list_runs
     from llmrecipes.tracking.tensorboard_ui import serve
-    from llmrecipes.workflow.runs import find_run
 
-    run_dirs = [Path(found.path) for found in list_runs(runs_dir)] if run is None else [find_run(run, runs_dir)]
+    run_dirs = [Path(found.path) for found in list_runs(runs_dir)] if run is None else [Run.find(run, runs_dir).path]
     if not run_dirs:
         raise UserError("no runs yet", where=str(runs_dir), fix="start one: llmrecipes train gpt-tiny")
     serve(run_dirs, port)

@@ -54,8 +54,8 @@ def serve(
     A run is exported first, into its own directory. The API is that of OpenAI: /v1/completions, /v1/chat/completions.
     """
     from llmrecipes.console import setup_logging
-    from llmrecipes.workflow.serve import ServeOptions, prepare
-    from llmrecipes.workflow.serve import serve as start
+    from llmrecipes.models.serve import ServeOptions, prepare
+    from llmrecipes.models.serve import serve as start
 
     setup_logging()
     options = ServeOptions(backend, host, port, dtype, tuple(arguments or ()))

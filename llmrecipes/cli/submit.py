@@ -15,24 +15,27 @@ from llmrecipes.cli import completion
 from llmrecipes.cli.options import (
     DATA,
     RUNS,
-    AllowSocketOption,
     DataOption,
     JsonOption,
     OverridesArgument,
     RecipeArgument,
     RunsOption,
     site_option,
+    with_run_options,
 )
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
+from llmrecipes.launch.run_options import RunOptions
 
 if TYPE_CHECKING:
     from llmrecipes.launch.base import JobHandle, JobResult, JobStatus, Launcher
     from llmrecipes.workflow.submit import Preview, Submitted
 
 LONGEST_REASON = 200
+FOR_JOBS = RunOptions(sample=False)
 
 
+@with_run_options(in_jobs=True)
 def submit(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
@@ -149,10 +152,7 @@ def submit(
         str | None,
         typer.Option("--run-id", metavar="ID", help="Run id; an existing run is resumed. Default: a new id."),
     ] = None,
-    accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Resume even if the learning rate or the data order changes.")
-    ] = False,
-    allow_socket: AllowSocketOption = False,
+    options: RunOptions = FOR_JOBS,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the job and exit with its code; Ctrl-C leaves it running.")
     ] = False,
@@ -175,7 +175,7 @@ def submit(
         "python": python, "warning": warning, "max-restarts": max_restarts, "sbatch": sbatch, "flavor": flavor,
         "namespace": namespace, "claim": claim, "queue": queue, "topology": topology, "secret": secret,
         "tracking-uri": tracking_uri, "service-account": service_account, "pull-secret": pull_secret,
-        "host-network": host_network, "allow-socket": allow_socket or None,
+        "host-network": host_network,
         "prepare-partition": prepare_partition, "prepared": prepared or None,
     }  # fmt: skip
     _require_options_of(to, place, given)
@@ -187,7 +187,7 @@ def submit(
         planned = plan_for(recipe, overrides or [], cluster, nodes, ranks_per_node)
     done = hand_over(
         planned, place, {name: value for name, value in given.items() if name in place.takes},
-        Paths(runs_dir, data_dir), run_id=run_id, accept_changes=accept_changes, dry_run=dry_run,
+        Paths(runs_dir, data_dir), run_id=run_id, options=options, dry_run=dry_run,
         prepare=True,
     )  # fmt: skip
     if as_json:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +14,6 @@ from llmrecipes.cli import completion
 from llmrecipes.cli.options import (
     DATA,
     RUNS,
-    AcceptChangesOption,
-    AllowSocketOption,
     DataOption,
     JsonOption,
     NewRunIdOption,
@@ -26,39 +23,31 @@ from llmrecipes.cli.options import (
     RunArgument,
     RunIdOption,
     RunsOption,
+    with_run_options,
 )
 from llmrecipes.cli.render.table import aligned
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
+from llmrecipes.launch.run_options import RunOptions
 
 if TYPE_CHECKING:
     from llmrecipes.verify.coordinates import Coordinates
 
 
+RUN_OPTIONS = RunOptions()
+
+
 @early_signals()
+@with_run_options(in_jobs=False)
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     nproc: RanksOption = None,
     run_id: RunIdOption = None,
-    overfit_batch: Annotated[
-        bool, typer.Option("--overfit-batch", help="Overfit one global batch (sanity check).")
-    ] = False,
-    anomaly: Annotated[
-        bool, typer.Option("--anomaly", help="Name the first module that outputs a NaN or infinity (slow).")
-    ] = False,
-    profile_steps: Annotated[
-        int, typer.Option("--profile", metavar="N", min=0, help="Profile N steps with torch.profiler.")
-    ] = 0,
-    sample: Annotated[bool, typer.Option(help="Generate sample text at the end.")] = True,
+    options: RunOptions = RUN_OPTIONS,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", min=0, help="Restart failed ranks at most N times.")
     ] = 0,
-    accept_changes: AcceptChangesOption = False,
-    allow_socket: AllowSocketOption = False,
-    from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Move the run's earlier output aside and restart at step 0.")
-    ] = False,
     nnodes: Annotated[
         int,
         typer.Option("--nnodes", metavar="N", min=1, help="Number of nodes; start the command on every one."),
@@ -92,28 +81,19 @@ def train(
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.ranks import node
     from llmrecipes.recipe.load import load
-    from llmrecipes.train.spec import RunOptions
     from llmrecipes.workflow.run import Paths, TrainOptions
     from llmrecipes.workflow.train import train as start
 
     setup_logging()
-    options = TrainOptions(
+    asked = TrainOptions(
         nproc=nproc,
         run_id=run_id,
         cluster=cluster,
         node=node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None,
         max_restarts=max_restarts,
-        accept_changes=accept_changes,
-        run=RunOptions(
-            overfit_batch=overfit_batch,
-            anomaly=anomaly,
-            profile_steps=profile_steps,
-            from_scratch=from_scratch,
-            allow_socket=allow_socket,
-            sample=sample,
-        ),
+        run=options,
     )
-    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), options, _say)
+    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), asked, _say)
 
 
 @early_signals()
@@ -265,18 +245,20 @@ def upcycle(
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number, setup_logging
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
-    from llmrecipes.workflow.runs import find_run
-    from llmrecipes.workflow.upcycle import upcycle as make
+    from llmrecipes.models.upcycle import upcycle as make
+    from llmrecipes.rundir import Run
+    from llmrecipes.runfiles import checked_run_id
 
     setup_logging()
-    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
-    made = make(find_run(run, runs_dir), overrides or [], runs_dir, run_id)
+    run_id = checked_run_id(run_id)
+    made = make(Run.find(run, runs_dir).path, overrides or [], runs_dir, run_id)
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(made.as_dict()))
         return
-    print(f"upcycled {made.dense_run}, step {made.dense_step}, {number(made.dense_parameters)} parameters")
-    print(f"to       {made.run_dir}, {number(made.parameters)} parameters, {number(made.active_parameters)} active")
+    origin = made.origin
+    parameters, active, dense = (number(origin[key]) for key in ("parameters", "active_parameters", "dense_parameters"))
+    print(f"upcycled {origin['dense_run']}, step {origin['dense_step']}, {dense} parameters")
+    print(f"to       {made.run_dir}, {parameters} parameters, {active} active")
     print(f"train:   {resume_command(Path(made.run_dir))}")
 
 
@@ -303,19 +285,20 @@ def convert(
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import setup_logging
-    from llmrecipes.workflow.convert import convert as make
-    from llmrecipes.workflow.run import checked_run_id, new_run_id
-    from llmrecipes.workflow.runs import find_run
+    from llmrecipes.models.convert import convert as make
+    from llmrecipes.rundir import Run
+    from llmrecipes.runfiles import checked_run_id
 
     setup_logging()
-    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
-    made = make(find_run(run, runs_dir), to, overrides or [], runs_dir, run_id)
+    run_id = checked_run_id(run_id)
+    made = make(Run.find(run, runs_dir).path, to, overrides or [], runs_dir, run_id)
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(made.as_dict()))
         return
-    stage = "" if made.zero_stage is None else f", zero.stage {made.zero_stage}"
-    print(f"converted {made.from_run}, step {made.step}, saved by engine {made.from_engine}")
-    print(f"to        {made.run_dir}, engine {made.engine}{stage}")
+    origin = made.origin
+    stage = "" if origin["zero_stage"] is None else f", zero.stage {origin['zero_stage']}"
+    print(f"converted {origin['from_run']}, step {origin['step']}, saved by engine {origin['from_engine']}")
+    print(f"to        {made.run_dir}, engine {origin['engine']}{stage}")
     print(f"resume:   {resume_command(Path(made.run_dir))}")
 
 

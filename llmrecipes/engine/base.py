@@ -20,7 +20,7 @@ from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.engine.scoring import Scorer
 from llmrecipes.hardware.profile import Group
-from llmrecipes.hf.tensors import TensorSource
+from llmrecipes.hf.safetensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import LayerBalance

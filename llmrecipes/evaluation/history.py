@@ -15,10 +15,10 @@ from llmrecipes.errors import UserError
 from llmrecipes.evaluation.result import Result
 from llmrecipes.io import write_atomic
 from llmrecipes.redact import redacted
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.untrusted import lines, parse_json
 from llmrecipes.untrusted import read as read_file
 
-FILE = "evaluations.jsonl"
 PREFIX = "eval"
 """Of the names of metrics in the trackers: eval/<task>/<metric>."""
 
@@ -54,10 +54,10 @@ def append(run_dir: Path, new: Sequence[dict[str, Any]]) -> None:
     Raises:
         UserError: they cannot be written.
     """
-    path = run_dir / FILE
+    path = RunFiles(run_dir).evaluations
     text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in new)
     try:
-        with FileLock(run_dir / f".{FILE}.lock"):
+        with FileLock(path.with_name(f".{path.name}.lock")):
             before = read_file(path, root=run_dir).decode() if path.exists() else ""
             write_atomic(path, before + text)
     except OSError as error:
@@ -71,7 +71,7 @@ def append(run_dir: Path, new: Sequence[dict[str, Any]]) -> None:
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """The records of a run, oldest first; lines that cannot be read are left out."""
-    path = run_dir / FILE
+    path = RunFiles(run_dir).evaluations
     found = []
     try:
         for line in lines(path, root=run_dir):

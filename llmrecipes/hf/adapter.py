@@ -15,20 +15,19 @@ import torch
 
 from llmrecipes.errors import UserError
 from llmrecipes.hf.megatron import weights
-from llmrecipes.hf.table import Family
-from llmrecipes.hf.tensors import TensorSource
-from llmrecipes.hf.transforms import FUSED_QKV, TRANSPOSED
+from llmrecipes.hf.safetensors import TensorSource
+from llmrecipes.hf.table import FUSED_QKV, TRANSPOSED, Family
 from llmrecipes.hf.weights import FolderWeights
 from llmrecipes.recipe.schema import Lora, Model
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 KEYS = frozenset({"rank", "alpha", "dropout", "target_modules"})
-"""Keys of `lora` that adapters are written and merged with: of any other, only its default has a form in PEFT."""
+"""Keys of `lora` that adapters are written and merged with: of other keys, PEFT supports only the default."""
 SUFFIX = "_lora"
 """Follows the name of a matrix in that of its adapter, in checkpoints."""
 
 
-class Written(NamedTuple):
+class WrittenAdapters(NamedTuple):
     """What was written: numbers of adapters and of their parameters, and bytes of the file."""
 
     adapters: int
@@ -65,12 +64,12 @@ class Merged:
     def read(self, name: str) -> torch.Tensor:
         """See `TensorSource`."""
         size = self._sizes[name]
-        whole = self._base.read(name, tuple(0 for _ in size), size).float()
+        weight = self._base.read(name, tuple(0 for _ in size), size).float()
         matrix = name.removesuffix(".weight")
         if matrix not in self._adapted:
-            return whole
+            return weight
         a, b = (self._adapters.read(f"{matrix}{SUFFIX}.{side}.weight").float() for side in "ab")
-        return whole.addmm_(b, a, alpha=self._scale)
+        return weight.addmm_(b, a, alpha=self._scale)
 
 
 def matrices(adapters: TensorSource) -> Iterator[str]:
@@ -79,7 +78,7 @@ def matrices(adapters: TensorSource) -> Iterator[str]:
     return (name.removesuffix(end) for name in adapters.names() if name.endswith(end))
 
 
-def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base: str, folder: Path) -> Written:
+def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base: str, folder: Path) -> WrittenAdapters:
     """Write adapter_config.json and adapter_model.safetensors, which `PeftModel.from_pretrained` loads.
 
     All adapters are in memory, some thousandths of the model.
@@ -97,12 +96,12 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
     """
     from safetensors.torch import save
 
-    found = sorted(matrices(adapters), key=_order)
-    _refuse_experts(found, model)
+    adapted = sorted(matrices(adapters), key=_order)
+    _refuse_experts(adapted, model)
     tensors: dict[str, torch.Tensor] = {}
     modules: set[str] = set()
     transposed = False
-    for matrix in found:
+    for matrix in adapted:
         pair = family.pair(f"{matrix}.weight")
         a, b = (adapters.read(f"{matrix}{SUFFIX}.{side}.weight") for side in "ab")
         parts = pair.transform.split(b, model)
@@ -114,7 +113,7 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
             modules.add(_without_layer(module))
             tensors[f"base_model.model.{module}.lora_A.weight"] = a.clone()
             tensors[f"base_model.model.{module}.lora_B.weight"] = part.contiguous().clone()
-    # Not `save_file`, whose file nobody else may read.
+    # Not `save_file`, whose file only its owner may read.
     (folder / WEIGHTS_NAME).write_bytes(save(tensors, {"format": "pt"}))
     alpha = lora.scale * lora.rank
     config: dict[str, Any] = {
@@ -130,26 +129,26 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
         "inference_mode": True,
     }
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    size = sum(each.nbytes for each in tensors.values())
-    return Written(len(tensors) // 2, sum(each.numel() for each in tensors.values()), size)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return WrittenAdapters(len(tensors) // 2, sum(tensor.numel() for tensor in tensors.values()), size)
 
 
-def _refuse_experts(found: Iterable[str], model: Model) -> None:
-    """Refuse what PEFT takes for adapters of experts.
+def _refuse_experts(adapted: Iterable[str], model: Model) -> None:
+    """Refuse adapters that PEFT would apply to experts.
 
     transformers 5 has all experts of a layer in one tensor. PEFT adapts modules, and in a model with experts it turns
     every `gate_proj`, `up_proj` and `down_proj` into that tensor, those of dense layers and shared experts too.
     """
     if model.num_moe_experts is None:
         return
-    names = sorted({name.rpartition(".")[2] for name in found if name.endswith(("linear_fc1", "linear_fc2"))})
+    names = sorted({name.rpartition(".")[2] for name in adapted if name.endswith(("linear_fc1", "linear_fc2"))})
     if names:
         raise UserError(
             f"adapters of {', '.join(names)} in a model with experts",
             where="lora.target_modules",
-            rule="PEFT has no form for them: it takes each for an adapter of all experts of a layer, which "
-            "transformers holds in one tensor",
-            fix="--to hf --merge-adapter, which writes the whole model; or train without them",
+            rule="PEFT cannot store them: it would apply each to all experts of a layer, which transformers "
+            "holds in one tensor",
+            fix="--to hf --merge-adapter, which writes the complete model; or train without them",
         )
 
 

@@ -25,10 +25,10 @@ def family_of(model: Model, name: str | None = None) -> Family:
         name: `model_type` of the one to use; None: the first that fits.
 
     Raises:
-        UserError: none fits; with the keys that stand in the way of the nearest.
+        UserError: none fits; with the keys of the nearest that do not fit.
     """
     if name is not None and name not in FAMILIES:
-        raise UserError(f"no family {name}", where="--family", rule=f"one of {', '.join(FAMILIES)}")
+        raise UserError(f"unknown family {name}", where="--family", rule=f"one of {', '.join(FAMILIES)}")
     tried = [FAMILIES[name]] if name is not None else list(FAMILIES.values())
     problems = {family.name: family.config_of(model)[1] for family in tried}
     for family in tried:
@@ -37,7 +37,8 @@ def family_of(model: Model, name: str | None = None) -> Family:
     # One that has experts, or has none, as the model; of these the one with the fewest differences.
     dense = not model.num_moe_experts
     nearest = min(
-        problems, key=lambda each: (("num_moe_experts" in FAMILIES[each].needs) is not dense, len(problems[each]))
+        problems,
+        key=lambda key: (("num_moe_experts" in FAMILIES[key].needs) is not dense, len(problems[key])),
     )
     raise _refused(f"no matching transformers architecture; the nearest is {nearest}", "", problems[nearest])
 
@@ -50,15 +51,15 @@ def family_named(model_type: object, where: str) -> Family:
         where: the file.
 
     Raises:
-        UserError: it is not one of ours.
+        UserError: it is not supported.
     """
-    found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if found is None:
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
         raise UserError(
             f"unsupported model_type {model_type!r}", where=where, rule=f"one of {', '.join(FAMILIES)}",
             fix="a model of one of these types; CONTRIBUTING.md says how to add a family",
         )  # fmt: skip
-    return found
+    return family
 
 
 def config_of(family: Family, model: Model) -> dict[str, Any]:
@@ -86,11 +87,13 @@ def model_of(family: Family, config: Config, where: str) -> dict[str, Any]:
 
 
 def _refused(what: str, where: str, problems: list[Obstacle]) -> UserError:
-    parts = [UserError(f"{each.value}", where=each.key, rule=each.rule, fix=each.fix) for each in problems]
+    parts = [
+        UserError(f"{problem.value}", where=problem.key, rule=problem.rule, fix=problem.fix) for problem in problems
+    ]
     if len(parts) == 1:
-        (each,) = problems
-        key = ": ".join(filter(None, (where, each.key)))
-        return UserError(f"{each.value}: {what}", where=key, rule=each.rule, fix=each.fix)
-    lines = "\n    ".join(f"{each.key}: {each.value}; {each.rule}" for each in problems)
-    fix = "; ".join(dict.fromkeys(each.fix for each in problems if each.fix))
+        (problem,) = problems
+        key = ": ".join(filter(None, (where, problem.key)))
+        return UserError(f"{problem.value}: {what}", where=key, rule=problem.rule, fix=problem.fix)
+    lines = "\n    ".join(f"{problem.key}: {problem.value}; {problem.rule}" for problem in problems)
+    fix = "; ".join(dict.fromkeys(problem.fix for problem in problems if problem.fix))
     return UserError(f"{what}:\n    {lines}", where=where or "model", fix=fix, parts=parts)

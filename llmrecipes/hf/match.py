@@ -44,7 +44,7 @@ def section_of(config: Mapping[str, Any], folder: Path, ignored: Collection[str]
         ignored: keys that the user says have no effect.
 
     Raises:
-        UserError: an unknown family, or one that needs its own code, or keys without a counterpart; all at once.
+        UserError: an unknown family, or one that needs custom code, or keys without a counterpart; all at once.
     """
     where = str(folder / CONFIG)
     try:
@@ -56,7 +56,7 @@ def section_of(config: Mapping[str, Any], folder: Path, ignored: Collection[str]
         raise UserError(
             error.what,
             where=where,
-            rule=f"{error.rule}; {code} is code of its own, which is never run",
+            rule=f"{error.rule}; {code} asks for custom code, which is never run",
             fix="a model of one of these types",
         ) from error
     _require_sane(config, where)
@@ -73,7 +73,7 @@ def section_of(config: Mapping[str, Any], folder: Path, ignored: Collection[str]
 
 
 def without_effect(config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
-    """Keys of a config.json that transformers does not read for a model of this type: notes of other programs.
+    """Keys of a config.json that transformers does not read for a model of this type: left by other programs.
 
     These are neither fields of its configuration class nor named in a file that computes the model. There are none in
     a folder with Python code, or that a later transformers has written: either could read them.
@@ -87,7 +87,7 @@ def without_effect(config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
     kind = CONFIG_MAPPING[family.name]
     home = Path(_origin("transformers")).parent
     files = [*(home / f"{name}.py" for name in _SHARED), *Path(_origin(kind.__module__)).parent.glob("*.py")]
-    source = "\n".join(each.read_text("utf-8") for each in files)
+    source = "\n".join(file.read_text("utf-8") for file in files)
     words = set(re.findall(r"\w+", source))
     return tuple(key for key in unknown if not hasattr(kind, key) and not words.issuperset(re.findall(r"\w+", key)))
 
@@ -96,8 +96,8 @@ def _is_later(version: object) -> bool:
     """Whether a version is later than that of the installed transformers, or is not one."""
     if version is None:
         return False
-    here, there = (re.findall(r"\d+", str(each))[:3] for each in (metadata.version("transformers"), version))
-    return not there or [int(each[:9]) for each in there] > [int(each) for each in here]
+    installed, other = (re.findall(r"\d+", str(part))[:3] for part in (metadata.version("transformers"), version))
+    return not other or [int(part[:9]) for part in other] > [int(part) for part in installed]
 
 
 def _origin(module: str) -> str:
@@ -129,10 +129,10 @@ def require_ignorable(config: Mapping[str, Any], keys: Collection[str], where: s
 
 
 def _require_sane(config: Mapping[str, Any], where: str) -> None:
-    """Refuse numbers that no model has, before anything is counted up to them.
+    """Refuse sizes that no model has, before loops run up to them.
 
     Raises:
-        UserError: with the first of them.
+        UserError: for the first.
     """
     for key, value in config.items():
         most = MOST_COUNTED if re.search("layer|experts|dense_replace|sparse_step", key) else MOST
@@ -149,7 +149,7 @@ def require_same(model: Model, section: Mapping[str, Any], where: str) -> None:
         where: config.json.
 
     Raises:
-        UserError: they differ: with each key, and both values.
+        UserError: they differ; with the keys and both values.
     """
     theirs = validated(section, model.seq_length, where)
     problems = [*_differences(model, theirs), *_lengths(model, theirs), *_vocabulary(model, theirs)]
@@ -157,7 +157,7 @@ def require_same(model: Model, section: Mapping[str, Any], where: str) -> None:
         return
     if len(problems) == 1:
         raise problems[0]
-    what = "\n".join([f"{len(problems)} problems: this recipe has another model", *map(str, problems)])
+    what = "\n".join([f"{len(problems)} problems: the recipe's model is not that of config.json", *map(str, problems)])
     raise UserError(what, where=where, parts=problems)
 
 
@@ -203,9 +203,9 @@ def _plain(name: str, value: Any, model: Model) -> Any:
 
 def _lengths(model: Model, theirs: Model) -> Iterator[UserError]:
     most = theirs.max_position_embeddings or theirs.seq_length
-    own = model.max_position_embeddings or model.seq_length
+    length = model.max_position_embeddings or model.seq_length
     if model.position_embedding_type == "learned_absolute":
-        if own != most:
+        if length != most:
             yield _problem("max_position_embeddings", model.max_position_embeddings, most)
     elif model.max_position_embeddings is None and model.seq_length > most:
         yield UserError(

@@ -1,7 +1,7 @@
 """Names and shapes of a recipe's weights in megatron-core: those of one process, layer by layer, expert by expert.
 
-A checkpoint stacks layers and experts of the same kind into one tensor; here each has its own, because that is how
-Hugging Face stores them, and what is read at a time stays small.
+A checkpoint stacks layers and experts of the same kind into one tensor; here every one has a name, because
+Hugging Face stores them so, and little is read at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A folder with a model, as transformers saves it: config.json, and weights in safetensors.
+"""A folder with a model, as transformers saves it: config.json, and weights in safetensors; on this machine, or fetched
+from the Hugging Face Hub into the Hub's own cache.
 
 It is untrusted. Nothing in it is run or unpickled: JSON is read as data, weights by the safetensors library, and only
 from files inside the folder (or where the Hub's cache keeps them).
@@ -6,15 +7,102 @@ from files inside the folder (or where the Hub's cache keeps them).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from llmrecipes import untrusted
+from llmrecipes.data.checked import hashes
 from llmrecipes.errors import UserError
+
+PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")
+"""Files that are fetched: no code, no pickles."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Located:
+    """A model on this machine.
+
+    Attributes:
+        path: its folder.
+        name: on the Hub, or the path as the user wrote it.
+        commit: of the Hub's repository; None for a folder.
+    """
+
+    path: Path
+    name: str
+    commit: str | None
+
+    @property
+    def pinned(self) -> str:
+        """The value of `train.pretrained` that always means this."""
+        return str(self.path.absolute()) if self.commit is None else f"{self.name}@{self.commit}"
+
+
+def split(text: str) -> tuple[str, str | None]:
+    """Name and revision of `NAME@REVISION`; a path that exists has none."""
+    if is_path(text):
+        return text, None
+    name, _, revision = text.partition("@")
+    return name, revision or None
+
+
+def is_path(text: str) -> bool:
+    """Whether a text is a path, and not a name on the Hub: it exists, or looks like one."""
+    return Path(text).expanduser().exists() or text.startswith((".", "/", "~")) or text.count("/") > 1
+
+
+def resolve(text: str, revision: str | None = None) -> Located:
+    """Locate a model, and fetch it from the Hub if it is not on this machine.
+
+    Args:
+        text: a folder, or `NAME` or `NAME@REVISION` on the Hub.
+        revision: branch, tag or commit.
+
+    Raises:
+        UserError: no such folder or name, no network, no permission, or a revision of a folder.
+    """
+    name, named = split(text)
+    if named is not None and revision is not None and named != revision:
+        raise UserError(f"{revision} for {text}", where="--revision", rule="one revision", fix="leave one of them out")
+    revision = revision or named
+    if is_path(name):
+        if revision is not None:
+            raise UserError(
+                f"{revision} for a folder", where="--revision", rule="revisions belong to names on the Hub",
+                fix="leave it out",
+            )  # fmt: skip
+        return Located(Path(name).expanduser(), name, None)
+    return _fetched(name, revision)
+
+
+def _fetched(name: str, revision: str | None) -> Located:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS)))
+    except Exception as error:  # HTTP, DNS, permissions, names: each library below has its own errors
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise UserError(
+            f"{name}{'' if revision is None else '@' + revision} cannot be fetched: {reason[:300]}",
+            where=name,
+            rule="a folder on this machine, or a name on the Hugging Face Hub, which this machine must reach once",
+            fix="check name and revision; that this machine reaches the Hub (HF_ENDPOINT), and HF_TOKEN for a gated "
+            "model; or copy the folder to this machine, and use its path",
+        ) from error
+    # Snapshots in the Hub's cache are named by their commit.
+    commit = path.name if _COMMIT.fullmatch(path.name) else None
+    return Located(path, name, commit)
+
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -57,27 +145,27 @@ class Folder:
     @property
     def largest_file(self) -> int:
         """Bytes of the largest file of weights."""
-        return max((each.stat().st_size for each in {held.file for held in self.tensors.values()}), default=0)
+        return max((file.stat().st_size for file in {held.file for held in self.tensors.values()}), default=0)
 
 
 def open_folder(path: Path) -> Folder:
     """Open a folder: its config.json, and the headers of its weights.
 
     Raises:
-        UserError: no folder, no config.json, weights that are missing, damaged, pickled or quantised, or files outside
+        UserError: no folder, no config.json, weights that are missing, corrupt, pickled or quantised, or files outside
             of the folder.
     """
     config = read_config(path)
     files = _weight_files(path)
     tensors: dict[str, Held] = {}
     for file, names in files.items():
-        found = _header(path, file)
-        for name in found if names is None else names:
-            if name not in found:
-                raise _broken(path / INDEX, f"it says that {file} has {name}, which it does not", "")
-            tensors[name] = found[name]
+        header = _header(path, file)
+        for name in header if names is None else names:
+            if name not in header:
+                raise _broken(path / INDEX, f"{file} does not have {name}, which the index lists", "")
+            tensors[name] = header[name]
     if not tensors:
-        raise _broken(path / next(iter(files)), "it has no tensors", "")
+        raise _broken(path / next(iter(files)), "no tensors", "")
     return Folder(path, config, tensors)
 
 
@@ -91,7 +179,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError("no such folder", where=str(path), rule="a folder with config.json and model.safetensors")
     if not os.path.lexists(path / CONFIG):
         raise UserError(
-            f"there is no {CONFIG}",
+            f"{CONFIG} is missing",
             where=str(path),
             rule=f"a model is a folder with {CONFIG} and weights in safetensors",
             fix=_adapter_fix(path),
@@ -101,23 +189,23 @@ def read_config(path: Path) -> dict[str, Any]:
     if quantised is not None:
         method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
         raise UserError(
-            f"these weights are quantised: quantization_config has {str(method)[:40]!r}",
+            f"quantised weights: quantization_config has {str(method)[:40]!r}",
             where=str(path / CONFIG),
             rule="training starts from weights in fp32, bf16 or fp16",
-            fix="the original weights, or a copy that was converted back to bf16",
+            fix="use the original weights, or a copy converted back to bf16",
         )
     return config
 
 
 def runs_code(path: Path) -> str | None:
-    """What in a folder asks for its own Python code to be run: `auto_map` of config.json, or a file; None: nothing.
+    """What asks to run Python code of the folder: `auto_map` of config.json, or a file; None: nothing.
 
     It is never run. A model whose `model_type` is known does not need it.
     """
     for name in (CONFIG, TOKENIZER_CONFIG):
         if os.path.lexists(path / name) and "auto_map" in read_json(path, name):
             return f"auto_map in {name}"
-    return next((each.name for each in sorted(path.glob("*.py"))), None)
+    return next((file.name for file in sorted(path.glob("*.py"))), None)
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -127,12 +215,12 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         UserError: it is not a regular file of the folder, too large, or not a JSON object.
     """
     try:
-        found = untrusted.read_json(folder / name, root=untrusted.model_root(folder), constant=_no_constant)
+        value = untrusted.read_json(folder / name, root=untrusted.model_root(folder), constant=_no_constant)
     except OSError as error:
         raise _unreadable(folder / name, error) from error
-    if not isinstance(found, dict):
-        raise _broken(folder / name, f"it is a JSON {type(found).__name__}, not an object", "")
-    return found
+    if not isinstance(value, dict):
+        raise _broken(folder / name, f"not a JSON object, but a {type(value).__name__}", "")
+    return value
 
 
 def read_bytes(folder: Path, name: str) -> bytes:
@@ -148,7 +236,7 @@ def read_bytes(folder: Path, name: str) -> bytes:
 
 
 def copy(folder: Path, name: str, target: Path) -> None:
-    """Copy a file of a folder, and nothing that it links to elsewhere.
+    """Copy a file of a folder; a link out of the folder is refused.
 
     Raises:
         UserError: as `read_bytes`.
@@ -163,7 +251,7 @@ def copy(folder: Path, name: str, target: Path) -> None:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")
+    raise ValueError(f"{name} is not a finite number")
 
 
 def _weight_files(path: Path) -> dict[str, list[str] | None]:
@@ -179,7 +267,7 @@ def _indexed(path: Path) -> dict[str, list[str]]:
     weight_map = read_json(path, INDEX).get("weight_map")
     where = path / INDEX
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _broken(where, "it has no weight_map", "")
+        raise _broken(where, "no weight_map", "")
     files: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file or "\0" in file:
@@ -191,8 +279,8 @@ def _indexed(path: Path) -> dict[str, list[str]]:
         raise UserError(
             f"{len(missing)} of {len(files)} files of weights are missing: {_listed(missing)}",
             where=str(path),
-            rule=f"every file that {INDEX} names is in the folder",
-            fix="download the model again, completely",
+            rule=f"the folder has every file that {INDEX} names",
+            fix="download the complete model again",
         )
     return files
 
@@ -200,49 +288,49 @@ def _indexed(path: Path) -> dict[str, list[str]]:
 def _header(folder: Path, name: str) -> dict[str, Held]:
     from safetensors import SafetensorError, safe_open
 
-    found = {}
+    tensors = {}
     try:
         path = untrusted.real(folder / name, root=untrusted.model_root(folder))
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no dict
                 part = file.get_slice(key)
-                found[key] = Held(path, str(part.get_dtype()), tuple(part.get_shape()))
+                tensors[key] = Held(path, str(part.get_dtype()), tuple(part.get_shape()))
     except OSError as error:
         raise _unreadable(folder / name, error) from error
     except (SafetensorError, ValueError, OverflowError) as error:
         raise _broken(
             folder / name,
-            f"it is damaged or cut off: {str(error)[:200]}",
-            "a whole safetensors file",
+            f"corrupt or truncated: {str(error)[:200]}",
+            "a complete safetensors file",
             "download it again",
         ) from error
-    if bad := next((key for key, held in found.items() if len(held.shape) > MOST_DIMENSIONS), None):
-        raise _broken(folder / name, f"{bad[:80]} has {len(found[bad].shape)} dimensions", "")
-    return found
+    if bad := next((key for key, held in tensors.items() if len(held.shape) > MOST_DIMENSIONS), None):
+        raise _broken(folder / name, f"{bad[:80]} has {len(tensors[bad].shape)} dimensions", "")
+    return tensors
 
 
 def _no_weights(path: Path) -> UserError:
-    pickles = sorted({each.name for pattern in PICKLES for each in path.glob(pattern)})
+    pickles = sorted({file.name for pattern in PICKLES for file in path.glob(pattern)})
     if pickles:
         return UserError(
             f"the weights are pickles: {_listed(pickles)}",
             where=str(path),
-            rule="loading a pickle runs code that is in it; weights are read from safetensors only",
-            fix="a revision of the model with model.safetensors; or convert it where you trust it: load it with "
-            "transformers, then save_pretrained",
+            rule="loading a pickle can run code in it; weights are read only from safetensors",
+            fix="a revision of the model with model.safetensors; or convert it where that is safe: load it "
+            "with transformers, then call save_pretrained",
         )
-    others = sorted({each.name for pattern in OTHER_WEIGHTS for each in path.glob(pattern)})
+    others = sorted({file.name for pattern in OTHER_WEIGHTS for file in path.glob(pattern)})
     return UserError(
-        f"there are no weights in safetensors{': only ' + _listed(others) if others else ''}",
+        f"no weights in safetensors{': only ' + _listed(others) if others else ''}",
         where=str(path),
         rule=f"weights are in {WEIGHTS}, or in files that {INDEX} lists",
-        fix=_adapter_fix(path) or "download the model again, completely",
+        fix=_adapter_fix(path) or "download the complete model again",
     )
 
 
 def _adapter_fix(path: Path) -> str:
     if (path / "adapter_config.json").exists():
-        return "this is an adapter: name the model that it belongs to (base_model_name_or_path)"
+        return "this is an adapter: use its base model (base_model_name_or_path)"
     return ""
 
 
@@ -251,7 +339,7 @@ def _broken(where: Path, what: str, rule: str, fix: str = "") -> UserError:
 
 
 def _unreadable(where: Path, error: Exception) -> UserError:
-    return UserError(f"it cannot be read: {getattr(error, 'strerror', None) or error}", where=str(where))
+    return UserError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=str(where))
 
 
 def _listed(names: list[str]) -> str:
@@ -272,5 +360,25 @@ def wrong_types(folder: Folder, names: Iterator[str]) -> None:
                 f"{name} has elements of type {held.dtype}",
                 where=str(held.file),
                 rule=f"weights are {', '.join(FLOATS)}; quantised ones cannot be trained",
-                fix="the original weights, or a copy that was converted back to bf16",
+                fix="use the original weights, or a copy converted back to bf16",
             )
+
+
+def fingerprint(folder: Folder, log: Callable[[str], None]) -> str:
+    """SHA-256 of config.json, of names, types and shapes of all tensors, and of the hashes of their files.
+
+    One changed byte is seen. The hashes are remembered by size, times and inode, so the weights are read once for each
+    user: a 70B model in bf16 has 140 GB, at least 70 s from a disk that delivers 2 GB/s (calculated).
+
+    Args:
+        folder: the model.
+        log: receives a line when files are read.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    digest = hashlib.sha256(read_bytes(folder.path, CONFIG))
+    heads = {name: (held.file.name, held.dtype, held.shape) for name, held in folder.tensors.items()}
+    files = {held.file.name: held.file for held in folder.tensors.values()}
+    digest.update(json.dumps([heads, hashes(folder.path, files, log)], sort_keys=True).encode())
+    return digest.hexdigest()

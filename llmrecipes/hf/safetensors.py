@@ -1,14 +1,45 @@
-"""A folder of safetensors as Hugging Face has it: read one tensor at a time, written one tensor at a time."""
+"""Weights in safetensors, as Hugging Face has them: read one tensor at a time, written one tensor at a time.
+
+A shard is written tensor by tensor: its header, which has all sizes, is known before the first value is read. So
+memory holds one tensor, not a shard, whatever the size of the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import IO, Any, Protocol
 
 import torch
 
 from llmrecipes.errors import UserError
-from llmrecipes.hf.reading import open_folder
+from llmrecipes.hf.reading import INDEX, open_folder
+from llmrecipes.io import sync
+from llmrecipes.tracking.progress import Counted
+
+
+class TensorSource(Protocol):
+    """Whole global tensors by name. One is in memory at a time: no process holds the model."""
+
+    def names(self) -> Sequence[str]:
+        """Names, in the order of the model."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor's elements, without reading it."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """A complete tensor on the CPU, in memory that nothing else uses.
+
+        Raises:
+            UserError: it is corrupt or missing.
+        """
+
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -58,7 +89,141 @@ class SafetensorsFolder:
         try:
             # Opened for each tensor: pages of a file that stays mapped count as memory of this process.
             with safe_open(path, framework="pt", device="cpu") as file:
-                found: torch.Tensor = file.get_tensor(name)
-                return found.clone()
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor.clone()
         except (OSError, SafetensorError) as problem:
             raise UserError(f"{name} cannot be read: {problem}", where=str(path), fix="copy it again") from problem
+
+
+SHARD_BYTES = 5 * 10**9
+"""Largest shard, as `save_pretrained` of transformers has had it for years."""
+PATTERN = "model{suffix}.safetensors"
+"""Names of the files: a suffix only if there are several."""
+ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KEPT = "e_score_correction_bias"
+"""End of the names of tensors that stay as they are: a small difference would change which experts are selected."""
+
+_NAMES = {kind: name for name, kind in DTYPES.items()}
+_CHUNK = 1 << 26
+
+
+@dataclass(frozen=True)
+class WrittenWeights:
+    """What was written.
+
+    Attributes:
+        shards: files of weights.
+        tensors: number of tensors.
+        parameters: elements of all tensors.
+        bytes: of all tensors.
+        largest_shard: bytes of the largest file of weights.
+    """
+
+    shards: tuple[str, ...]
+    tensors: int
+    parameters: int
+    bytes: int
+    largest_shard: int
+
+
+def write(
+    source: TensorSource,
+    config: Mapping[str, Any],
+    folder: Path,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Counted | None = None,
+) -> WrittenWeights:
+    """Write weights, split and named as on the Hub, and config.json into a folder that no other process reads yet.
+
+    Args:
+        source: weights by the names of transformers.
+        config: config.json, without the element type.
+        folder: an empty folder (see `models.create.published`).
+        dtype: fp32, bf16 or fp16; None: element types stay.
+        shard_bytes: largest file; a larger tensor has a separate file.
+        progress: shows how many tensors are written.
+
+    Raises:
+        UserError: a value is too large for fp16.
+        OSError: a disk error.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    kinds = {name: _kind(name, source.dtype(name), dtype) for name in source.names()}
+    sizes = {name: prod(source.shape(name)) * kind.itemsize for name, kind in kinds.items()}
+    # It needs sizes only. A tensor larger than a shard goes before the shard that is being filled.
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern=PATTERN, max_shard_size=shard_bytes
+    )
+    if progress is not None:
+        progress.begin("tensors", len(kinds))
+    for file, names in split.filename_to_tensors.items():
+        _write_shard(folder / file, source, {name: kinds[name] for name in names}, progress)
+    if progress is not None:
+        progress.close()
+    if split.is_sharded:
+        write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    # That of most bytes: a bias of an expert may be of another.
+    kind = max(
+        set(kinds.values()), key=lambda candidate: sum(size for name, size in sizes.items() if kinds[name] == candidate)
+    )
+    write_json(folder / "config.json", {**config, "dtype": str(kind).removeprefix("torch.")})
+    return WrittenWeights(
+        tuple(split.filename_to_tensors),
+        len(kinds),
+        sum(prod(source.shape(name)) for name in kinds),
+        sum(sizes.values()),
+        max((folder / file).stat().st_size for file in split.filename_to_tensors),
+    )
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file as transformers does: indented."""
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
+
+
+def _kind(name: str, stored: torch.dtype, dtype: str | None) -> torch.dtype:
+    if dtype is None or not stored.is_floating_point or name.endswith(KEPT):
+        return stored
+    return ELEMENT_TYPES[dtype]
+
+
+def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dtype], progress: Counted | None) -> None:
+    """One file: 8 bytes with the size of the header, the header, the values in its order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, kind in kinds.items():
+        shape = source.shape(name)
+        start, end = end, end + prod(shape) * kind.itemsize
+        header[name] = {"dtype": _NAMES[kind], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # values begin at a multiple of 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name, kind in kinds.items():
+            _write_tensor(file, name, source.read(name), source.shape(name), kind)
+            if progress is not None:
+                progress.add(1)
+    sync(path)
+
+
+def _write_tensor(file: IO[bytes], name: str, value: torch.Tensor, shape: Sequence[int], kind: torch.dtype) -> None:
+    if tuple(value.shape) != tuple(shape):
+        raise RuntimeError(f"{name} has the shape {tuple(value.shape)}, and its header says {tuple(shape)}")
+    flat = value.contiguous().view(-1)
+    step = _CHUNK // max(kind.itemsize, flat.element_size())
+    for start in range(0, flat.numel(), step):
+        # Converted in pieces: a second copy of the largest tensor would be most of the memory.
+        piece = flat[start : start + step]
+        converted = piece.to(kind)
+        if kind.itemsize < piece.element_size() and not torch.equal(converted.isfinite(), piece.isfinite()):
+            element = next(name for name, candidate in ELEMENT_TYPES.items() if candidate == kind)
+            raise UserError(
+                f"{name} has values too large for {element}",
+                where="--dtype",
+                rule=f"{element} holds numbers up to {torch.finfo(kind).max:g}",
+                fix="--dtype bf16" if kind == torch.float16 else "--dtype fp32",
+            )
+        file.write(converted.view(torch.uint8).numpy().data)

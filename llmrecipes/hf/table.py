@@ -1,4 +1,8 @@
-"""The table of a family of models: what of a recipe is called how in transformers, in both directions."""
+"""The table of a family of models: names of recipes and of transformers, in both directions.
+
+One tensor of megatron-core becomes tensors of transformers by moving rows and transposing, without arithmetic. So the
+way back is exact too: an import determines the place of each row by splitting the numbers of the rows.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,79 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from llmrecipes.hf.megatron import weights
-from llmrecipes.hf.transforms import SAME, Transform
 from llmrecipes.recipe.schema import Model
 from llmrecipes.recipe.section import Section
 from llmrecipes.recipe.shape import shape
+
+
+class Transform(Protocol):
+    """A reversible change of form; also of tensors on the `meta` device, for shapes, and of numbers of rows."""
+
+    def __hash__(self) -> int: ...
+
+    def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
+        """Tensors of transformers made from one of megatron-core; views of it where possible."""
+
+
+class _Same:
+    def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
+        return [tensor]
+
+
+class _Transposed:
+    """GPT-2's Conv1D holds its matrices as [in, out]."""
+
+    def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
+        return [tensor.t()]  # of a vector: itself
+
+
+class _Vocabulary:
+    """Rows of the vocabulary; megatron-core's matrices have rows of padding, which no token uses, after them."""
+
+    def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
+        return [tensor[: model.vocab_size]]
+
+
+class _GateUp:
+    """A gated MLP's first projection: the rows of the gate, then those of what is gated."""
+
+    def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
+        return list(tensor.chunk(2))
+
+
+class _QueryKeyValue:
+    """One projection, which holds for each group of query heads their rows, then those of their key and value head."""
+
+    def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
+        groups, queries, width = _heads(model)
+        rows = tensor.reshape(groups, queries + 2, width, *tensor.shape[1:])
+        parts = (rows[:, :queries], rows[:, queries : queries + 1], rows[:, queries + 1 :])
+        return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
+
+
+class _FusedQueryKeyValue:
+    """GPT-2's one projection of [in, all queries, all keys, all values]."""
+
+    def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
+        return [torch.cat(QKV.split(tensor, model)).t()]
+
+
+def _heads(model: Model) -> tuple[int, int, int]:
+    """Groups of query heads, query heads of a group, and channels of a head."""
+    sizes = shape(model)
+    return sizes.num_query_groups, sizes.num_attention_heads // sizes.num_query_groups, sizes.kv_channels
+
+
+SAME: Transform = _Same()
+TRANSPOSED: Transform = _Transposed()
+VOCABULARY: Transform = _Vocabulary()
+GATE_UP: Transform = _GateUp()
+QKV: Transform = _QueryKeyValue()
+FUSED_QKV: Transform = _FusedQueryKeyValue()
+
 
 REQUIRED: Any = object()
 """A key that config.json has to have."""
@@ -59,7 +131,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key of config.json of which the recipe has one value only.
+    """A key of config.json for which recipes have only one value.
 
     Args:
         theirs: in config.json.
@@ -137,7 +209,7 @@ class Family:
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
         """config.json of a model, without special tokens and element type, and the keys that have no counterpart."""
         values = resolved(model)
-        found = [
+        obstacles = [
             Obstacle(f"model.{key}", values[key], f"a model of type {self.name} has {key}={value}")
             for key, value in self.needs.items()
             if values[key] != value
@@ -148,27 +220,27 @@ class Family:
             "model_type": self.name,
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         }
-        for each in self.keys:
-            value = values[each.ours]
-            if each.names is not None and value not in each.names:
-                rule = f"a model of type {self.name} has one of {', '.join(map(str, each.names))}"
-                found.append(Obstacle(f"model.{each.ours}", value, rule))
+        for entry in self.keys:
+            value = values[entry.ours]
+            if entry.names is not None and value not in entry.names:
+                rule = f"a model of type {self.name} has one of {', '.join(map(str, entry.names))}"
+                obstacles.append(Obstacle(f"model.{entry.ours}", value, rule))
                 continue
-            config[each.theirs] = value if each.names is None else each.names[value][0]
-        config |= {each.theirs: each.value for each in self.fixed}
+            config[entry.theirs] = value if entry.names is None else entry.names[value][0]
+        config |= {entry.theirs: entry.value for entry in self.fixed}
         for special in self.specials:
             more, problems = special.config_of(model)
             config |= more
-            found += problems
-        # Where something else stands in the way, these are often its consequences.
-        return config, found or self._not_default(model)
+            obstacles += problems
+        # These often follow from other obstacles, so they are reported only without others.
+        return config, obstacles or self._not_default(model)
 
     def accounts(self) -> dict[str, frozenset[str]]:
         """The accounts by name, each with its keys of `model`."""
-        special = (key for each in self.specials for key in each.ours)
+        special = (key for entry in self.specials for key in entry.ours)
         return {
             "needed": frozenset(self.needs),
-            "translated": frozenset({each.ours for each in self.keys} | set(special)),
+            "translated": frozenset({entry.ours for entry in self.keys} | set(special)),
             "free": self.free,
             "default only": self.default_only,
         }
@@ -186,36 +258,36 @@ class Family:
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
         """The section `model` of a config.json, but for `seq_length`; and what of it has no counterpart."""
         model: dict[str, Any] = dict(self.needs)
-        found: list[Obstacle] = []
-        for each in self.keys:
-            value = config.get(each.theirs, each.absent)
+        obstacles: list[Obstacle] = []
+        for entry in self.keys:
+            value = config.get(entry.theirs, entry.absent)
             if value is REQUIRED:
-                found.append(Obstacle(each.theirs, "missing", f"a required key of {self.name}"))
+                obstacles.append(Obstacle(entry.theirs, "missing", f"a required key of {self.name}"))
                 continue
-            if each.names is not None:
-                ours = [mine for mine, theirs in each.names.items() if value in theirs]
+            if entry.names is not None:
+                ours = [mine for mine, theirs in entry.names.items() if value in theirs]
                 if not ours:
-                    rule = f"one of {', '.join(name for names in each.names.values() for name in names)}"
-                    found.append(Obstacle(each.theirs, value, rule))
+                    rule = f"one of {', '.join(name for names in entry.names.values() for name in names)}"
+                    obstacles.append(Obstacle(entry.theirs, value, rule))
                     continue
                 value = ours[0]
-            model[each.ours] = value
+            model[entry.ours] = value
         for fixed in self.fixed:
             value = config.get(fixed.theirs, fixed.value if fixed.absent is REQUIRED else fixed.absent)
             if value != fixed.value and value not in fixed.same:
-                found.append(Obstacle(fixed.theirs, value, f"only {json.dumps(fixed.value)} is supported"))
+                obstacles.append(Obstacle(fixed.theirs, value, f"only {json.dumps(fixed.value)} is supported"))
         for special in self.specials:
             more, problems = special.model_of(config)
             model |= more
-            found += problems
+            obstacles += problems
         rule = "unsupported key: it may change what the model computes"
-        return model, found + [
+        return model, obstacles + [
             Obstacle(key, config[key], rule, f"--ignore-key {key}, if it changes nothing")
             for key in self.unknown(config)
         ]
 
     def unknown(self, config: Config) -> list[str]:
-        """Keys of config.json that the table does not have, and that say something."""
+        """Keys of config.json that the table does not have, and whose value is neither null nor false."""
         known = (
             {key.theirs for key in self.keys} | {fixed.theirs for fixed in self.fixed} | self.training_only | NEUTRAL
         )
@@ -237,7 +309,7 @@ class Family:
         """
         numbers = _NUMBER.findall(name)
         to = self.tensors[_NUMBER.sub("*", name)]
-        return Pair(name, tuple(_fill(each, numbers) for each in to.names), to.transform)
+        return Pair(name, tuple(_fill(template, numbers) for template in to.names), to.transform)
 
 
 NEUTRAL = frozenset(

@@ -9,7 +9,7 @@ from llmrecipes.data.prepared import TOKENIZER
 from llmrecipes.data.templates import NAME, answer_end, of_prepared
 from llmrecipes.data.tokenizer import require_bounded
 from llmrecipes.errors import UserError
-from llmrecipes.hf.export import write_json
+from llmrecipes.hf.safetensors import write_json
 
 if TYPE_CHECKING:
     from llmrecipes.data.prepared import Prepared
@@ -26,7 +26,7 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[st
     made its tokens, and `eos_token` what ends an answer.
 
     Args:
-        folder: where to.
+        folder: of the model.
         recipe: of the run.
         prepared: its data.
 
@@ -35,7 +35,7 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[st
         an answer ends with another token than a document; the first ends an answer.
 
     Raises:
-        UserError: it is damaged, cannot be loaded any more, or is a different one by now.
+        UserError: it is corrupt, can no longer be loaded, or has changed.
     """
     tokenizer = prepared.tokenizer()
     template = of_prepared(prepared) if prepared.manifest.chat is not None else None
@@ -71,7 +71,7 @@ def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int],
     where = "data.tokenizer"
     require_bounded(section)
     try:
-        found = AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             section.path, revision=section.revision or "main", trust_remote_code=False
         )
     except Exception as error:  # HTTP, DNS, missing files, unknown classes: each library below has its own errors
@@ -81,14 +81,14 @@ def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int],
             where=where,
             fix="check that this machine reaches the Hub (HF_ENDPOINT), or --no-tokenizer",
         ) from error
-    if found.get_vocab() != vocabulary:
+    if tokenizer.get_vocab() != vocabulary:
         raise UserError(
-            f"tokenizer {section.path!r} is not the one that the data was prepared with",
+            f"the data was prepared with a different tokenizer than {section.path!r}",
             where=where,
             rule="a model is written with the tokenizer of its training data",
-            fix="set data.tokenizer.revision to the commit that it was, or --no-tokenizer",
+            fix="set data.tokenizer.revision to the commit of that time, or use --no-tokenizer",
         )
     if end is not None:
-        found.eos_token = end
-    found.save_pretrained(folder)
-    return {"bos_token_id": found.bos_token_id, "pad_token_id": found.pad_token_id}
+        tokenizer.eos_token = end
+    tokenizer.save_pretrained(folder)
+    return {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}

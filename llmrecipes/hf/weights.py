@@ -1,14 +1,15 @@
-"""The weights in a folder by the names of megatron-core, read in boxes: a rank reads the slices that it owns.
+"""Weights under other names: a folder's by those of megatron-core, a checkpoint's by those of transformers.
 
-Where the rows of a box lie in the folder's tensors is found by splitting the numbers of the rows, with the same
-transform that splits the weights themselves. Every such transform moves rows, and some transpose.
+A folder is read in boxes: a rank reads the slices that it owns. Where the rows of a box lie in the folder's tensors is
+determined by splitting the numbers of the rows, with the same transform that splits the weights themselves. Every such
+transform moves rows, and some transpose.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from functools import cache, partial
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.hf.match import require_same, section_of
 from llmrecipes.hf.megatron import weights
 from llmrecipes.hf.reading import CONFIG, FLOATS, SHOWN, Folder, open_folder, read_config, wrong_types
-from llmrecipes.hf.table import Family, Pair
-from llmrecipes.hf.transforms import VOCABULARY, Transform
+from llmrecipes.hf.safetensors import TensorSource
+from llmrecipes.hf.table import VOCABULARY, Family, Pair, Transform
 from llmrecipes.recipe.schema import Model
 
 MEAN_ROWS = 1 << 12
@@ -53,7 +54,7 @@ class FolderWeights:
         rows: of the vocabulary in the folder.
 
     Raises:
-        UserError: weights are missing, of another shape, quantised, or of no use.
+        UserError: weights are missing, of another shape, quantised, or unused.
     """
 
     def __init__(self, folder: Folder, family: Family, model: Model, rows: int) -> None:
@@ -70,20 +71,20 @@ class FolderWeights:
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """See `WeightSource`."""
         pair = self._pairs[name]
-        held = [self._folder.tensors[each] for each in pair.theirs]
-        dtypes = [getattr(torch, FLOATS[each.dtype]) for each in held]
-        found = torch.empty(shape, dtype=max(dtypes, key=lambda each: each.itemsize))
+        held = [self._folder.tensors[part] for part in pair.theirs]
+        dtypes = [getattr(torch, FLOATS[part.dtype]) for part in held]
+        box = torch.empty(shape, dtype=max(dtypes, key=lambda part: part.itemsize))
         first, last = offset[0], offset[0] + shape[0]
         columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
         for source in self._sources(pair):
-            for here, there in _runs(source.rows, first, last):
-                found[there] = self._slice(source, here, columns)
-        own = self._sizes[name][0]
-        if last > own:
+            for taken, target in _runs(source.rows, first, last):
+                box[target] = self._slice(source, taken, columns)
+        rows = self._sizes[name][0]
+        if last > rows:
             if pair.transform is not VOCABULARY:
-                raise ValueError(f"{name} has {own} rows, and {last} are asked for")
-            found[max(own - first, 0) :] = self._mean(pair.theirs[0])[columns]
-        return found
+                raise ValueError(f"{name} has {rows} rows, {last} requested")
+            box[max(rows - first, 0) :] = self._mean(pair.theirs[0])[columns]
+        return box
 
     def close(self) -> None:
         """Close the file that is open."""
@@ -97,12 +98,12 @@ class FolderWeights:
     def _slice(self, source: _Source, rows: slice, columns: tuple[slice, ...]) -> torch.Tensor:
         part = self._file(source.name).get_slice(source.name)
         try:
-            found: torch.Tensor = part[(*columns, rows)].t() if source.transposed else part[(rows, *columns)]
+            values: torch.Tensor = part[(*columns, rows)].t() if source.transposed else part[(rows, *columns)]
         except Exception as error:  # the library has its own kinds of errors
             where = str(self._folder.tensors[source.name].file)
             raise UserError(f"{source.name} cannot be read: {error}", where=where, fix="download it again") from error
-        self._mapped += found.nbytes
-        return found
+        self._mapped += values.nbytes
+        return values
 
     def _file(self, name: str) -> Any:
         """The open file of a tensor; one at a time and not for long: pages of a mapped file count as memory."""
@@ -114,7 +115,7 @@ class FolderWeights:
             try:
                 self._open = path, safe_open(path, framework="pt")
             except Exception as error:
-                raise UserError(f"it cannot be read: {error}", where=str(path), fix="download it again") from error
+                raise UserError(f"cannot be read: {error}", where=str(path), fix="download it again") from error
         return self._open[1]
 
     def _mean_of(self, name: str) -> torch.Tensor:
@@ -127,40 +128,40 @@ class FolderWeights:
         return (total / rows).float()
 
     def _require(self, family: Family) -> None:
-        where, there = str(self._folder.path), self._folder.tensors
+        where, tensors = str(self._folder.path), self._folder.tensors
         used = {name: ours for ours, pair in self._pairs.items() for name in pair.theirs}
-        if missing := [name for name in used if name not in there]:
+        if missing := [name for name in used if name not in tensors]:
             raise UserError(
                 f"{_counted(missing)} missing",
                 where=where,
                 rule=f"a model of type {family.name} with this config.json has them",
-                fix="download the model again, completely",
+                fix="download the complete model again",
             )
         wrong = []
         for pair in self._pairs.values():
-            whole = torch.empty(self._sizes[pair.ours], device="meta")
-            for name, part in zip(pair.theirs, pair.transform.split(whole, self._model), strict=True):
-                if there[name].shape != tuple(part.shape):
-                    wrong.append(f"{name}: expected {list(part.shape)}, found {list(there[name].shape)}")
+            weight = torch.empty(self._sizes[pair.ours], device="meta")
+            for name, part in zip(pair.theirs, pair.transform.split(weight, self._model), strict=True):
+                if tensors[name].shape != tuple(part.shape):
+                    wrong.append(f"{name}: expected {list(part.shape)}, found {list(tensors[name].shape)}")
         if wrong:
             hidden = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
             raise UserError(
-                "\n    ".join(["these tensors have other shapes than config.json says:", *wrong[:SHOWN], *hidden]),
+                "\n    ".join(["tensor shapes do not match config.json:", *wrong[:SHOWN], *hidden]),
                 where=where,
                 rule="shapes follow from config.json",
             )
-        if unused := [name for name in there if name not in used and not self._of_no_use(name)]:
+        if unused := [name for name in tensors if name not in used and not self._ignorable(name)]:
             raise UserError(
-                f"{_counted(unused)} not known",
+                f"{_counted(unused)} not part of the model",
                 where=where,
-                rule=f"every tensor has its place in a model of type {family.name}: one without would be lost",
+                rule=f"every tensor of the folder belongs to a model of type {family.name}; others would be lost",
             )
         wrong_types(self._folder, iter(used))
 
-    def _of_no_use(self, name: str) -> bool:
+    def _ignorable(self, name: str) -> bool:
         if OTHERS.search(name):
             return True
-        if name == "lm_head.weight":  # a tied one is written by some programs
+        if name == "lm_head.weight":  # some programs write a tied one
             return self._model.share_embeddings_and_output_weights
         # Layers that predict more tokens come after the others; transformers leaves them out, too.
         extra = self._folder.config.get("num_nextn_predict_layers")
@@ -171,8 +172,8 @@ class FolderWeights:
 def _as_named(pair: Pair, family: Family, folder: Folder) -> Pair:
     """A pair by the names in the folder: files without an output layer leave out the prefix of all names."""
     short = tuple(name.removeprefix(family.prefix) for name in pair.theirs)
-    whole = all(name in folder.tensors for name in pair.theirs)
-    return pair if whole or not all(name in folder.tensors for name in short) else pair._replace(theirs=short)
+    complete = all(name in folder.tensors for name in pair.theirs)
+    return pair if complete or not all(name in folder.tensors for name in short) else pair._replace(theirs=short)
 
 
 def _rows(transform: Transform, rows: int, dimensions: int, model: Model) -> list[tuple[torch.Tensor, bool]]:
@@ -191,10 +192,10 @@ def _runs(rows: torch.Tensor, first: int, last: int) -> Iterator[tuple[slice, sl
         return
     ends = (inside.diff() != 1).nonzero().flatten() + 1
     for run in inside.tensor_split(ends):
-        here = slice(int(run[0]), int(run[-1]) + 1)
-        there = rows[here] - first
+        taken = slice(int(run[0]), int(run[-1]) + 1)
+        target = rows[taken] - first
         # Neighbours here as well: a copy, which is much faster than scattering rows.
-        yield here, slice(int(there[0]), int(there[-1]) + 1) if bool((there.diff() == 1).all()) else there
+        yield taken, slice(int(target[0]), int(target[-1]) + 1) if bool((target.diff() == 1).all()) else target
 
 
 def _counted(names: list[str]) -> str:
@@ -222,7 +223,89 @@ def open_weights(path: Path, model: Model, ignored: Collection[str] = ()) -> Fol
         return FolderWeights(folder, family, model, section["vocab_size"])
     except KeyError as error:
         raise UserError(
-            f"a model of type {family.name} has no {error.args[0]}",
+            f"a model of type {family.name} does not have {error.args[0]}",
             where=str(path / CONFIG),
             rule="keys of config.json fit each other",
         ) from error
+
+
+class AsHuggingFace:
+    """Weights of megatron-core by the names of transformers; see `TensorSource`.
+
+    A tensor that becomes several is read once if these are read one after the other, and is in memory until then.
+
+    Args:
+        source: weights named as in `hf.megatron.weights`.
+        family: of the model.
+        model: of its recipe.
+
+    Raises:
+        UserError: a weight of the model is missing, or has another shape.
+    """
+
+    def __init__(self, source: TensorSource, family: Family, model: Model) -> None:
+        self._source, self._model = source, model
+        self._pairs = {name: (pair, index) for pair in family.pairs(model) for index, name in enumerate(pair.theirs)}
+        self._last: tuple[Pair, list[torch.Tensor]] | None = None
+        require_weights(source, model)
+
+    def names(self) -> Sequence[str]:
+        """See `TensorSource`."""
+        return list(self._pairs)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `TensorSource`."""
+        return self._source.dtype(self._pairs[name][0].ours)
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `TensorSource`."""
+        pair, index = self._pairs[name]
+        if self._last is None or self._last[0] is not pair:
+            self._last = None  # frees its memory before the next is read
+            self._last = pair, pair.transform.split(self._source.read(pair.ours), self._model)
+        part = self._last[1][index]
+        if index == len(pair.theirs) - 1:
+            self._last = None
+        return part.contiguous()
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        sizes = weights(self._model)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for pair in dict.fromkeys(pair for pair, _ in self._pairs.values()):
+            parts = pair.transform.split(torch.empty(sizes[pair.ours], device="meta"), self._model)
+            shapes |= {name: tuple(part.shape) for name, part in zip(pair.theirs, parts, strict=True)}
+        return shapes
+
+
+def require_weights(source: TensorSource, model: Model) -> None:
+    """Check that a source has every weight of a model, named as in `hf.megatron.weights`.
+
+    Raises:
+        UserError: one is missing, or has another shape.
+    """
+    names = set(source.names())
+    wrong = []
+    for name, size in weights(model).items():
+        if name not in names:
+            wrong.append(f"{name}: missing")
+        elif source.shape(name) != size:
+            wrong.append(f"{name}: expected {list(size)}, found {list(source.shape(name))}")
+    if wrong:
+        raise UserError(
+            _lines("the weights do not match the recipe's model", wrong),
+            rule="every weight of the recipe's model exists, in its shape",
+            fix="use the recipe it was trained with: recipe.yaml of the run",
+        )
+
+
+_SHOWN = 8
+
+
+def _lines(what: str, lines: list[str]) -> str:
+    hidden = len(lines) - _SHOWN
+    return "\n    ".join([f"{what}:", *lines[:_SHOWN], *([f"and {hidden} more"] if hidden > 0 else [])])

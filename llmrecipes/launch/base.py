@@ -11,8 +11,10 @@ from typing import Any, ClassVar, Protocol
 from llmrecipes.errors import ExitCode
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import RunFiles
 
 LauncherOptions = Mapping[str, Any]
 """Options of `submit` by their names on the command line, with defaults filled in."""
@@ -126,7 +128,7 @@ class Submission:
     run_id: str
     runs_dir: Path
     data_dir: Path
-    accept_changes: bool = False
+    options: RunOptions = field(default_factory=RunOptions)
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of a local job besides those of this process."""
     prepared: bool = True
@@ -134,7 +136,7 @@ class Submission:
 
     @property
     def run_dir(self) -> Path:
-        return self.runs_dir / self.planned.recipe.name / self.run_id
+        return RunFiles.of(self.runs_dir, self.planned.recipe.name, self.run_id).path
 
     @property
     def planned_for_cluster(self) -> PlannedForCluster:
@@ -216,7 +218,7 @@ class Launcher(Protocol):
     """
 
     takes: ClassVar[frozenset[str]]
-    """Options of `submit` that this launcher supports; the others are rejected."""
+    """Options of `submit` that this launcher supports besides `JOB_OPTIONS`; the others are rejected."""
     needs_cluster: ClassVar[bool]
     """Whether a run is planned for a cluster profile, rather than for this machine."""
     shares_disk: ClassVar[bool]

@@ -13,6 +13,7 @@ from llmrecipes.launch import record
 from llmrecipes.launch.base import EXIT_CODES, JobHandle, JobRef, JobResult, JobState, JobStatus, Launcher, Logs
 from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.launch.registry import launcher
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import status
 from llmrecipes.tracking.runs import summary
 
@@ -124,8 +125,8 @@ def _recorded(ref: JobRef) -> JobStatus:
     """The status, from the run's record, of an ended job that its scheduler has forgotten."""
     values = status.read(ref.run_dir)
     try:
-        path = ref.run_dir / status.FILE
-        newer = path.stat().st_mtime >= (ref.run_dir / record.FILE).stat().st_mtime or _was_cancelled(ref)
+        run = RunFiles(ref.run_dir)
+        newer = run.status_file.stat().st_mtime >= run.submission.stat().st_mtime or _was_cancelled(ref)
     except OSError:
         newer = False
     state = RECORDED.get(str(values.get("state")), JobState.UNKNOWN) if newer else JobState.UNKNOWN

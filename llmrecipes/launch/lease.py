@@ -18,13 +18,12 @@ from threading import Event, Thread
 from llmrecipes import untrusted
 from llmrecipes.hardware.process import Machine, this_machine
 from llmrecipes.io import write_atomic
+from llmrecipes.runfiles import RunFiles
 
 logger = logging.getLogger(__name__)
 
-FILE = Path("logs") / "lease.json"
-"""Of the newest local job of a run. Replaced by a newer job, which ends the earlier one should it still run."""
 CANCEL = "cancel-{}"
-"""In the same folder, by token: a cancellation from another machine, which cannot send a signal."""
+"""In the folder of the lease, by token: a cancellation from another machine, which cannot send a signal."""
 RENEW_SECONDS = 5.0
 LEASE_SECONDS = 120.0
 """A lease that has not changed for so long is lost; longer than network file systems cache attributes (60 s)."""
@@ -42,7 +41,7 @@ class Lease:
 
 def take(run_dir: Path, token: str) -> None:
     """Give a run to a new job of this machine; an earlier one ends as soon as it sees that."""
-    path = run_dir / FILE
+    path = RunFiles(run_dir).lease
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps({"token": token, **this_machine().as_dict()}) + "\n")
 
@@ -55,7 +54,7 @@ def read(run_dir: Path) -> Lease | None:
     """
     try:
         with untrusted.open_file(
-            run_dir / FILE, root=run_dir, most=MOST_BYTES
+            RunFiles(run_dir).lease, root=run_dir, most=MOST_BYTES
         ) as file:  # opening it renews what a network file system has cached
             status = os.fstat(file.fileno())
             values = untrusted.parse_json(file.read(MOST_BYTES))
@@ -66,7 +65,7 @@ def read(run_dir: Path) -> Lease | None:
 
 def request_cancel(run_dir: Path, token: str) -> None:
     """Ask a job of another machine to save and end."""
-    (run_dir / FILE).with_name(CANCEL.format(token)).touch()
+    RunFiles(run_dir).lease.with_name(CANCEL.format(token)).touch()
 
 
 @contextmanager
@@ -79,7 +78,8 @@ def held(run_dir: Path, token: str, cancelled: Callable[[], None], lost: Callabl
         cancelled: called once if another machine has cancelled the job.
         lost: called if the run has been given to another job; this one must end without writing anything more.
     """
-    path, request, ended = run_dir / FILE, (run_dir / FILE).with_name(CANCEL.format(token)), Event()
+    path, ended = RunFiles(run_dir).lease, Event()
+    request = path.with_name(CANCEL.format(token))
 
     def renew() -> None:
         was_cancelled = False

@@ -11,13 +11,9 @@ from typing import Any
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.base import JobRef
+from llmrecipes.runfiles import SUBMISSION, RunFiles
 from llmrecipes.untrusted import RECORD, read_json
 from llmrecipes.untrusted import read as read_file
-
-FILE = Path("logs") / "submission.json"
-"""Of the newest submission; a run that is submitted again gets a new job."""
-EXIT_FILE = Path("logs") / "exit"
-"""`JOB CODE`, which a job writes when it ends: schedulers forget jobs, Slurm within minutes."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ def write(ref: JobRef, *, cancelled: bool = False) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path = ref.run_dir / FILE
+    path = RunFiles(ref.run_dir).submission
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"launcher": ref.launcher, "job_id": ref.job_id, "cancelled": cancelled}
     write_atomic(path, json.dumps(values) + "\n")
@@ -46,7 +42,7 @@ def read(run_dir: Path) -> Record | None:
     Raises:
         UserError: the record is corrupt.
     """
-    path = run_dir / FILE
+    path = RunFiles(run_dir).submission
     try:
         values: Any = read_json(path, root=run_dir, most=RECORD)
         ref = JobRef(str(values["launcher"]), str(values["job_id"]), run_dir)
@@ -63,13 +59,13 @@ def read(run_dir: Path) -> Record | None:
 
 def submitted(runs_dir: Path) -> Iterator[Path]:
     """Directories of all runs that were submitted from this machine."""
-    yield from (path.parents[1] for path in sorted(runs_dir.glob(f"*/*/{FILE}")))
+    yield from (run.path for run in RunFiles.all(runs_dir, holding=SUBMISSION))
 
 
 def exit_code(run_dir: Path, job_id: str) -> int | None:
     """The exit code that a job wrote to its run's directory; None if there is none for this job."""
     try:
-        job, _, code = read_file(run_dir / EXIT_FILE, root=run_dir, most=RECORD).decode().strip().partition(" ")
+        job, _, code = read_file(RunFiles(run_dir).exit_code, root=run_dir, most=RECORD).decode().strip().partition(" ")
     except (OSError, ValueError):
         return None
     return int(code) if job == job_id and code.isdecimal() and len(code) < 4 else None

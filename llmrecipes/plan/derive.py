@@ -70,6 +70,19 @@ class Plan:
 
         return text(self)
 
+    def facts(self) -> dict[str, Any]:
+        """What all ranks of a run must derive alike, as JSON values; not what depends on free memory."""
+        return {
+            "device": self.device,
+            **self.layout.as_dict(),
+            "layers_per_stage": [list(layers) for layers in self.layout.layers_per_stage],
+            "num_microbatches": self.num_microbatches,
+            "tokens_per_step": self.tokens_per_step,
+            "total_tokens": self.total_tokens,
+            "num_parameters": self.num_parameters.total,
+            "recompute_granularity": self.recompute_granularity,
+        }
+
     @property
     def fits(self) -> bool:
         return self.memory.total <= self.memory_capacity_bytes and self.fits_host

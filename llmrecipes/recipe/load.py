@@ -22,11 +22,10 @@ from llmrecipes.recipe.explain import explain
 from llmrecipes.recipe.overrides import Override, apply, parse_override
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.zero import Zero
+from llmrecipes.runfiles import RECIPE
 
 logger = logging.getLogger(__name__)
 
-# A resolved recipe in a run directory keeps the name of the recipe it came from.
-RESOLVED_NAME = "recipe.yaml"
 DEFAULTS_NOTE = "Keys that are left out have their defaults (docs/reference.md)."
 RECIPES = Kind("recipe", "RECIPE", "recipes/", "name, model, train and optimizer")
 
@@ -150,7 +149,8 @@ def recipe_hash(recipe: Recipe) -> str:
 
 
 def _check_name(recipe: Recipe, path: Path, overridden: Mapping[str, str]) -> list[Problem]:
-    if "name" in overridden or path.name == RESOLVED_NAME or recipe.name == path.stem:
+    # A resolved recipe in a run directory keeps the name of the recipe it came from.
+    if "name" in overridden or path.name == RECIPE or recipe.name == path.stem:
         return []
     return [
         Problem(

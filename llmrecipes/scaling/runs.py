@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from llmrecipes import rundir
 from llmrecipes.errors import UserError
 from llmrecipes.plan.parameters import count
-from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model
 from llmrecipes.recipe.shape import shape
 from llmrecipes.scaling.law import Point
@@ -50,7 +50,7 @@ class Selection:
 
 def from_directory(run_dir: Path) -> Tracked:
     """A run by its files. Its last evaluation is that of its last step."""
-    recipe = load(str(run_dir / "recipe.yaml")).recipe
+    recipe = rundir.Run(run_dir).recipe()
     found = summary(run_dir)
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
     tokens = None if found.step is None else found.step * tokens_per_step

@@ -14,6 +14,7 @@ from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.space import trial_recipe, values_of
 from llmrecipes.search.study import Place, require_section
 from llmrecipes.search.trials import own_trials
@@ -92,4 +93,4 @@ class Keeper:
             if ended and trial.number not in kept | self._removed and run_id is not None:
                 self._removed.add(trial.number)
                 for each in self.place.run_ids(run_id, require_section(self.recipe).seeds_per_point):
-                    shutil.rmtree(self.place.run_dir(each) / "checkpoints", ignore_errors=True)
+                    shutil.rmtree(RunFiles(self.place.run_dir(each)).checkpoints, ignore_errors=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from llmrecipes import untrusted
-from llmrecipes.tracking.jsonl import METRICS, parse
+from llmrecipes.runfiles import RunFiles
+from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.store import process_environment, redact
 
@@ -73,7 +74,7 @@ class MetricsReader:
     """Follows a run's metrics.jsonl; reads only what is new, and everything after a resume has replaced the file."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / METRICS
+        self._path = RunFiles(run_dir).metrics
         self._file: tuple[int, int] | None = None
         self._offset = 0
         self.progress = Progress()

@@ -25,6 +25,7 @@ from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
 from llmrecipes.redact import redacted
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.samplers import grid, pruner, sampler
 from llmrecipes.search.space import (
     SUFFIX,
@@ -75,7 +76,7 @@ class Place:
     @property
     def folder(self) -> Path:
         """Journal, report and best recipe."""
-        return self.runs_dir / self.group / self.name
+        return RunFiles.of(self.runs_dir, self.group, self.name).path
 
     def run_id(self, number: int) -> str:
         """Id of a trial's run."""
@@ -93,7 +94,7 @@ class Place:
 
     def run_dir(self, run_id: str) -> Path:
         """Directory of a trial's run."""
-        return self.runs_dir / self.group / run_id
+        return RunFiles.of(self.runs_dir, self.group, run_id).path
 
 
 def place_of(recipe: Recipe, search: Search, runs_dir: Path) -> Place:

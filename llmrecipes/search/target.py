@@ -15,10 +15,12 @@ from llmrecipes.hardware.profile import Profile
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.base import JobHandle, Launcher, Planned, PlannedForCluster
 from llmrecipes.launch.registry import launcher
+from llmrecipes.launch.run_options import JOB_OPTIONS, taken
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, default_world_size, derive
-from llmrecipes.recipe.load import RESOLVED_NAME, to_yaml
+from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.workflow.run import Paths
 from llmrecipes.workflow.submit import submit
 
@@ -96,13 +98,14 @@ class Target:
         Raises:
             UserError: it cannot be submitted.
         """
-        path = self.paths.runs_dir.resolve() / recipe.name / run_id / RESOLVED_NAME
+        path = RunFiles.of(self.paths.runs_dir.resolve(), recipe.name, run_id).recipe_file
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, to_yaml(recipe))
         planned = self._planned((str(path),), plan)
         share = self._share(plan, slot) if self.is_local else {}
-        job = submit(planned, self.launcher, self.given, self.paths, run_id=run_id, environment=share).job
+        options, given = taken(self.given)
+        job = submit(planned, self.launcher, given, self.paths, run_id=run_id, options=options, environment=share).job
         if job is None:
             raise TypeError("a submission without --dry-run must have a job")
         return job
@@ -191,8 +194,12 @@ def target_of(
     """
     place = launcher(to)
     for name in given:
-        if name not in place.takes:
-            raise UserError(f"{name} with --to {to}", where="--submit", rule=f"one of {', '.join(sorted(place.takes))}")
+        if name not in place.takes | JOB_OPTIONS:
+            raise UserError(
+                f"{name} with --to {to}",
+                where="--submit",
+                rule=f"one of {', '.join(sorted(place.takes | JOB_OPTIONS))}",
+            )
     if not place.needs_cluster:
         if nodes > 1 or cluster is not None:
             raise UserError(f"given with --to {to}", where="--nodes" if nodes > 1 else "--cluster",

@@ -20,10 +20,10 @@ import optuna
 
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search import Search
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.metrics import find_run
 from llmrecipes.search.space import Values
 from llmrecipes.search.study import Place, require_section
-from llmrecipes.tracking.jsonl import METRICS
 from llmrecipes.tracking.mlflow.database import require_database
 from llmrecipes.tracking.store import artifact_root, is_local, process_environment, redact, tracking_uri
 from llmrecipes.untrusted import RECORD, read_json
@@ -178,7 +178,7 @@ class StudyTracker:
             found = read_json(run_dir / "mlflow.json", root=run_dir, most=RECORD).get("run_id")
         except (OSError, ValueError, AttributeError):
             found = None
-        if found is None and time.monotonic() >= self._not_before and not (run_dir / METRICS).exists():
+        if found is None and time.monotonic() >= self._not_before and not RunFiles(run_dir).metrics.exists():
             with suppress(Exception):  # the server is away; the outcome then gets a run of its own
                 found = find_run(self._connected(), self._name, run_dir.name)
         return found if isinstance(found, str) else None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import sums
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.tracking.sums import Sums
@@ -26,7 +27,6 @@ from llmrecipes.untrusted import lines, number, parse_json
 
 logger = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
 _NUMBERS = {each.name for kind in (StepMetrics, EvalMetrics) for each in fields(kind)} - {"skipped", "experts"}
 BACKLOG_BYTES = 64 * MIB
 """Bytes kept in memory while the disk is full; about 200,000 steps."""
@@ -177,7 +177,7 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        self._path, self._sums_path = path, path.parent / "logs" / sums.FILE
+        self._path, self._sums_path = path, RunFiles(path.parent).logs / sums.FILE
         try:
             found = rewind(path, resumed_step, sums.read(self._sums_path))
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from llmrecipes.redact import guard_streams, redact, redacted
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.tensorboard import VALID
 
@@ -111,7 +112,7 @@ class Mirror(ABC, Generic[C, R]):
         self._where = where
         self._ending = ending
         self._messages = messages
-        self._path = Path(config.run_dir) / "metrics.jsonl"
+        self._path = RunFiles(Path(config.run_dir)).metrics
         self._offset = 0
         self._run: R | None = None
         self._warned = False

@@ -18,6 +18,7 @@ from typing import IO, Any, cast
 
 import psutil
 
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.mirror import MirrorConfig
 
@@ -61,7 +62,7 @@ class MirrorSink(Sink):
         self._close_seconds = close_seconds
         self._report: dict[str, Any] | None = None
         self._deadline = math.inf
-        logs = Path(config.run_dir) / "logs"
+        logs = RunFiles(Path(config.run_dir)).logs
         logs.mkdir(exist_ok=True)
         config = replace(config, start=uuid.uuid4().hex)
         # Written in place: earlier mirrors wait for the lock on this file.

@@ -20,13 +20,13 @@ from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.plugins import MetricSink, declared, resolve
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import redact, redacted
+from llmrecipes.runfiles import DOCUMENTS, RunFiles
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
-from llmrecipes.tracking.jsonl import METRICS, JsonlSink
+from llmrecipes.tracking.jsonl import JsonlSink
 from llmrecipes.untrusted import Refused, parse_json, read
 
 logger = logging.getLogger(__name__)
 
-ARTIFACTS = ("recipe.yaml", "plan.json", "env.json")
 STATUS = MetricSink(target="llmrecipes.tracking.status:StatusSink", rehearsal=True, keeps_steps=False)
 PROGRESS = MetricSink(target="llmrecipes.tracking.progress:ProgressSink", rehearsal=True, keeps_steps=False)
 
@@ -104,10 +104,10 @@ class RunTracker:
             json.dumps(redacted(environment), indent=2) + "\n",
         )
         try:
-            (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+            RunFiles(run_dir).logs.mkdir(parents=True, exist_ok=True)
             notes = [
                 note
-                for name, text in zip(ARTIFACTS, documents, strict=True)
+                for name, text in zip(DOCUMENTS, documents, strict=True)
                 if (note := _record_document(run_dir, name, text, resumed_step))
             ]
         except OSError as error:
@@ -116,9 +116,9 @@ class RunTracker:
                 where=str(error.filename or run_dir),
                 fix="make the directory writable or choose another one with --runs-dir",
             ) from error
-        record = JsonlSink(run_dir / METRICS, resumed_step)
+        record = JsonlSink(RunFiles(run_dir).metrics, resumed_step)
         if record.problems:
-            logger.warning("%s: %s", run_dir / METRICS, "; ".join(record.problems))
+            logger.warning("%s: %s", RunFiles(run_dir).metrics, "; ".join(record.problems))
             notes.append(Note(step=resumed_step, event="metrics_damaged", details={"problems": record.problems}))
         start = RunStart(
             recipe=recipe,
@@ -127,7 +127,7 @@ class RunTracker:
             resumed_step=resumed_step,
             total_steps=total_steps,
             tags=redacted(_tags(environment)) | {"recipe.hash": recipe_hash(recipe)} | redacted(dict(tags or {})),
-            documents=ARTIFACTS,
+            documents=DOCUMENTS,
             console=console or Console(),
             messages=SimpleQueue(),
         )
@@ -214,7 +214,7 @@ def _record_document(run_dir: Path, name: str, text: str, resumed_step: int) -> 
     note = None
     if data != text.encode():
         what = "damaged-at" if damaged else "until"
-        kept = run_dir / "logs" / f"{path.stem}.{what}-step-{resumed_step:08d}{path.suffix}"
+        kept = RunFiles(run_dir).logs / f"{path.stem}.{what}-step-{resumed_step:08d}{path.suffix}"
         path.replace(kept)
         if damaged:
             logger.warning("%s was damaged; renamed to %s and written anew", path, kept)

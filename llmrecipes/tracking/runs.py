@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import status
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.untrusted import Refused, number, open_file
@@ -57,7 +58,7 @@ def list_runs(runs_dir: Path) -> list[RunSummary]:
         summary(entry)
         for recipe in _directories(runs_dir)
         for entry in _directories(recipe)
-        if (entry / "recipe.yaml").is_file() or (entry / status.FILE).is_file()
+        if (run := RunFiles(entry)).exists() or run.status_file.is_file()
     ]
     return sorted(found, key=lambda run: (run.started or 0.0, run.recipe, run.run_id))
 
@@ -85,14 +86,14 @@ def measured(folder: Path, most: int) -> list[Measured]:
 
 def _changed(run_dir: Path) -> float:
     try:
-        return (run_dir / "metrics.jsonl").stat().st_mtime
+        return RunFiles(run_dir).metrics.stat().st_mtime
     except OSError:
         return 0.0
 
 
 def _measured(run_dir: Path) -> Measured | None:
     steps, saves = [0.0], []
-    for line in _tail(run_dir / "metrics.jsonl", TAIL_BYTES_OF_SAVES):
+    for line in _tail(RunFiles(run_dir).metrics, TAIL_BYTES_OF_SAVES):
         if b"step_seconds" not in line and b"checkpoint_saved" not in line:
             continue
         record = parse(line) or {}
@@ -116,7 +117,7 @@ def summary(run_dir: Path) -> RunSummary:
     values = status.read(run_dir)
     last = {"valid_loss": number(values.get("valid_loss")), "loss": None}
     step = number(values.get("step"))
-    for line in _tail(run_dir / "metrics.jsonl"):
+    for line in _tail(RunFiles(run_dir).metrics):
         record = parse(line)
         if record is None:
             continue
@@ -125,7 +126,7 @@ def summary(run_dir: Path) -> RunSummary:
         last |= {key: number(record[key]) for key in last if key in record}
     total = number(values.get("total"))
     return RunSummary(
-        recipe=run_dir.parent.name,
+        recipe=RunFiles(run_dir).recipe_name,
         run_id=run_dir.name,
         path=str(run_dir),
         state=str(values.get("state", "unknown")),
@@ -135,7 +136,7 @@ def summary(run_dir: Path) -> RunSummary:
         valid_loss=last["valid_loss"],
         started=number(values.get("started")),
         updated=number(values.get("updated")),
-        checkpoints=_checkpoints(run_dir / "checkpoints"),
+        checkpoints=_checkpoints(RunFiles(run_dir).checkpoints),
     )
 
 

@@ -14,12 +14,12 @@ import psutil
 
 from llmrecipes.hardware.process import Machine, process_seconds, start_ticks, this_machine
 from llmrecipes.io import write_atomic
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.untrusted import RECORD, read_json
 
 logger = logging.getLogger(__name__)
 
-FILE = "status.json"
 STATES: dict[RunStatus, str] = {"FINISHED": "finished", "KILLED": "saved", "FAILED": "failed"}
 SECONDS_BETWEEN_WRITES = 1.0
 
@@ -27,7 +27,7 @@ SECONDS_BETWEEN_WRITES = 1.0
 def read(run_dir: Path) -> dict[str, Any]:
     """The status of a run; empty if it cannot be read. `running` becomes `interrupted` if the process is dead."""
     try:
-        values = read_json(run_dir / FILE, root=run_dir, most=RECORD)
+        values = read_json(RunFiles(run_dir).status_file, root=run_dir, most=RECORD)
     except (OSError, ValueError):
         return {}
     if not isinstance(values, dict):
@@ -59,7 +59,7 @@ class StatusSink(Sink):
     """Keeps status.json up to date, at most once a second."""
 
     def __init__(self, run_dir: Path, *, resumed_step: int, total_steps: int) -> None:
-        self._path = run_dir / FILE
+        self._path = RunFiles(run_dir).status_file
         now = time.time()
         earlier = read(run_dir)
         self._values: dict[str, Any] = {

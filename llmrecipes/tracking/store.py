@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from llmrecipes.redact import address
+from llmrecipes.runfiles import RunFiles
 
 LOCAL_DISK = "LLMRECIPES_LOCAL_DISK"
 """Variable with a folder on the own disk of a pod, whose runs directory is on a file system of the network."""
@@ -28,7 +29,7 @@ def own_database(run_dir: Path) -> Path | None:
     disk = os.environ.get(LOCAL_DISK)
     if not disk or os.environ.get("MLFLOW_TRACKING_URI"):
         return None
-    return Path(disk).resolve() / run_dir.parent.name / run_dir.name / DATABASE
+    return Path(disk).resolve() / RunFiles(run_dir).name / DATABASE
 
 
 def sqlite_uri(path: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from llmrecipes.errors import UserError
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.web import HOST, reserved, started, until_interrupted
 
 NAME = "TensorBoard"
@@ -42,7 +43,7 @@ def server(run_dirs: Sequence[Path], port: int) -> Iterator[tuple[str, int, subp
     # thousand files.
     with TemporaryDirectory(prefix="llmrecipes-tensorboard-") as folder:
         for run_dir in shown:
-            link = Path(folder, run_dir.resolve().parent.name, run_dir.resolve().name)
+            link = Path(folder, RunFiles(run_dir.resolve()).name)
             link.parent.mkdir(exist_ok=True)
             link.symlink_to((run_dir / FOLDER).resolve(), target_is_directory=True)
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONWARNINGS": "ignore"}

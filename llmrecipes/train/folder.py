@@ -12,12 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
-from llmrecipes.recipe.load import RESOLVED_NAME
-from llmrecipes.tracking.jsonl import METRICS
+from llmrecipes.rundir import Run
 
 SECONDS_BETWEEN_CHECKS = 1.0
 
@@ -64,11 +62,11 @@ def require_exists(run_dir: Path, world: World, close: Callable[[], None]) -> No
 
 def is_deleted(run_dir: Path) -> bool:
     """Whether the files that every run has are gone; the saver may have created the directory again."""
-    return all(_is_missing(run_dir / name) for name in (RESOLVED_NAME, METRICS))
+    return all(_is_missing(path) for path in (Run(run_dir).recipe_file, Run(run_dir).metrics))
 
 
 def _left(run_dir: Path) -> str:
-    entries = CheckpointStore(run_dir / "checkpoints").entries()
+    entries = Run(run_dir).store().entries()
     if not entries:
         return "nothing of the run is left; start a new one with another --run-id"
     return f"its state was saved again, in {entries[-1].path}: the same command with this --run-id resumes from there"

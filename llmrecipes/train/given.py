@@ -26,7 +26,7 @@ def given_weights(spec: RunSpec, *, resumed: bool = False) -> Iterator[FolderWei
     if spec.recipe.train.pretrained is None or (resumed and spec.recipe.lora is None):
         yield None
         return
-    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.reading import resolve
     from llmrecipes.hf.weights import open_weights
 
     # A rank that was started without the folder finds what the Hub's cache has.

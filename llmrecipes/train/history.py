@@ -15,14 +15,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmrecipes.checkpoint.store import DAMAGED, CheckpointStore, Damaged
+from llmrecipes.checkpoint.store import DAMAGED, Damaged
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.rundir import Run
+from llmrecipes.runfiles import CHECKPOINTS, LOGS, METRICS
 from llmrecipes.tracking import status
-from llmrecipes.tracking.jsonl import METRICS, parse
+from llmrecipes.tracking.jsonl import parse
 from llmrecipes.untrusted import lines
 
 ASIDE = "before-"
-KEPT = ("logs", "checkpoints")
+KEPT = (LOGS, CHECKPOINTS)
 """Directories that stay when a run's history is moved: they have files of the current start."""
 
 
@@ -32,7 +34,7 @@ def require_complete(run_dir: Path) -> None:
     Raises:
         UserError: see `require_none_saved`.
     """
-    store = CheckpointStore(run_dir / "checkpoints")
+    store = Run(run_dir).store()
     if run_dir.is_dir() and not store.entries():
         require_none_saved(run_dir, store.incomplete())
 
@@ -50,7 +52,7 @@ def require_none_saved(run_dir: Path, damaged: Sequence[Damaged]) -> None:
     step = saved_step(run_dir)
     if step is None and not damaged:
         return
-    checkpoints = run_dir / "checkpoints"
+    checkpoints = Run(run_dir).checkpoints
     found = [str(each) for each in damaged] or [f"{checkpoints} has no checkpoint"]
     newest = "" if step is None else f" (the last one at step {step})"
     raise UserError(
@@ -65,14 +67,14 @@ def require_none_saved(run_dir: Path, damaged: Sequence[Damaged]) -> None:
 
 def saved_step(run_dir: Path) -> int | None:
     """Step of the last checkpoint that a run has recorded or renamed as damaged; None if it never saved one."""
-    steps = _recorded_saves(run_dir / METRICS)
+    steps = _recorded_saves(Run(run_dir).metrics)
     values = status.read(run_dir)
     step, checkpoint = values.get("step"), values.get("checkpoint")
     if type(checkpoint) is int:
         steps.append(checkpoint)
     elif "checkpoint" not in values and values.get("state") in ("finished", "saved") and type(step) is int and step > 0:
         steps.append(step)
-    names = (DAMAGED.fullmatch(path.name) for path in _children(run_dir / "checkpoints"))
+    names = (DAMAGED.fullmatch(path.name) for path in _children(Run(run_dir).checkpoints))
     steps += [int(match[1]) for match in names if match]
     return max(steps, default=None)
 
@@ -88,7 +90,7 @@ def move_aside(run_dir: Path) -> Path | None:
     Raises:
         UserError: something cannot be moved.
     """
-    checkpoints = run_dir / "checkpoints"
+    checkpoints = Run(run_dir).checkpoints
     steps = [path for path in _children(checkpoints) if not path.name.startswith(".")]
     rest = [path for path in _children(run_dir) if path.name not in KEPT and not path.name.startswith((ASIDE, "."))]
     rest.sort(key=lambda path: path.name == METRICS)
@@ -96,9 +98,9 @@ def move_aside(run_dir: Path) -> Path | None:
         return None
     aside = run_dir / f"{ASIDE}{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     try:
-        (aside / "checkpoints").mkdir(parents=True)
+        Run(aside).checkpoints.mkdir(parents=True)
         for path in steps:
-            path.rename(aside / "checkpoints" / path.name)
+            path.rename(Run(aside).checkpoints / path.name)
         for path in rest:
             path.rename(aside / path.name)
     except OSError as error:

@@ -13,6 +13,7 @@ from llmrecipes.checkpoint.shared_check import serve, survey
 from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry
 from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.runfiles import run_of
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.history import move_aside, require_none_saved
 
@@ -79,7 +80,7 @@ def _found(store: CheckpointStore, from_scratch: bool) -> tuple[Entry | None, tu
 
 
 def _from_scratch(store: CheckpointStore) -> tuple[None, tuple[Note, ...]]:
-    aside = move_aside(store.directory.parent)
+    aside = move_aside(run_of(store.directory).path)
     if aside is None:
         return None, ()
     logger.warning("this run's history was moved to %s; starting at step 0", aside)
@@ -89,7 +90,7 @@ def _from_scratch(store: CheckpointStore) -> tuple[None, tuple[Note, ...]]:
 def _newest(store: CheckpointStore) -> tuple[Entry | None, tuple[Note, ...]]:
     entry, damaged = survey(store)
     if entry is None:
-        require_none_saved(store.directory.parent, damaged)
+        require_none_saved(run_of(store.directory).path, damaged)
         return None, ()
     seen = {found.path for found in damaged}
     damaged += [found for found in store.incomplete() if found.path not in seen]

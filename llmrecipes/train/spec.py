@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 
 
 class RankSpec(BaseModel):
@@ -19,25 +21,6 @@ class RankSpec(BaseModel):
     data_dir: Path
 
 
-class RunOptions(BaseModel):
-    """What the command line asks of the ranks of a training."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    overfit_batch: bool = False
-    """Train only on the first global batch, to check that the model can overfit it."""
-    anomaly: bool = False
-    """Check every module's output and every backward function for NaN and infinity."""
-    profile_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps to profile, after two warm-up steps; 0 for none."""
-    from_scratch: bool = False
-    """Move the run's history aside, and start at step 0."""
-    allow_socket: bool = False
-    """Train over any network, also on a site with InfiniBand, RoCE or EFA."""
-    sample: bool = True
-    """Print a text sample at the end."""
-
-
 class RunSpec(RunOptions, RankSpec):
     """One start of a run, written as JSON into its directory."""
 
@@ -47,9 +30,15 @@ class RunSpec(RunOptions, RankSpec):
     """Folder of the weights that `train.pretrained` names, for a run that has no checkpoint yet, or adapters."""
     on_gpus: bool = False
     """Whether the run was planned for GPUs, so that a rank without one must not train."""
+    planned: dict[str, Any] | None = None
+    """`Plan.facts` of the plan that was checked; a rank that derives others must not train. Older versions had none."""
     stop_after: Annotated[int, Field(gt=0)] | None = None
     """Save and stop after this step, as after a signal."""
     restart: Annotated[int, Field(ge=0)] = 0
     """How often a scheduler has started this job again."""
     tags: dict[str, str] = {}
     """MLflow tags about the environment of the run, such as its job id."""
+
+    @property
+    def run(self) -> Run:
+        return Run(self.run_dir)

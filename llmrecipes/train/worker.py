@@ -10,6 +10,8 @@ from contextlib import ExitStack
 
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.cluster import Cluster, detect
+from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.train.rank import failure_reported, nodes, rank_main
 from llmrecipes.train.spec import RunSpec
 
@@ -25,14 +27,11 @@ def run(spec: RunSpec) -> ExitCode:
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.checkpoint.saver import AsyncSaver, claim, saver_group
-    from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.engine.base import Progress
     from llmrecipes.engine.registry import backend
     from llmrecipes.faults.signals import catch_signals
-    from llmrecipes.hardware.cluster import detect
     from llmrecipes.hardware.nics import ports
-    from llmrecipes.plan.derive import derive
     from llmrecipes.recipe.load import recipe_hash
     from llmrecipes.tracking.events import Note
     from llmrecipes.train.debug import anomaly_mode, profiled
@@ -55,6 +54,7 @@ def run(spec: RunSpec) -> ExitCode:
     if spec.on_gpus:
         _require_gpu(platform.name)
     cluster = detect().times(nodes())
+    plan = _as_planned(spec, cluster)  # before the ranks wait for each other
     leave_out_other_adapters(ports())
     # Errors are reported before anything is closed; the process group is left last.
     with (
@@ -65,12 +65,11 @@ def run(spec: RunSpec) -> ExitCode:
         told(output),
     ):
         network = prove(platform, output, allow_socket=spec.allow_socket)
-        plan = derive(recipe, world.size, cluster)
         prepared = open_prepared(recipe, spec.data_dir)
         loaders = open_loaders(recipe, prepared, world, pin_memory=platform.name == "cuda")
         if spec.overfit_batch:
             loaders = one_batch_forever(loaders, plan.num_microbatches)
-        store = CheckpointStore(spec.run_dir / "checkpoints")
+        store = spec.run.store()
         stop = stack.enter_context(catch_signals(lambda: _newest(store)))
         # A run that still writes here is refused before its checkpoints are judged.
         group = saver_group()
@@ -98,7 +97,7 @@ def run(spec: RunSpec) -> ExitCode:
             tracker.note(Note(step=progress.step, event="network", details={"network": network}))
         for note in start.notes:
             tracker.note(note)
-        profile_step = stack.enter_context(profiled(spec.profile_steps, spec.run_dir / "logs", world.rank))
+        profile_step = stack.enter_context(profiled(spec.profile_steps, spec.run.logs, world.rank))
         if spec.anomaly:
             for module in engine.modules:
                 stack.enter_context(anomaly_mode(module))
@@ -128,10 +127,10 @@ def run(spec: RunSpec) -> ExitCode:
                 tasks,
                 tracker,
                 stop,
-                spec.run_dir / "metrics.jsonl",
+                spec.run.metrics,
             ),
             stop_after=spec.stop_after,
-            evaluation_due=evaluation_due(progress.step, recipe, spec.run_dir / "metrics.jsonl", world),
+            evaluation_due=evaluation_due(progress.step, recipe, spec.run.metrics, world),
         )
         # All objects of now live to the end: exclude them from the collections that megatron-core runs at each save.
         gc.collect()
@@ -155,6 +154,28 @@ def _require_gpu(device: str) -> None:
             rule="a run that is planned for GPUs never trains on a CPU",
             fix="llmrecipes doctor on that node; a container needs docker run --gpus all, or apptainer exec --nv",
         )
+
+
+def _as_planned(spec: RunSpec, cluster: Cluster) -> Plan:
+    """The plan as this rank derives it.
+
+    Raises:
+        UserError: it is not the one that was checked before the start.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    planned = spec.planned or {}
+    # A different number of ranks may not have a plan at all.
+    plan = derive(spec.recipe, ranks, cluster) if planned.get("world_size", ranks) == ranks else None
+    facts = {"world_size": ranks} if plan is None else plan.facts()
+    differing = [f"{name} {facts[name]}, not {then}" for name, then in planned.items() if facts.get(name, then) != then]
+    if plan is None or differing:
+        raise UserError(
+            f"this rank derives a different plan: {'; '.join(differing)}",
+            where=f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}",
+            rule="all ranks train according to the plan that was checked before the start",
+            fix="as many ranks as planned, nodes of one kind, and the same version of llmrecipes on all nodes",
+        )
+    return plan
 
 
 def _newest(store: object) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmrecipes.checkpoint.compatibility import differences
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.load import load
+from llmrecipes.rundir import Run
 from llmrecipes.tracking import status
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.untrusted import lines
@@ -48,7 +48,7 @@ class Curve:
 
 
 @dataclass
-class Run:
+class Compared:
     """One run.
 
     `figures` by name; None if the run has no such number. Speed and step time are medians; `memory_bytes` is the
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.path.parent.name}/{self.path.name}"
+        return Run(self.path).name
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -82,7 +82,7 @@ class Run:
 class Comparison:
     """Runs in the order they were named, and the recipe keys that differ, with a value of each run."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[Compared, ...]
     differences: dict[str, tuple[Any, ...]]
 
     def as_dict(self) -> dict[str, Any]:
@@ -115,13 +115,13 @@ def _differences(recipes: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, ...]
     return {key: tuple(by_key[key]) for key in sorted(by_key)}
 
 
-def _read(run_dir: Path) -> Run:
+def _read(run_dir: Path) -> Compared:
     train, valid = Curve(), Curve()
     speeds, seconds, used = array("d"), array("d"), array("d")
     memory: float | None = None
     bits: float | None = None
     try:
-        for line in lines(run_dir / "metrics.jsonl", root=run_dir):
+        for line in lines(Run(run_dir).metrics, root=run_dir):
             record = parse(line)  # the last line of a run that is still training may be incomplete
             if record is None:
                 continue
@@ -158,8 +158,8 @@ def _read(run_dir: Path) -> Run:
         "mfu": statistics.median(used) if used else None,
     }
     # How its values were found is not a property of a run; the runs of a search's trials have no such section.
-    recipe = load(str(run_dir / "recipe.yaml")).recipe.model_dump(mode="json", exclude={"search"})
-    return Run(run_dir, recipe, str(state.get("state", "unknown")), train, valid, figures)
+    recipe = Run(run_dir).recipe().model_dump(mode="json", exclude={"search"})
+    return Compared(run_dir, recipe, str(state.get("state", "unknown")), train, valid, figures)
 
 
 def _last(curve: Curve) -> float | None:

@@ -18,8 +18,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import RunFiles, new_run_id
 from llmrecipes.workflow.plan import plan_on
-from llmrecipes.workflow.run import new_run_id
 
 Log = Callable[[str], None]
 STDERR = 2
@@ -67,7 +67,7 @@ def dry_run(
     world = plan.layout.world_size
     spec = DryRunSpec(recipe=recipe, cluster=machine, world_size=world, ranks=ranks, skew=skew)
     log(f"dryrun {recipe.name}: {_listed(ranks)} of {world}, {plan.num_microbatches} micro-batches each")
-    folder = runs_dir / f"{recipe.name}-dryrun" / new_run_id()
+    folder = RunFiles.of(runs_dir, f"{recipe.name}-dryrun", new_run_id()).path
     folder.mkdir(parents=True)
     path = folder / "spec.json"
     try:

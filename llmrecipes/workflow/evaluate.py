@@ -26,14 +26,14 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.engines import without_zero
-from llmrecipes.recipe.load import RESOLVED_NAME, load_values
+from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.rundir import Run
+from llmrecipes.runfiles import new_run_id, run_of
 from llmrecipes.train.rank import failure_reported, rank_main
 from llmrecipes.train.spec import RankSpec
 from llmrecipes.units import MIB
 from llmrecipes.workflow.pretrained import base_weights
-from llmrecipes.workflow.run import new_run_id
-from llmrecipes.workflow.stored_recipe import run_recipe
 from llmrecipes.workflow.tensors import find_checkpoint
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def evaluate_run(
     Results are written when all of them are there: an evaluation that is interrupted leaves nothing.
 
     Args:
-        name: the run, see `find_run`; `RUN@STEP` for a checkpoint other than the newest; or a folder of a Hugging Face
+        name: the run, see `Run.find`; `RUN@STEP` for a checkpoint other than the newest; or a folder of a Hugging Face
             model, which is read in place, and whose results are only returned.
         request: perplexity on the validation split if it asks for nothing.
         runs_dir: where runs are kept.
@@ -109,7 +109,7 @@ def evaluate_run(
     if _is_folder(Path(name)):
         return _evaluate_folder(Path(name), request, data_dir, layout, progress=progress)
     run_dir, entry = find_checkpoint(name, runs_dir)
-    recipe = run_recipe(run_dir)
+    recipe = Run(run_dir).recipe()
     _require_intact(run_dir, entry)
     spec = EvaluationSpec(
         recipe=on_ranks(recipe, layout),
@@ -118,22 +118,21 @@ def evaluate_run(
         request=request,
         progress=progress,
     )
-    results = _results(spec, layout, run_dir / "logs")
+    results = _results(spec, layout, Run(run_dir).logs)
     records = history.records(results, entry.step, str(entry.path))
     history.append(run_dir, records)
     return Evaluation(run_dir, run_dir, entry.step, records, _track(recipe, run_dir, runs_dir, records))
 
 
 def _is_folder(path: Path) -> bool:
-    return (path / "config.json").is_file() and not (path / RESOLVED_NAME).is_file()
+    return (path / "config.json").is_file() and not Run(path).exists()
 
 
 def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layout, *, progress: bool) -> Evaluation:
     """Evaluate a folder of a Hugging Face model, which is only read."""
     from llmrecipes.hf.match import section_of, validated
-    from llmrecipes.hf.reading import CONFIG, open_folder, read_config
-    from llmrecipes.hf.source import resolve
-    from llmrecipes.workflow.importing import TOKENIZER_FILE, recipe_name, recipe_values
+    from llmrecipes.hf.reading import CONFIG, open_folder, read_config, resolve
+    from llmrecipes.workflow.pretrained import TOKENIZER_FILE, recipe_name, recipe_values
 
     source = resolve(str(path))
     config = read_config(source.path)
@@ -224,9 +223,8 @@ def _written(output: Path) -> _Written | None:
 
 def _require_intact(run_dir: Path, entry: Entry) -> None:
     """A corrupt file would give numbers that look like others."""
-    from llmrecipes.checkpoint.store import CheckpointStore
 
-    store = CheckpointStore(run_dir / "checkpoints")
+    store = Run(run_dir).store()
     if store.valid(entry.step, full=True):
         return
     others = [f"{run_dir}@{each.step}" for each in store.entries() if each.step != entry.step]
@@ -377,7 +375,7 @@ def _model(spec: EvaluationSpec, engines: Backend, plan: Plan, platform: Platfor
         from llmrecipes.checkpoint.inspection import Entry, read_manifest
 
         entry = Entry(spec.checkpoint, read_manifest(spec.checkpoint))
-        with base_weights(spec.checkpoint.parents[1], spec.recipe) as base:  # of the run that has the checkpoint
+        with base_weights(run_of(spec.checkpoint.parent).path, spec.recipe) as base:
             return engines.load_weights(plan, platform, entry, base)
     from llmrecipes.hf.weights import open_weights
 

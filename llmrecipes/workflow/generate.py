@@ -12,9 +12,9 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.rundir import Run
 from llmrecipes.workflow.pretrained import base_weights
-from llmrecipes.workflow.run import on_one_rank, require_checkpoint
-from llmrecipes.workflow.stored_recipe import run_recipe
+from llmrecipes.workflow.run import on_one_rank
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     from llmrecipes.data.templates import question
     from llmrecipes.engine.registry import backend
 
-    recipe = run_recipe(run_dir)
-    entry = require_checkpoint(run_dir, data_dir)
+    recipe = Run(run_dir).recipe()
+    entry = Run(run_dir).require_checkpoint(data_dir)
     plan = derive(on_one_rank(recipe), 1, detect())
     require_packages(plan.recipe)
     _require_memory(plan)

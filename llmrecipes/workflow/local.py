@@ -15,9 +15,10 @@ from llmrecipes.faults.signals import StoppedEarly, early_signals
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.lease import held
 from llmrecipes.launch.local.launcher import KILLED
+from llmrecipes.launch.run_options import RunOptions, add_arguments
 from llmrecipes.recipe.load import load
 from llmrecipes.redact import guard_streams
-from llmrecipes.train.spec import RunOptions
+from llmrecipes.runfiles import run_of
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train
 
@@ -32,8 +33,7 @@ def run(given: argparse.Namespace) -> int:
         run_id=given.run_id,
         cluster=given.cluster,
         max_restarts=given.max_restarts,
-        accept_changes=given.accept_changes,
-        run=RunOptions(sample=False),
+        run=RunOptions.parsed(given),
     )
     return train(recipe, Paths(given.runs_dir, given.data_dir), options, lambda line: print(line, flush=True))
 
@@ -49,11 +49,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs-dir", type=Path, required=True)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--max-restarts", type=int, default=0)
-    parser.add_argument("--accept-changes", action="store_true")
+    add_arguments(parser)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
-    code, run_dir = 1, given.exit_file.parent.parent
+    code, run_dir = 1, run_of(given.exit_file.parent).path
     try:
         with held(run_dir, given.token, lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: os._exit(KILLED)):
             code = run(given)

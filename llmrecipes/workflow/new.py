@@ -22,7 +22,7 @@ TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, arXiv 2203.15556."""
 LEAST_STEPS = 100
 SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text"}
-"""Types of files whose type is not said."""
+"""Types of files that are named without a type."""
 COMMENTS = {
     "train.train_iters": "steps",
     "train.micro_batch_size": "sequences on one rank at a time: the largest that fits, by the plan",
@@ -38,19 +38,19 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a recipe is to be like.
+    """What a new recipe should have.
 
     Attributes:
         name: of the recipe and its file.
-        params: of the model; None: `like` says it.
-        like: recipe with the shape and everything that is not asked for; None: the nearest by `params`.
+        params: of the model; None: those of `like`.
+        like: recipe with the shape and everything that is not set; None: the nearest by `params`.
         data: sources, as `source_of` reads them; none: those of `like`.
         tokenizer: bpe, or the name or folder of a Hugging Face tokenizer; None: that of `like`.
         seq_length: None: that of `like`.
-        tokens: to train on; None: 20 for each parameter, or with `like` as many as there.
+        tokens: to train on; None: 20 for each parameter, or with `like` those of that recipe.
         cluster: name or path of the profile of the machine; None: this machine.
         nodes: of the cluster; None: one.
-        overrides: `key.path=value`, which have the last word.
+        overrides: `key.path=value`, applied last.
     """
 
     name: str
@@ -101,15 +101,15 @@ def source_of(text: str, option: str, *, chat: bool = False) -> Source:
     """`TYPE:PATH`, `stdlib`, `docstrings`, or a file whose suffix says its type.
 
     Args:
-        text: what the user gave.
+        text: as the user wrote it.
         option: for messages.
         chat: a source of conversations.
 
     Raises:
-        UserError: it is none of these.
+        UserError: it is not one of these.
     """
     types = (
-        ("docstrings", "jsonl", "parquet", "hub") if chat else tuple(each for each in _TYPES if each != "docstrings")
+        ("docstrings", "jsonl", "parquet", "hub") if chat else tuple(kind for kind in _TYPES if kind != "docstrings")
     )
     kind, colon, path = text.partition(":")
     if not colon:
@@ -151,7 +151,7 @@ def make(wanted: Wanted) -> Made:
     """The recipe, without writing it.
 
     Raises:
-        UserError: neither or both of `params` and `like`; a value that is not one; a tokenizer that cannot be loaded;
+        UserError: neither or both of `params` and `like`; an invalid value; a tokenizer that cannot be loaded;
             overrides that make an invalid recipe.
     """
     if (wanted.params is None) == (wanted.like is None):
@@ -177,7 +177,7 @@ def make(wanted: Wanted) -> Made:
     }
     data = values.setdefault("data", {})
     if wanted.data:
-        data["sources"] = [as_values(source_of(each, "--data")) for each in wanted.data]
+        data["sources"] = [as_values(source_of(text, "--data")) for text in wanted.data]
     if wanted.tokenizer is not None:
         data["tokenizer"], model["vocab_size"] = _tokenizer(wanted.tokenizer, base)
     machine = planned(wanted.cluster, wanted.nodes or (1 if wanted.cluster else None), 1)

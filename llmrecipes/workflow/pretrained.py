@@ -1,29 +1,38 @@
-"""`train.pretrained`: the weights that a run starts from are found and checked before anything is started."""
+"""Published models that runs start from: their recipe, and `train.pretrained`, checked before anything is started."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.untrusted import RECORD as MOST
 from llmrecipes.untrusted import read_json
-from llmrecipes.workflow.run import Log, remove_empty_run_dir
+from llmrecipes.workflow.run import Log
 
 if TYPE_CHECKING:
+    from llmrecipes.hf.reading import Located
     from llmrecipes.hf.weights import FolderWeights
 
 logger = logging.getLogger(__name__)
 
 RECORD = "pretrained.json"
+TOKENIZER_FILE = "tokenizer.json"
+SEQ_LENGTH = 2048
+"""Of the recipe of a published model, where the model allows it."""
+TRAIN: Mapping[str, object] = {"train_iters": 1000, "micro_batch_size": 1, "global_batch_size": 8}
+OPTIMIZER: Mapping[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
+"""A small learning rate: the weights are good already."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Record:
     Attributes:
         pretrained: value of `train.pretrained`.
         pinned: the same with the commit, or as an absolute path.
-        fingerprint: of its files (`hf.fingerprint`); empty in a run without adapters, which needs them once.
+        fingerprint: of its files (`hf.reading.fingerprint`); empty in a run without adapters, which needs them once.
     """
 
     pretrained: str
@@ -52,8 +61,8 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
         log: receives one line.
 
     Raises:
-        UserError: the weights cannot be found or fetched, are not those of the recipe's model, or are others than those
-            that the adapters were trained on.
+        UserError: the weights cannot be found or fetched, are not those of the recipe's model, or not those that
+            the adapters were trained on.
     """
     recipe = spec.recipe
     if recipe.train.pretrained is None:
@@ -62,14 +71,14 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
         if recipe.lora is None:
             return spec
         return spec.model_copy(update={"pretrained": base_folder(spec.run_dir, recipe, log).absolute()})
-    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.reading import resolve
 
     try:
         source = resolve(_pinned(spec.run_dir, recipe.train.pretrained))
         record = Record(recipe.train.pretrained, source.pinned, _require_fit(source.path, recipe, log))
         write_atomic(spec.run_dir / RECORD, json.dumps(asdict(record), indent=2) + "\n")
     except UserError:
-        remove_empty_run_dir(spec)
+        spec.run.remove_if_empty()
         raise
     log(f"starting from the weights of {source.pinned}")
     return spec.model_copy(update={"pretrained": source.path.absolute()})
@@ -84,18 +93,16 @@ def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
         log: receives a line when the model is read to compare it.
 
     Raises:
-        UserError: the run has no record of it, it is not there, or has changed since.
+        UserError: the run has no record of it, it is missing, or has changed.
     """
-    from llmrecipes.hf.fingerprint import fingerprint
-    from llmrecipes.hf.reading import open_folder
-    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.reading import fingerprint, open_folder, resolve
 
     record = _recorded(run_dir)
     if record is None:
         raise UserError(
             f"{RECORD} is missing or corrupt",
             where=str(run_dir),
-            rule="it says which model the adapters of this run belong to",
+            rule="it records which model the adapters of this run belong to",
             fix="restore it, or start a new run",
         )
     path = resolve(record["pinned"]).path
@@ -114,7 +121,7 @@ def base_weights(run_dir: Path, recipe: Recipe) -> Iterator[FolderWeights | None
     """Weights of the model that the adapters of a run belong to; None: the run has none, or they are initial ones.
 
     Raises:
-        UserError: see `base_folder`.
+        UserError: as `base_folder`.
     """
     if recipe.lora is None or recipe.train.pretrained is None:
         yield None
@@ -130,8 +137,7 @@ def base_weights(run_dir: Path, recipe: Recipe) -> Iterator[FolderWeights | None
 
 def _require_fit(path: Path, recipe: Recipe, log: Log) -> str:
     """Fingerprint of weights that fit the recipe's model, if they are needed again."""
-    from llmrecipes.hf.fingerprint import fingerprint
-    from llmrecipes.hf.reading import open_folder
+    from llmrecipes.hf.reading import fingerprint, open_folder
     from llmrecipes.hf.weights import open_weights
 
     open_weights(path, recipe.model).close()
@@ -147,12 +153,59 @@ def _pinned(run_dir: Path, pretrained: str) -> str:
 def _recorded(run_dir: Path) -> dict[str, str] | None:
     try:
         record = read_json(run_dir / RECORD, root=run_dir, most=MOST)
-        return {each.name: str(record[each.name]) for each in fields(Record)}
+        return {field.name: str(record[field.name]) for field in fields(Record)}
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
 def _has_checkpoint(run_dir: Path) -> bool:
-    from llmrecipes.checkpoint.store import CheckpointStore
 
-    return bool(CheckpointStore(run_dir / "checkpoints").entries())
+    return Run(run_dir).newest() is not None
+
+
+def recipe_values(model: Located, section: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The recipe of a model, as plain data.
+
+    Args:
+        section: `model`, but for `seq_length`.
+        name: of the recipe.
+    """
+    most = section.get("max_position_embeddings")
+    tokenizer: dict[str, Any] = {}
+    if (model.path / TOKENIZER_FILE).exists():
+        path = model.name if model.commit else str(model.path.absolute())
+        tokenizer = {"type": "huggingface", "path": path, "revision": model.commit}
+    return {
+        "name": name,
+        "description": f"from {model.name}"[:200],
+        "model": {"seq_length": min(SEQ_LENGTH, most) if isinstance(most, int) else SEQ_LENGTH, **section},
+        "train": dict(TRAIN),
+        "optimizer": dict(OPTIMIZER),
+        "data": {"tokenizer": tokenizer} if tokenizer else {},
+    }
+
+
+def recipe_name(source: str) -> str:
+    """The name of a recipe, made from a path or a name on the Hub: `llama-3.2-1b` from `meta-llama/Llama-3.2-1B`."""
+    last = Path(source).resolve().name if Path(source).exists() else source.rpartition("/")[2]
+    return re.sub(r"^[^a-z0-9]+", "", re.sub(r"[^a-z0-9._-]+", "-", last.lower()))[:63] or "imported"
+
+
+def require_tokenizer(model: Located, recipe: Recipe, overrides: Sequence[str]) -> None:
+    """Check that training keeps the model's tokenizer, unless another is requested: it changes the meaning of every id.
+
+    Raises:
+        UserError: the folder has none, or it has ids that the model does not have.
+    """
+    tokenizer = recipe.data.tokenizer
+    if tokenizer.type == "bpe" and not any(override.startswith("data.tokenizer") for override in overrides):
+        raise UserError(
+            f"no {TOKENIZER_FILE}",
+            where=str(model.path),
+            rule="a model is trained with the tokenizer that gave its token ids their meaning",
+            fix="data.tokenizer.type=huggingface data.tokenizer.path=FOLDER; or data.tokenizer.type=bpe for a new one",
+        )
+    if tokenizer.type == "huggingface":
+        from llmrecipes.data.tokenizer import load_huggingface
+
+        load_huggingface(tokenizer, recipe.model.vocab_size)

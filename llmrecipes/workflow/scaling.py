@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.rundir import Run
 from llmrecipes.scaling.fit import Fit, fit
 from llmrecipes.scaling.law import Point
 from llmrecipes.scaling.runs import Selection, Tracked, from_directory, from_mlflow, select
-from llmrecipes.workflow.runs import find_run
 
 COEFFICIENTS = ("E", "A", "B", "alpha", "beta")
 BUDGETS = (1.0, 10.0, 100.0)
@@ -73,7 +73,7 @@ def scaling(
     """Fit the law to runs by name, or to those of an MLflow experiment.
 
     Args:
-        names: as `find_run` takes them; a recipe's name is all its runs.
+        names: as `Run.find` takes them; a recipe's name is all its runs.
         experiment: name of an MLflow experiment, instead of `names`.
         runs_dir: where runs are kept.
         budgets: FLOPs; none: multiples of the largest run's.
@@ -103,8 +103,8 @@ def scaling(
 def _named(names: Sequence[str], runs_dir: Path) -> list[Tracked]:
     paths: dict[Path, None] = {}
     for name in names:
-        of_recipe = sorted(path.parent for path in (runs_dir / name).glob("*/recipe.yaml"))
-        for path in of_recipe or [find_run(name, runs_dir)]:
+        of_recipe = [run.path for run in Run.all(runs_dir, name)]
+        for path in of_recipe or [Run.find(name, runs_dir).path]:
             paths[path.resolve()] = None
     return [from_directory(path) for path in paths]
 

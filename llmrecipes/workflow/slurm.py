@@ -22,21 +22,22 @@ from typing import NoReturn
 from pydantic import BaseModel, ConfigDict
 
 from llmrecipes.console import setup_logging
-from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware import binding
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
-from llmrecipes.launch.environment import detected_environment, environment, missing, threads
+from llmrecipes.launch.environment import missing, threads
 from llmrecipes.launch.ranks import Rank, from_slurm
+from llmrecipes.launch.run_options import RunOptions, add_arguments
+from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import guard_streams
-from llmrecipes.train.spec import RunOptions, RunSpec
-from llmrecipes.workflow.pretrained import with_pretrained
-from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
-from llmrecipes.workflow.run import Paths, TrainOptions, finished, is_prepared, new_spec, plan_run, prepare_data
+from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.restarts import require_progress
+from llmrecipes.workflow.run import Paths, TrainOptions, is_prepared
+from llmrecipes.workflow.start import Finished, Machine, prepare_start
 
 JOB, OUTCOME = "job.json", "outcome"
 STARTED = "started"
@@ -74,38 +75,33 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     ranks = arguments.nodes * arguments.ranks_per_node
     profile = None if arguments.cluster is None else load_profile(arguments.cluster)
     cluster = detect().times(arguments.nodes) if profile is None else machine(profile, arguments.nodes)
-    plan = plan_run(recipe, cluster, ranks)
-    require_packages(recipe)
     paths = Paths(arguments.runs_dir, arguments.data_dir)
-    options = TrainOptions(
-        run_id=arguments.run_id,
-        accept_changes=arguments.accept_changes,
-        run=RunOptions(sample=False, allow_socket=arguments.allow_socket),
-    )
-    spec = new_spec(recipe, paths, options)
-    if finished(spec.run_dir, recipe.train.train_iters):
+    options = TrainOptions(run_id=arguments.run_id, run=RunOptions.parsed(arguments))
+    restart, job_id = int(there.get("SLURM_RESTART_COUNT") or 0), there.get("SLURM_JOB_ID", "")
+
+    def check(spec: RunSpec, plan: Plan) -> None:
+        require_progress(spec.run, job_id, restart, spec.run.newest_step(), arguments.max_restarts)
+        if plan.device == "cuda" and not arguments.prepare:
+            require_prepared(recipe, paths.data_dir)
+
+    place = Machine(cluster, ranks, arguments.nodes, profile)
+    try:
+        ready = prepare_start(recipe, paths, options, place, _to_stderr, skip_finished=True, check=check)
+    except Finished:
         return None
-    restart = int(there.get("SLURM_RESTART_COUNT") or 0)
-    logs = spec.run_dir / "logs"
-    job_id = there.get("SLURM_JOB_ID", "")
-    require_progress(logs / STARTS, job_id, restart, newest_step(spec.run_dir), arguments.max_restarts)
-    if plan.device == "cuda" and not arguments.prepare:
-        require_prepared(recipe, paths.data_dir)
-    spec = with_pretrained(spec, _to_stderr)
-    prepare_data(recipe, paths.data_dir, _to_stderr)
     tags = {
         "slurm.job_id": job_id,
         "slurm.restart_count": str(restart),
         "slurm.nodes": there.get("SLURM_JOB_NODELIST", ""),
     }
-    if profile is None:
-        cores = int(there.get("SLURM_CPUS_ON_NODE") or 1)
-        each = threads(cores, arguments.ranks_per_node, on_gpus=plan.device == "cuda")
-        variables = {"OMP_NUM_THREADS": str(each), **detected_environment(cluster, plan, logs.absolute())}
-    else:
-        variables = environment(profile, plan, arguments.ranks_per_node, logs)
-    known = {"restart": restart, "tags": tags, "on_gpus": plan.device == "cuda"}
-    job = Job(run=spec.model_copy(update=known), environment=variables, bind=arguments.bind)
+    # A profile has its own number of cores.
+    each = threads(int(there.get("SLURM_CPUS_ON_NODE") or 1), arguments.ranks_per_node, on_gpus=ready.spec.on_gpus)
+    job = Job(
+        run=ready.spec.model_copy(update={"restart": restart, "tags": tags}),
+        environment={"OMP_NUM_THREADS": str(each), **ready.variables},
+        bind=arguments.bind,
+    )
+    logs = ready.spec.run.logs
     (logs / OUTCOME).unlink(missing_ok=True)
     path = (logs / JOB).resolve()
     path.write_text(job.model_dump_json(indent=2) + "\n", "utf-8")
@@ -180,8 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     first.add_argument("--run-id", required=True)
     first.add_argument("--cluster")
     first.add_argument("--max-restarts", type=int, default=MAX_RESTARTS)
-    first.add_argument("--accept-changes", action="store_true")
-    first.add_argument("--allow-socket", action="store_true")
+    add_arguments(first)
     first.add_argument("--bind", action="store_true")
     first.add_argument("--prepare", action="store_true")
     first.add_argument("recipe")

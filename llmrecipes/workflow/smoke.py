@@ -6,18 +6,17 @@ import contextlib
 import io
 import json
 import shutil
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.hardware.cluster import Cluster, detect
-from llmrecipes.plan.derive import Plan
+from llmrecipes.hardware.cluster import detect
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.proxy import Scaled, proxy, scaled
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.spec import RunOptions, RunSpec
-from llmrecipes.workflow.run import Log, Paths, plan_run, prepare_data, spec_in
+from llmrecipes.rundir import Run
+from llmrecipes.workflow.run import Log, Paths, TrainOptions
+from llmrecipes.workflow.start import Machine, PreparedStart, prepare_start
 from llmrecipes.workflow.train import start
 
 
@@ -82,22 +81,24 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
     """
     cluster = detect()
     small = proxy(recipe, cluster.device)
-    plan = plan_run(small, cluster, nproc)
-    require_packages(small)
-    prepare_data(small, paths.data_dir, log)
-    folder = paths.runs_dir / small.name
-    half = small.train.train_iters // 2
-    whole = _spec(small, folder / "uninterrupted", paths)
-    cut = _spec(small, folder / "resumed", paths)
+    machine, half = Machine(cluster, nproc), small.train.train_iters // 2
+
+    def ready(run_id: str) -> PreparedStart:
+        shutil.rmtree(Run.of(paths.runs_dir, small.name, run_id).path, ignore_errors=True)
+        options = TrainOptions(run_id=run_id, run=RunOptions(sample=False))
+        return prepare_start(small, paths, options, machine, log)
+
+    whole, cut = ready("uninterrupted"), ready("resumed")
+    stopped = replace(cut, spec=cut.spec.model_copy(update={"stop_after": half}))
     starts = (
         ("uninterrupted", whole, ExitCode.DONE),
-        (f"stopped at step {half}", cut.model_copy(update={"stop_after": half}), ExitCode.REQUEUE),
+        (f"stopped at step {half}", stopped, ExitCode.REQUEUE),
         ("resumed", cut, ExitCode.DONE),
     )
-    for what, spec, expected in starts:
+    for what, each, expected in starts:
         log(f"smoke {recipe.name}: {what}")
-        _run(spec, plan, cluster, expected)
-    one, other = (_metrics(spec.run_dir) for spec in (whole, cut))
+        _run(each, expected)
+    one, other = (_metrics(each.spec.run) for each in (whole, cut))
     different = (a["step"] for a, b in zip(one, other, strict=True) if _numbers(a) != _numbers(b))
     return SmokeResult(
         recipe=recipe.name,
@@ -106,30 +107,24 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
         first_loss=one[0]["loss"],
         last_loss=one[-1]["loss"],
         first_difference=next(different, None),
-        run_dir=str(folder),
-        layout=plan.layout.as_dict(),
-        scaled=scaled(recipe, plan.layout.as_dict()),
+        run_dir=str(whole.spec.run_dir.parent),
+        layout=whole.plan.layout.as_dict(),
+        scaled=scaled(recipe, whole.plan.layout.as_dict()),
     )
 
 
-def _spec(recipe: Recipe, run_dir: Path, paths: Paths) -> RunSpec:
-    shutil.rmtree(run_dir, ignore_errors=True)
-    (run_dir / "logs").mkdir(parents=True)
-    return spec_in(recipe, run_dir, paths, RunOptions(sample=False))
-
-
-def _run(spec: RunSpec, plan: Plan, cluster: Cluster, expected: ExitCode) -> None:
+def _run(ready: PreparedStart, expected: ExitCode) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = start(spec, plan, cluster)
+        code = start(ready)
     if code != expected:
         raise UserError(
-            f"the rehearsal ended with exit code {code}", where=str(spec.run_dir), fix="see the messages above"
+            f"the rehearsal ended with exit code {code}", where=str(ready.spec.run_dir), fix="see the messages above"
         )
 
 
-def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
+def _metrics(run: Run) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in run.metrics.read_text("utf-8").splitlines())
     return [line for line in lines if "grad_norm" in line]
 
 

@@ -26,21 +26,22 @@ from llmrecipes.launch.base import (
 )
 from llmrecipes.launch.job import handle
 from llmrecipes.launch.registry import LAUNCHERS, launcher
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import gib
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import RunFiles, checked_run_id
 from llmrecipes.workflow.run import (
     Paths,
     TrainOptions,
-    checked_run_id,
     is_prepared,
-    new_run_id,
     new_spec,
     plan_run,
-    remove_empty_run_dir,
 )
 
 logger = logging.getLogger(__name__)
+
+FOR_JOBS = RunOptions(sample=False)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def submit(
     paths: Paths,
     *,
     run_id: str | None = None,
-    accept_changes: bool = False,
+    options: RunOptions = FOR_JOBS,
     prepare: bool = False,
     dry_run: bool = False,
     environment: Mapping[str, str] | None = None,
@@ -134,7 +135,7 @@ def submit(
         given: its options.
         paths: where runs and data are kept.
         run_id: None: a new one.
-        accept_changes: see `TrainOptions`.
+        options: of the start of the ranks.
         prepare: where this machine cannot see whether the data is prepared, a job finds out first.
         dry_run: only render.
         environment: more variables, for a job on this machine.
@@ -142,10 +143,10 @@ def submit(
     Raises:
         UserError: a value that the scheduler cannot take, none of its programs on this machine, or it rejects the job.
     """
-    run_id = new_run_id() if run_id is None else checked_run_id(run_id)
+    run_id = checked_run_id(run_id)
     paths = Paths(paths.runs_dir.resolve(), paths.data_dir.resolve())
     submission = Submission(
-        planned, run_id, paths.runs_dir, paths.data_dir, accept_changes, environment=environment or {},
+        planned, run_id, paths.runs_dir, paths.data_dir, options, environment=environment or {},
         prepared=is_prepared(planned.recipe, paths.data_dir) if launcher.shares_disk else not prepare,
     )  # fmt: skip
     rendering = launcher.render(submission, given)
@@ -155,18 +156,18 @@ def submit(
     spec = None
     if launcher.shares_disk:
         # Also creates the directory of the log.
-        spec = new_spec(planned.recipe, paths, TrainOptions(run_id=run_id, accept_changes=accept_changes))
+        spec = new_spec(planned.recipe, paths, TrainOptions(run_id=run_id, run=options))
     try:
         job = launcher.submit(submission, rendering)
     except UserError:
         if spec is not None:
-            remove_empty_run_dir(spec)
+            spec.run.remove_if_empty()
         raise
     try:
         record.write(job.ref)
     except OSError as error:  # the job was submitted anyway
         logger.warning(
-            "%s: %s; llmrecipes cancel needs the id of the job", submission.run_dir / record.FILE, error.strerror
+            "%s: %s; llmrecipes cancel needs the id of the job", RunFiles(submission.run_dir).submission, error.strerror
         )
     return Submitted(submission, rendering, job)
 
@@ -291,7 +292,7 @@ def find_job(name: str, runs_dir: Path) -> JobHandle:
     for folder in (Path(name), runs_dir / name):
         if (recorded := record.read(folder)) is not None:
             return handle(recorded.ref)
-        if (folder / "recipe.yaml").is_file():
+        if RunFiles(folder).exists():
             raise UserError(
                 "the run was not submitted as a job",
                 where=str(folder),

@@ -1,4 +1,4 @@
-"""Models by reference (a run, one of its checkpoints, or a Hugging Face folder), with their adapters merged."""
+"""Models by reference (a run, one of its checkpoints, or a Hugging Face folder), with adapters merged."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.rundir import Run
 from llmrecipes.workflow.pretrained import base_folder
-from llmrecipes.workflow.runs import find_run
-from llmrecipes.workflow.stored_recipe import run_recipe
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
     from llmrecipes.hf.adapter import Merged
+    from llmrecipes.hf.safetensors import TensorSource
     from llmrecipes.hf.table import Family
-    from llmrecipes.hf.tensors import TensorSource
     from llmrecipes.recipe.schema import Lora, Recipe
 
 
@@ -58,7 +57,7 @@ def open_tensors(reference: str, runs_dir: Path, family: str | None = None) -> O
         family: `model_type` for a run; None: the first that has its form.
 
     Raises:
-        UserError: there is no such run, checkpoint or folder; it is damaged; or a run's model has no form in
+        UserError: no such run, checkpoint or folder; it is corrupt; or a run's model has no form in
             transformers.
     """
     folder = Path(reference)
@@ -75,13 +74,13 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
     """Open a checkpoint of a run; arguments and errors as `open_tensors`.
 
     Args:
-        averaged: the moving average of the weights in their place.
+        averaged: read the moving average of the weights.
     """
     from llmrecipes.engine.registry import backend
     from llmrecipes.hf.family import config_of, family_of
-    from llmrecipes.hf.views import AsHuggingFace
+    from llmrecipes.hf.weights import AsHuggingFace
 
-    recipe = run_recipe(run)
+    recipe = Run(run).recipe()
     chosen = family_of(recipe.model, family)
     if recipe.lora is not None:
         weights: TensorSource = merged(run, entry, recipe, averaged=averaged)
@@ -101,13 +100,12 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
         UserError: there is none, or it is incomplete.
     """
     from llmrecipes.checkpoint.inspection import InvalidCheckpoint, inspect
-    from llmrecipes.checkpoint.store import CheckpointStore
 
     name, _, step = reference.rpartition("@")
     if not name or Path(reference).exists():
         name, step = reference, ""
-    run = find_run(name, runs_dir)
-    store = CheckpointStore(run / "checkpoints")
+    run = Run.find(name, runs_dir).path
+    store = Run(run).store()
     entries = store.entries()
     if not step:
         if entries:
@@ -144,10 +142,10 @@ def merged(run: Path, entry: Entry, recipe: Recipe, *, averaged: bool = False) -
 
 
 def require_merge(recipe: Recipe, run: Path, *, asked: bool) -> None:
-    """A whole model of a run with adapters is written when it is asked for, and of no other run.
+    """Check that `--merge-adapter` is set for a run with adapters, and for no other.
 
     Raises:
-        UserError: it is not so.
+        UserError: it is not.
     """
     if recipe.lora is None and asked:
         raise _without(run, "--merge-adapter", "without it: the checkpoint has all weights")
@@ -164,7 +162,7 @@ def lora_of(recipe: Recipe, run: Path) -> Lora:
     """The section `lora` of a run, for an export.
 
     Raises:
-        UserError: it has none, or a key that is not exported.
+        UserError: it has none, or a key without a counterpart in PEFT.
     """
     from llmrecipes.hf.adapter import KEYS
     from llmrecipes.hf.table import defaults
@@ -174,7 +172,7 @@ def lora_of(recipe: Recipe, run: Path) -> Lora:
     for key, default in defaults(type(recipe.lora)).items():
         if key not in KEYS and getattr(recipe.lora, key) != default:
             raise UserError(
-                f"{getattr(recipe.lora, key)} has no form in PEFT",
+                f"{getattr(recipe.lora, key)} is not supported by PEFT",
                 where=f"lora.{key}",
                 rule=f"exported adapters have the default, {default}",
             )

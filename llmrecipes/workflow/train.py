@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from llmrecipes.commandline import command_line
-from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
-from llmrecipes.launch.environment import detected_environment, environment, missing
+from llmrecipes.hardware.profile import Profile
+from llmrecipes.launch.environment import missing
 from llmrecipes.launch.environment import threads as share
 from llmrecipes.launch.local import Grace, run_ranks
 from llmrecipes.launch.ranks import Node
-from llmrecipes.plan.derive import Plan, default_world_size
+from llmrecipes.plan.derive import default_world_size
 from llmrecipes.recipe.degrees import multiples
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.run_tracker import require_packages_of_sinks
-from llmrecipes.train.spec import RunSpec
-from llmrecipes.workflow.pretrained import with_pretrained
-from llmrecipes.workflow.restarts import STARTS, newest_step, require_progress
-from llmrecipes.workflow.run import Log, Paths, TrainOptions, finished, new_spec, plan_run, prepare_data
+from llmrecipes.workflow.restarts import require_progress
+from llmrecipes.workflow.run import Log, Paths, TrainOptions, plan_run
+from llmrecipes.workflow.start import Finished, Machine, PreparedStart, prepare_start
 
 
 def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
@@ -45,58 +44,54 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
     cluster = detect().times(nodes)
     ranks = max(nodes, default_world_size(recipe, cluster)) if options.nproc is None else options.nproc
     _require_even_nodes(ranks, nodes)
-    if options.cluster is not None:
-        _set_environment_of(options.cluster, recipe, ranks, cluster, nodes)
-    plan = plan_run(recipe, cluster, ranks)
-    require_packages(recipe)
-    require_packages_of_sinks(recipe)
-    spec = new_spec(recipe, paths, options)
-    if options.node is not None and not options.run.from_scratch and finished(spec.run_dir, recipe.train.train_iters):
-        log(f"{spec.run_dir} has done all its steps")  # the other nodes, which it would wait for, are gone
+    profile = None if options.cluster is None else _profile_of(options.cluster, recipe, ranks, cluster, nodes)
+    # The other nodes, for which a node of a finished run would wait, have ended.
+    skip_finished = options.node is not None and not options.run.from_scratch
+    machine = Machine(cluster, ranks, nodes, profile)
+    try:
+        ready = prepare_start(recipe, paths, options, machine, log, skip_finished=skip_finished)
+    except Finished as finished:
+        log(str(finished))
         return int(ExitCode.DONE)
-    spec = with_pretrained(spec, log)
-    prepare_data(recipe, paths.data_dir, log, spec)
     if options.max_restarts:
-        return start_with_restarts(spec, plan, cluster, options.max_restarts, log)
-    return start(spec, plan, cluster, options.node, separate_process=options.separate_process)
+        return start_with_restarts(ready, options.max_restarts, log)
+    return start(ready, options.node, separate_process=options.separate_process)
 
 
-def start_with_restarts(spec: RunSpec, plan: Plan, cluster: Cluster, max_restarts: int, log: Log) -> int:
-    """Start the ranks, and after a fault restart all of them from the newest checkpoint.
+def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log) -> int:
+    """PreparedStart the ranks, and after a fault restart all of them from the newest checkpoint.
 
     Raises:
         UserError: three restarts in a row found the same checkpoint, with `ExitCode.STOP`.
     """
-    job, record = f"process {os.getpid()}", spec.run_dir / "logs" / STARTS
-    require_progress(record, job, 0, newest_step(spec.run_dir), max_restarts)
+    spec, job = ready.spec, f"process {os.getpid()}"
+    require_progress(spec.run, job, 0, spec.run.newest_step(), max_restarts)
     for restart in range(max_restarts + 1):
         update = {"restart": restart, "from_scratch": spec.from_scratch and restart == 0}
-        code = start(spec.model_copy(update=update), plan, cluster, separate_process=True)
+        code = start(replace(ready, spec=spec.model_copy(update=update)), separate_process=True)
         if code in tuple(ExitCode) or restart == max_restarts:
             return code
-        step = newest_step(spec.run_dir)
-        require_progress(record, job, restart + 1, step, max_restarts)
+        step = spec.run.newest_step()
+        require_progress(spec.run, job, restart + 1, step, max_restarts)
         log(f"the ranks ended with {code}; restart {restart + 1} of {max_restarts}, from step {step}")
     raise AssertionError("the last restart returns")
 
 
-def start(
-    spec: RunSpec, plan: Plan, cluster: Cluster, node: Node | None = None, *, separate_process: bool = False
-) -> int:
+def start(ready: PreparedStart, node: Node | None = None, *, separate_process: bool = False) -> int:
     """Run all ranks of this machine until they exit; returns the exit code.
 
     Args:
-        spec: of the run.
-        plan: of all nodes together.
-        cluster: all nodes together.
+        ready: of all nodes together.
         node: which of several this is.
         separate_process: start a process even for a single rank, which could crash this one.
     """
-    ranks = plan.layout.world_size
-    spec = spec.model_copy(update={"on_gpus": plan.device == "cuda"})
+    spec, variables, ranks = ready.spec, ready.variables, ready.plan.layout.world_size
     # The user's value takes precedence, and may be more or less than an even share.
-    threads = int(os.environ.get("OMP_NUM_THREADS") or share(cluster.cpu_cores, ranks, on_gpus=spec.on_gpus))
-    variables = detected_environment(cluster, plan, (spec.run_dir / "logs").absolute())
+    threads = int(
+        os.environ.get("OMP_NUM_THREADS")
+        or variables.get("OMP_NUM_THREADS")
+        or share(ready.machine.cluster.cpu_cores, ranks, on_gpus=spec.on_gpus)
+    )
     if ranks == 1 and node is None and not separate_process:
         # The variable has no effect once torch is loaded, which data preparation may have done.
         import torch
@@ -107,21 +102,19 @@ def start(
         torch.set_num_threads(threads)
         os.environ.update(missing(variables, os.environ))  # read when CUDA and NCCL are first used
         return guarded(run, spec)
-    path = spec.run_dir / "logs" / ("spec.json" if node is None else f"spec-node-{node.number}.json")
+    path = spec.run.spec(None if node is None else node.number)
     path.write_text(spec.model_dump_json(indent=2) + "\n", "utf-8")
-    from llmrecipes.checkpoint.store import CheckpointStore
-
-    store = CheckpointStore(spec.run_dir / "checkpoints")
 
     def newest() -> Path | None:
-        return next((entry.path for entry in reversed(store.entries())), None)
+        entry = spec.run.newest()
+        return None if entry is None else entry.path
 
     return run_ranks(
         "llmrecipes.train.worker",
         [str(path)],
         world_size=ranks,
         threads=threads,
-        logs=spec.run_dir / "logs",
+        logs=spec.run.logs,
         node=node,
         grace=Grace(spec.recipe.train.exit_grace_seconds, newest),
         environment=variables,
@@ -154,8 +147,8 @@ def _require_even_nodes(ranks: int, nodes: int) -> None:
         )
 
 
-def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, nodes: int) -> None:
-    """Check the run against nodes of a cluster profile, and set its variables for all ranks.
+def _profile_of(name: str, recipe: Recipe, ranks: int, here: Cluster, nodes: int) -> Profile:
+    """A cluster profile, after checking the run against its nodes.
 
     Raises:
         UserError: no such profile, this machine does not match it, or the run does not fit there.
@@ -173,8 +166,8 @@ def _set_environment_of(name: str, recipe: Recipe, ranks: int, here: Cluster, no
             fix="without --cluster the run is planned for this machine; to plan only: "
             + command_line("show", recipe.name, options={"cluster": name}),
         )
-    plan = plan_run(recipe, site, ranks)
-    os.environ.update(missing(environment(profile, plan, ranks // nodes), os.environ))
+    plan_run(recipe, site, ranks)
+    return profile
 
 
 STEPS = 200

@@ -20,11 +20,12 @@ from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.proxy import Degree, Scaled, scaled
 from llmrecipes.recipe.schema import Recipe, Scheduler
 from llmrecipes.recipe.width import at_width
+from llmrecipes.runfiles import RunFiles, new_run_id
 from llmrecipes.verify.coordinates import Coordinates, measure
 from llmrecipes.verify.result import PARAMETERS, REPLICAS, FirstDifference, FirstTensor, Result, first_differing_step
 from llmrecipes.verify.spec import Record, VerifySpec
 from llmrecipes.verify.subject import reference, subject
-from llmrecipes.workflow.run import Log, Paths, new_run_id, plan_run, prepare_data
+from llmrecipes.workflow.run import Log, Paths, plan_run, prepare_data
 
 MOST_RANKS = 8
 
@@ -52,7 +53,7 @@ def start_ranks(spec: VerifySpec, ranks: int, cluster: Cluster) -> None:
     Raises:
         UserError: a rank failed, and has printed its error.
     """
-    logs = spec.folder.with_name("logs")
+    logs = RunFiles(spec.folder.parent).logs
     path = logs / "spec.json"
     path.write_text(spec.model_dump_json(indent=2) + "\n", "utf-8")
     threads = max(1, int(cluster.cpu_cores) // ranks)
@@ -98,8 +99,9 @@ def verify(
     for each in (one, small):
         require_packages(each)
     prepare_data(small, paths.data_dir, log)
-    folder = paths.runs_dir / f"{recipe.name}-verify" / new_run_id()
-    (folder / "logs").mkdir(parents=True)
+    run = RunFiles.of(paths.runs_dir, f"{recipe.name}-verify", new_run_id())
+    folder = run.path
+    run.logs.mkdir(parents=True)
     common = {"data_dir": paths.data_dir, "iters": options.iters, "tolerance": options.tolerance}
     single = VerifySpec(recipe=one, folder=folder / "one", **common)  # type: ignore[arg-type]
     spread = VerifySpec(recipe=small, folder=folder / "layout", reference=single.folder, **common)  # type: ignore[arg-type]

@@ -13,11 +13,10 @@ from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.registry import backend
-from llmrecipes.hf.export import write
 from llmrecipes.hf.family import config_of, family_of
 from llmrecipes.hf.megatron import weights
-from llmrecipes.hf.safetensors import SafetensorsFolder
-from llmrecipes.hf.views import AsHuggingFace
+from llmrecipes.hf.safetensors import SafetensorsFolder, write
+from llmrecipes.hf.weights import AsHuggingFace
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.training import training
 from tests.dist.worlds import GlooWorld

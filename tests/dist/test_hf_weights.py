@@ -12,11 +12,11 @@ from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.registry import backend
 from llmrecipes.hf.weights import open_weights
+from llmrecipes.models.importing import import_model
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
-from llmrecipes.workflow.importing import import_model
 from tests.dist.training import everything, model_parallel
 from tests.dist.worlds import GlooWorld
 from tests.hf_models import saved

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.models.importing import import_megatron
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
-from llmrecipes.workflow.importing import import_megatron
 from tests import megatron_lm
 from tests.dist.table import Row
 from tests.dist.training import _whole_tensors, loaders, training

@@ -19,6 +19,7 @@ from llmrecipes.engine.megatron.schedule import learning_rate
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.train import folder
 from llmrecipes.train.history import require_complete
 from llmrecipes.workflow import slurm
@@ -229,11 +230,11 @@ def test_the_fix_for_a_damaged_recipe_works(trained: Path, run_dir: Path, data_d
     path.write_bytes(damage)
     recipe = recipe_of(trained)
     with refused(path) as caught:
-        require_same_recipe(recipe, run_dir, data_dir, accept=False)
+        require_same_recipe(recipe, Run(run_dir), data_dir, accept=False)
     command = caught.value.fix[caught.value.fix.index("python3") : caught.value.fix.rindex(";")]
     subprocess.run(["bash", "-c", command], check=True)
     assert load(str(path)).recipe == recipe
-    require_same_recipe(recipe, run_dir, data_dir, accept=False)
+    require_same_recipe(recipe, Run(run_dir), data_dir, accept=False)
 
 
 def test_more_steps_that_change_the_learning_rate_have_to_be_accepted(
@@ -255,7 +256,7 @@ def test_an_explicit_or_accepted_learning_rate_change_is_allowed(
     trained: Path, run_dir: Path, data_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def resume(*overrides: str, accept: bool = False) -> None:
-        require_same_recipe(recipe_of(trained, *overrides), run_dir, data_dir, accept=accept)
+        require_same_recipe(recipe_of(trained, *overrides), Run(run_dir), data_dir, accept=accept)
 
     resume("train.train_iters=20", "scheduler.lr_decay_iters=12")
     resume("train.train_iters=20", "scheduler.lr_decay_iters=20")  # asked for by name
@@ -267,11 +268,11 @@ def test_an_explicit_or_accepted_learning_rate_change_is_allowed(
 def test_more_passes_over_the_data_have_to_be_accepted(trained: Path, run_dir: Path, data_dir: Path) -> None:
     longer = recipe_of(trained, "train.train_iters=4000", "scheduler.lr_decay_iters=12")
     with refused(run_dir, rule="--accept-changes") as caught:
-        require_same_recipe(longer, run_dir, data_dir, accept=False)
+        require_same_recipe(longer, Run(run_dir), data_dir, accept=False)
     most = caught.value.fix.removeprefix("train.train_iters=").split()[0]
     same = recipe_of(trained, f"train.train_iters={most}", "scheduler.lr_decay_iters=12")
-    require_same_recipe(same, run_dir, data_dir, accept=False)
-    require_same_recipe(longer, run_dir, data_dir, accept=True)
+    require_same_recipe(same, Run(run_dir), data_dir, accept=False)
+    require_same_recipe(longer, Run(run_dir), data_dir, accept=True)
 
 
 def test_the_learning_rate_that_is_named_is_the_one_that_is_used(trained: Path) -> None:

@@ -24,10 +24,9 @@ from benchmarks.search import (
     recipe,
     replay,
 )
-from llmrecipes.launch import record
 from llmrecipes.recipe.rules import check
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.command import quiet
-from llmrecipes.tracking.jsonl import METRICS
 
 AXES = GRIDS["2 keys"]
 RATES, WARMUPS = AXES.values()
@@ -83,12 +82,12 @@ def test_time_in_which_a_place_is_empty() -> None:
 
 
 def test_times_of_a_trial_are_those_of_its_process(tmp_path: Path) -> None:
-    for name, text, when in (
-        (record.FILE, "{}", 100.0),
-        (METRICS, json.dumps({"step": 1, "loss": 5.0, "step_seconds": 0.5, "time": 107.5}) + "\n", 200.0),
-        (record.EXIT_FILE, "job 0\n", 130.0),
+    run = RunFiles(tmp_path)
+    for path, text, when in (
+        (run.submission, "{}", 100.0),
+        (run.metrics, json.dumps({"step": 1, "loss": 5.0, "step_seconds": 0.5, "time": 107.5}) + "\n", 200.0),
+        (run.exit_code, "job 0\n", 130.0),
     ):
-        path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, "utf-8")
         os.utime(path, (when, when))

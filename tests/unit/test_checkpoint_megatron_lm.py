@@ -23,11 +23,11 @@ from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.megatron_lm.folder import open_saved
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.world import join
+from llmrecipes.models.importing import import_megatron
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.megatron_lm import BY_ARGUMENT, BY_SHAPE, FIXED, check, notes
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model, Recipe
-from llmrecipes.workflow.importing import import_megatron
 from tests import megatron_lm
 from tests.helpers import ROOMY, another, engine_of, steps, tiny, write_recipe
 from tests.refusals import refused, require_message
@@ -119,7 +119,7 @@ def require_same(found: Training, run_dir: Path) -> None:
 def test_every_weight_arrives(name: str, tmp_path: Path) -> None:
     found = training(name, tmp_path / "megatron")
     made = import_megatron(found.folder, write_recipe(found.recipe, tmp_path), [], tmp_path / "runs", "first")
-    assert (made.iteration, made.source) == (megatron_lm.ITERATION, str(found.path))
+    assert (made.origin["iteration"], made.origin["source"]) == (megatron_lm.ITERATION, str(found.path))
     require_same(found, Path(made.run_dir))
 
 
@@ -130,7 +130,7 @@ if megatron_lm.TRAINS:
         found = training("llama", tmp_path / "megatron", by_itself=True)
         assert len(open_saved(found.path).arguments) > 500
         made = import_megatron(found.folder, write_recipe(found.recipe, tmp_path), [], tmp_path / "runs", "first")
-        assert made.iteration == megatron_lm.ITERATION
+        assert made.origin["iteration"] == megatron_lm.ITERATION
         require_same(found, Path(made.run_dir))
 
 
@@ -153,7 +153,7 @@ def test_the_command_makes_a_run_with_another_padding(
 def test_weights_of_another_precision_are_converted(saved: Training, tmp_path: Path) -> None:
     recipe = write_recipe(saved.recipe, tmp_path)
     made = import_megatron(saved.path, recipe, ["train.precision=bf16"], tmp_path / "runs", "half")
-    assert any("bf16" in note for note in made.notes)
+    assert any("bf16" in note for note in made.origin["notes"])
     (entry,) = CheckpointStore(Path(made.run_dir) / "checkpoints").entries()
     with join(select(), 1, saved.recipe.parallelism):
         half = load(str(Path(made.run_dir) / "recipe.yaml")).recipe

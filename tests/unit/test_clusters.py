@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,9 @@ from llmrecipes.launch.environment import detected_environment, environment, mis
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.layout import layout
 from llmrecipes.recipe.load import load
-from llmrecipes.workflow.train import _set_environment_of
+from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.start import Machine, PreparedStart
+from llmrecipes.workflow.train import _profile_of
 from tests.helpers import tiny
 from tests.refusals import refused, require_message
 
@@ -279,9 +280,11 @@ def test_training_here_as_a_node_of_a_cluster(
     require_message(printed, "recipe gpt-tiny", rule="GiB")
     assert " small " in printed
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
-    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1"})
     profile.write_text(
         (clusters_dir() / "laptop.yaml").read_text().replace("laptop", "small") + "environment: {A: 1}\n"
     )
-    _set_environment_of(str(profile), tiny(), 1, machine(load_profile("laptop"), 1), 1)
-    assert os.environ == {"OMP_NUM_THREADS": "1", "A": "1"}
+    here, recipe = machine(load_profile("laptop"), 1), tiny()
+    site = Machine(here, 1, profile=_profile_of(str(profile), recipe, 1, here, 1))
+    spec = RunSpec(recipe=recipe, data_dir=tmp_path, run_dir=tmp_path / "r", runs_dir=tmp_path)
+    variables = PreparedStart.of(spec, derive(recipe, 1, here), site).variables
+    assert missing(variables, {"OMP_NUM_THREADS": "1"}) == {"A": "1"}

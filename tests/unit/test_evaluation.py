@@ -53,10 +53,11 @@ from llmrecipes.evaluation.tasks import load_tasks
 from llmrecipes.evaluation.texts import Text, Texts
 from llmrecipes.evaluation.windows import windows
 from llmrecipes.faults.signals import StopRequest
-from llmrecipes.hf.export import write
 from llmrecipes.hf.family import config_of, family_of
-from llmrecipes.hf.views import AsHuggingFace
+from llmrecipes.hf.safetensors import write
+from llmrecipes.hf.weights import AsHuggingFace
 from llmrecipes.plan.derive import derive
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.progress import Counted
 from llmrecipes.train.testing import TaskEvaluations
@@ -787,19 +788,19 @@ def test_bias_is_the_difference_of_log_probabilities(lead: Lead, tokenizer: Text
 def test_results_are_kept_beside_earlier_ones_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = Result("jsonl:a/b c.jsonl", {"loss": 1.5, "perplexity": math.inf}, {"documents": 2})
     history.append(tmp_path, history.records([result], 3, "x"))
-    (tmp_path / history.FILE).open("a").write('{"torn')
+    RunFiles(tmp_path).evaluations.open("a").write('{"torn')
     (found,) = history.read(tmp_path)
     assert (found["step"], found["metrics"]) == (3, {"loss": 1.5, "perplexity": None})
     assert history.metric_names(found) == {"eval/b c.jsonl/loss": 1.5}
-    before = (tmp_path / history.FILE).read_bytes()
+    before = RunFiles(tmp_path).evaluations.read_bytes()
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(history, "write_atomic", full)
-    with refused(tmp_path / history.FILE):
+    with refused(RunFiles(tmp_path).evaluations):
         history.append(tmp_path, history.records([result], 4, "x"))
-    assert (tmp_path / history.FILE).read_bytes() == before
+    assert RunFiles(tmp_path).evaluations.read_bytes() == before
 
 
 def test_the_rank_needs_no_data_of_an_imported_model(tmp_path: Path) -> None:

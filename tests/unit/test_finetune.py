@@ -25,13 +25,13 @@ from llmrecipes.data.marked import SPECIAL
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.models.finetune import STEPS, Finetuning, make_recipe
 from llmrecipes.plan.check import fitted
 from llmrecipes.plan.derive import LEAST_HEADROOM, derive
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Parallelism
 from llmrecipes.units import GIB
-from llmrecipes.workflow.finetune import STEPS, Finetuning, make_recipe
 from tests.helpers import environment, train_lines
 from tests.hf_models import SIZES
 from tests.refusals import refused, require_message

@@ -31,15 +31,14 @@ from llmrecipes.data.templates import of_prepared
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.engine.sampling import Sampling
-from llmrecipes.hf.export import write
 from llmrecipes.hf.family import FAMILIES, family_named, family_of, model_of
-from llmrecipes.hf.folder import published
-from llmrecipes.hf.safetensors import SafetensorsFolder
+from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.hf.tokenizer import write_tokenizer
+from llmrecipes.launch.run_options import RunOptions
+from llmrecipes.models.create import published
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model
 from llmrecipes.tracking.progress import Counted
-from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.generate import Request, samples
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.tensors import open_tensors
@@ -326,7 +325,7 @@ def test_a_full_disk_leaves_nothing(
 HOLD = """
 import sys
 from pathlib import Path
-from llmrecipes.hf.folder import published
+from llmrecipes.models.create import published
 with published(Path(sys.argv[1])) as folder:
     (folder / "model.safetensors").write_text("half")
     (folder / "more").mkdir()
@@ -399,7 +398,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     source = Made({f"{number}.weight": (8, 16) for number in range(9)} | {"large": (100, 16), "scalar": ()})
     written = write(source, {}, tmp_path, "bf16", shard_bytes=600)
     assert source.most <= 2
-    assert written.shards[-1] == "model-00007-of-00007.safetensors"
+    assert written.shards[-1] == "model-00006-of-00006.safetensors"
     folder = SafetensorsFolder(tmp_path)
     assert {name: folder.shape(name) for name in folder.names()} == {
         name: source.shape(name) for name in source.names()

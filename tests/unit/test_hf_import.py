@@ -27,15 +27,14 @@ from llmrecipes.engine.megatron.world import join
 from llmrecipes.hf.family import family_of
 from llmrecipes.hf.match import section_of
 from llmrecipes.hf.reading import CONFIG, read_config
-from llmrecipes.hf.views import AsHuggingFace
-from llmrecipes.hf.weights import open_weights
+from llmrecipes.hf.weights import AsHuggingFace, open_weights
+from llmrecipes.models.importing import import_model
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.tracking.progress import Counted
-from llmrecipes.workflow.importing import import_model
-from llmrecipes.workflow.runs import find_run
 from tests.hf_models import CONFIGS, LENGTH, SIZES, VOCABULARY, saved
 from tests.refusals import refused, require_message
 from tests.unit.balance_worker import ROOMY
@@ -65,7 +64,7 @@ def test_an_import_computes_the_same_and_leaves_with_the_same_bytes(kind: str, m
     theirs = saved(kind, models / kind)
     made = import_model(str(models / kind), [BPE, FP32], tmp_path, "a")
     recipe, entry = opened(Path(made.run_dir))
-    assert made.model_type == kind and made.new_rows == 384 - VOCABULARY
+    assert made.origin["model_type"] == kind and made.origin["new_rows"] == 384 - VOCABULARY
     tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(4))
     with join(select(), recipe.train.seed, recipe.parallelism), torch.no_grad():
         ours = loaded(recipe, entry)
@@ -187,7 +186,7 @@ def test_an_import_is_shown_and_its_warm_up_fits_its_steps(model: Path, tmp_path
     shown = io.StringIO()
     progress = Counted(Console(file=shown, force_terminal=False), itertools.count(step=11).__next__)
     made = import_model(str(model), [], tmp_path, "shown", progress=progress)
-    assert f"{made.parameters:,}/{made.parameters:,}" in shown.getvalue().splitlines()[-1]
+    assert f"{made.origin['parameters']:,}/{made.origin['parameters']:,}" in shown.getvalue().splitlines()[-1]
     for run_id, override, warmup in (("a", "train.train_iters=20", 1), ("b", "train.train_iters=2000", 50)):
         recipe, _ = opened(Path(import_model(str(model), [override], tmp_path, run_id).run_dir))
         assert recipe.scheduler.lr_warmup_iters == warmup
@@ -306,6 +305,6 @@ def test_an_import_that_ends_in_the_middle_leaves_no_run(before: str, code: int,
         require_message(done.stderr[done.stderr.index("error: ") :], tmp_path)
     assert not list(tmp_path.rglob("recipe.yaml")) and not (tmp_path / "one/a").exists()
     with refused(tmp_path):
-        find_run("one", tmp_path)
+        Run.find("one", tmp_path)
     assert run(arguments) == 0
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["a"]

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from llmrecipes.cli.app import run
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.hf.fingerprint import fingerprint
 from llmrecipes.hf.match import section_of
-from llmrecipes.hf.reading import CONFIG, INDEX, WEIGHTS, open_folder, read_config
+from llmrecipes.hf.reading import CONFIG, INDEX, WEIGHTS, fingerprint, open_folder, read_config
 from llmrecipes.hf.weights import open_weights
 from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Recipe

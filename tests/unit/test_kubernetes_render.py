@@ -20,6 +20,7 @@ from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import jobset_rules, render, to_yaml
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options, Secret, object_name, parse_secrets
 from llmrecipes.launch.kubernetes.pod import Object, Run
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.load import load
 from llmrecipes.workflow.submit import plan_for
 from tests.kubernetes_schemas import require_valid
@@ -167,7 +168,7 @@ def test_operators_are_compiled_on_the_node_and_not_in_the_shared_home() -> None
 
 def test_accepted_changes_reach_the_pods() -> None:
     options = Options(image=IMAGE)
-    applied = objects_of(planned_for("gpt-tiny", "laptop", 1), options, "run-1", accept_changes=True)
+    applied = objects_of(planned_for("gpt-tiny", "laptop", 1), options, "run-1", RunOptions(accept_changes=True))
     assert "--accept-changes" in container_of(applied)["args"]
 
 

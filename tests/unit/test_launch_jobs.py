@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.launch import job as jobs
-from llmrecipes.launch import lease, record, registry
+from llmrecipes.launch import record, registry
 from llmrecipes.launch.base import (
     JobHandle,
     JobRef,
@@ -31,7 +32,9 @@ from llmrecipes.launch.base import (
 from llmrecipes.launch.job import Job, handle, statuses
 from llmrecipes.launch.kubernetes import launcher as kubernetes
 from llmrecipes.launch.programs import SchedulerUnavailable
+from llmrecipes.launch.run_options import JOB_OPTIONS, RunOptions, add_arguments, declared, taken
 from llmrecipes.launch.slurm.launcher import status_of
+from llmrecipes.runfiles import RunFiles
 from tests.helpers import tiny_on, train_lines, write_recipe
 from tests.refusals import refused, require_message
 
@@ -177,10 +180,10 @@ def test_cancel_refuses_what_is_no_job(
     (by_hand / "recipe.yaml").touch()
     assert run(["cancel", "gpt-tiny/by-hand"]) == 2
     require_message(capsys.readouterr().err, "runs/gpt-tiny/by-hand")
-    (by_hand / "logs").mkdir()
-    (by_hand / record.FILE).write_text("{")
+    RunFiles(by_hand).logs.mkdir()
+    RunFiles(by_hand).submission.write_text("{")
     assert run(["cancel", "gpt-tiny/by-hand"]) == 2
-    require_message(capsys.readouterr().err, f"runs/gpt-tiny/by-hand/{record.FILE}")
+    require_message(capsys.readouterr().err, "runs/gpt-tiny/by-hand/logs/submission.json")
 
 
 def test_many_jobs_are_one_question_and_a_forgotten_one_is_told_by_its_run(
@@ -421,7 +424,7 @@ def test_a_local_job_is_cancelled_and_resumed(
     while not train_lines(tmp_path / "runs/tiny/r"):
         assert job.wait(timeout=0.1) == JobState.RUNNING
     if elsewhere:  # what a cancellation on another machine sees: it can send no signal
-        path = tmp_path / "runs/tiny/r" / lease.FILE
+        path = RunFiles(tmp_path / "runs/tiny/r").lease
         path.write_text(json.dumps({**json.loads(path.read_text()), "boot_id": "another boot"}))
     assert run(["cancel", "r"]) == 0
     assert job.wait(timeout=60) == JobState.CANCELLED
@@ -430,3 +433,22 @@ def test_a_local_job_is_cancelled_and_resumed(
     capsys.readouterr()
     assert run([*words, f"train.train_iters={result.step + 3}", "--accept-changes", "--wait"]) == 0
     assert json.loads(capsys.readouterr().out)["result"]["step"] == result.step + 3
+
+
+def test_the_options_of_a_start_reach_the_ranks_of_every_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    words = RunOptions(**{name: True for name, _ in declared(in_jobs=True)}).words()
+    assert set(words) == {f"--{name}" for name in JOB_OPTIONS}
+    parser = ArgumentParser()
+    add_arguments(parser)
+    assert RunOptions.parsed(parser.parse_args(words)).words() == words
+    site = ["gpt-7b", "--cluster", "h100-ib"]
+    image = f"example.com/x@sha256:{'0' * 64}"
+    for to, asked in (("local", ["gpt-tiny"]), ("slurm", site), ("k8s", [*site, "--image", image])):
+        for given in ((), words):
+            assert run(["submit", *asked, "--to", to, *given, "--dry-run"]) == 0
+            shown = capsys.readouterr().out
+            assert all((word in shown) is bool(given) for word in words)
+    options, rest = taken({"allow-socket": "yes", "time": "1:00:00"})
+    assert options == RunOptions(sample=False, allow_socket=True) and rest == {"time": "1:00:00"}
+    with refused("allow-socket"):
+        taken({"allow-socket": "maybe"})

@@ -23,11 +23,11 @@ from llmrecipes.engine.megatron.world import join
 from llmrecipes.hf.adapter import KEYS
 from llmrecipes.hf.match import section_of
 from llmrecipes.hf.reading import read_config
+from llmrecipes.models.export import Options, export, export_adapter
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Lora, Recipe
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.workflow.export import Options, export, export_adapter
 from llmrecipes.workflow.pretrained import base_weights, with_pretrained
 from llmrecipes.workflow.tensors import lora_of
 from tests.helpers import ROOMY, random_batches, steps, tiny

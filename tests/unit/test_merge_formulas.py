@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.hf import merging
+from llmrecipes.models import merge_formulas
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "mergekit.json").read_text())
 CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 2e-6}
@@ -79,34 +79,34 @@ def plus(base: Numbers, vector: Numbers, scale: float) -> Numbers:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_linear_is_the_weighted_mean(dtype: torch.dtype) -> None:
     models, weights = tensors(3, dtype=dtype), [0.5, 2.0, 0.25]
-    same(merging.linear(iter(models), weights), plain_mean(numbers(models), weights))
-    total = merging.linear(models, weights, normalize=False)
+    same(merge_formulas.linear(iter(models), weights), plain_mean(numbers(models), weights))
+    total = merge_formulas.linear(models, weights, normalize=False)
     same(total, [value * sum(weights) for value in plain_mean(numbers(models), weights)])
 
 
 @pytest.mark.parametrize("t", [0.0, 0.25, 0.5, 1.0])
 def test_slerp_follows_the_arc(t: float) -> None:
     first, second = tensors(2)
-    same(merging.slerp(first, second, t), plain_slerp(first.double().tolist(), second.double().tolist(), t))
+    same(merge_formulas.slerp(first, second, t), plain_slerp(first.double().tolist(), second.double().tolist(), t))
 
 
 def test_slerp_between_vectors_of_one_length_keeps_it() -> None:
     first, second = (each / each.norm() for each in tensors(2))
-    assert float(merging.slerp(first, second, 0.5).norm()) == pytest.approx(1.0, abs=1e-6)
+    assert float(merge_formulas.slerp(first, second, 0.5).norm()) == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_slerp_of_parallel_and_opposite_vectors_is_linear(sign: int) -> None:
     (first,) = tensors(1)
     second = sign * (first * 3 + 1e-4)
-    same(merging.slerp(first, second, 0.25), plain_mean(numbers([first, second]), [0.75, 0.25]))
+    same(merge_formulas.slerp(first, second, 0.25), plain_mean(numbers([first, second]), [0.75, 0.25]))
 
 
 def test_slerp_sums_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = tensors(2)
-    whole = merging.slerp(first, second, 0.5)
-    monkeypatch.setattr(merging, "CHUNK", 7)
-    torch.testing.assert_close(merging.slerp(first.view(4, 6), second.view(4, 6), 0.5), whole.view(4, 6))
+    whole = merge_formulas.slerp(first, second, 0.5)
+    monkeypatch.setattr(merge_formulas, "CHUNK", 7)
+    torch.testing.assert_close(merge_formulas.slerp(first.view(4, 6), second.view(4, 6), 0.5), whole.view(4, 6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,17 +114,17 @@ def test_task_arithmetic_adds_task_vectors(dtype: torch.dtype) -> None:
     (base, *models), weights = tensors(4, dtype=dtype), [1.0, -0.5, 0.25]
     vectors = plain_task_vectors(numbers([base])[0], numbers(models))
     total = [sum(w * v for w, v in zip(weights, values, strict=True)) for values in zip(*vectors, strict=True)]
-    same(merging.task_arithmetic(base, iter(models), weights, scale=0.7), plus(numbers([base])[0], total, 0.7))
+    same(merge_formulas.task_arithmetic(base, iter(models), weights, scale=0.7), plus(numbers([base])[0], total, 0.7))
     mean = [value / sum(weights) for value in total]
-    same(merging.task_arithmetic(base, models, weights, normalize=True), plus(numbers([base])[0], mean, 1.0))
+    same(merge_formulas.task_arithmetic(base, models, weights, normalize=True), plus(numbers([base])[0], mean, 1.0))
 
 
 def test_the_task_vector_of_a_model_leads_to_it() -> None:
     base, model = tensors(2)
     for merged in (
-        merging.task_arithmetic(base, [model], [1.0]),
-        merging.ties(base, [model], [3.0], [1.0]),
-        merging.dare(base, [model], [1.0], [1.0], [torch.ones(24, dtype=torch.bool)]),
+        merge_formulas.task_arithmetic(base, [model], [1.0]),
+        merge_formulas.ties(base, [model], [3.0], [1.0]),
+        merge_formulas.dare(base, [model], [1.0], [1.0], [torch.ones(24, dtype=torch.bool)]),
     ):
         torch.testing.assert_close(merged, model)
 
@@ -136,11 +136,13 @@ def test_ties_trims_elects_and_takes_the_disjoint_mean(densities: list[float], n
     vectors = plain_task_vectors(numbers([base])[0], numbers(models))
     trimmed = [plain_trim(vector, density) for vector, density in zip(vectors, densities, strict=True)]
     expected = plus(numbers([base])[0], plain_elected(trimmed, weights, normalize), 0.7)
-    same(merging.ties(base, iter(models), weights, densities, scale=0.7, normalize=normalize), expected)
+    same(merge_formulas.ties(base, iter(models), weights, densities, scale=0.7, normalize=normalize), expected)
 
 
 def test_of_two_that_cancel_the_positive_one_stays() -> None:
-    merged = merging.ties(torch.zeros(2), [torch.tensor([1.0, 2.0]), torch.tensor([-1.0, 2.0])], [1.0, 1.0], [1.0, 1.0])
+    merged = merge_formulas.ties(
+        torch.zeros(2), [torch.tensor([1.0, 2.0]), torch.tensor([-1.0, 2.0])], [1.0, 1.0], [1.0, 1.0]
+    )
     assert merged.tolist() == [1.0, 2.0]
 
 
@@ -157,14 +159,14 @@ def test_of_two_that_cancel_the_positive_one_stays() -> None:
     ],
 )
 def test_trim_leaves_the_largest(vector: Numbers, density: float, stays: Numbers) -> None:
-    assert merging.trim(torch.tensor(vector), density).tolist() == stays
+    assert merge_formulas.trim(torch.tensor(vector), density).tolist() == stays
 
 
 @pytest.mark.parametrize("elect", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_dare_drops_and_rescales(elect: bool, normalize: bool) -> None:
     (base, *models), weights, densities = tensors(4), [1.0, 0.5, 2.0], [0.5, 0.25, 1.0]
-    kept = [merging.keep((24,), density, seed=1, name="x", model=n) for n, density in enumerate(densities)]
+    kept = [merge_formulas.keep((24,), density, seed=1, name="x", model=n) for n, density in enumerate(densities)]
     vectors = [
         [value / density if mask else 0.0 for value, mask in zip(vector, masks.tolist(), strict=True)]
         for vector, density, masks in zip(
@@ -178,7 +180,7 @@ def test_dare_drops_and_rescales(elect: bool, normalize: bool) -> None:
         total = [
             sum(w * v for w, v in zip(weights, values, strict=True)) / divisor for values in zip(*vectors, strict=True)
         ]
-    merged = merging.dare(base, models, weights, densities, kept, scale=0.7, normalize=normalize, elect=elect)
+    merged = merge_formulas.dare(base, models, weights, densities, kept, scale=0.7, normalize=normalize, elect=elect)
     same(merged, plus(numbers([base])[0], total, 0.7))
 
 
@@ -186,19 +188,19 @@ def test_dare_keeps_the_expected_value() -> None:
     """Over many draws the mean of the merged models is the model whose task vector was thinned."""
     base, model = tensors(2)
     draws = 2000
-    kept = [merging.keep((24,), 0.25, seed=seed, name="x", model=0) for seed in range(draws)]
-    mean = sum(merging.dare(base, [model], [1.0], [0.25], [mask]) for mask in kept) / draws
+    kept = [merge_formulas.keep((24,), 0.25, seed=seed, name="x", model=0) for seed in range(draws)]
+    mean = sum(merge_formulas.dare(base, [model], [1.0], [0.25], [mask]) for mask in kept) / draws
     deviation = (model - base).abs() * math.sqrt(3 / draws)  # of a mean of draws of variance δ²·(1-p)/p
     assert bool(((mean - model).abs() < 4.5 * deviation).all())
 
 
 def test_what_dare_keeps_depends_on_seed_name_and_model_alone() -> None:
-    mask = merging.keep((100, 100), 0.3, seed=1, name="a", model=0)
+    mask = merge_formulas.keep((100, 100), 0.3, seed=1, name="a", model=0)
     assert mask.float().mean() == pytest.approx(0.3, abs=0.02)
     torch.rand(5)  # the global generator has no part in it
-    assert torch.equal(mask, merging.keep([100, 100], 0.3, seed=1, name="a", model=0))
+    assert torch.equal(mask, merge_formulas.keep([100, 100], 0.3, seed=1, name="a", model=0))
     for other in ({"seed": 2}, {"name": "b"}, {"model": 1}):
-        changed = merging.keep((100, 100), 0.3, **{"seed": 1, "name": "a", "model": 0, **other})  # type: ignore[arg-type]
+        changed = merge_formulas.keep((100, 100), 0.3, **{"seed": 1, "name": "a", "model": 0, **other})  # type: ignore[arg-type]
         assert (mask & changed).float().mean() == pytest.approx(0.09, abs=0.02)
 
 
@@ -215,19 +217,19 @@ def merged_as(case: dict[str, Any], given: Sequence[torch.Tensor], name: str) ->
     base, *models = given
     options = {key: case[key] for key in ("scale", "normalize") if key in case}
     if case["method"] == "linear":
-        return merging.linear(models, case["weights"], **options)
+        return merge_formulas.linear(models, case["weights"], **options)
     if case["method"] == "slerp":
-        return merging.slerp(models[0], models[1], case["t"])
+        return merge_formulas.slerp(models[0], models[1], case["t"])
     if case["method"] == "task-arithmetic":
-        return merging.task_arithmetic(base, models, case["weights"], **options)
+        return merge_formulas.task_arithmetic(base, models, case["weights"], **options)
     if case["method"] == "ties":
-        return merging.ties(base, models, case["weights"], case["densities"], **options)
+        return merge_formulas.ties(base, models, case["weights"], case["densities"], **options)
     kept = [
-        merging.keep(base.shape, density, seed=GOLDEN["seed"], name=name, model=model)
+        merge_formulas.keep(base.shape, density, seed=GOLDEN["seed"], name=name, model=model)
         for model, density in enumerate(case["densities"])
     ]
     elect = case["method"] == "dare-ties"
-    return merging.dare(base, models, case["weights"], case["densities"], kept, elect=elect, **options)
+    return merge_formulas.dare(base, models, case["weights"], case["densities"], kept, elect=elect, **options)
 
 
 def golden_results() -> list[Any]:

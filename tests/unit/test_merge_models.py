@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import llmrecipes
 from llmrecipes.cli.app import run
-from llmrecipes.hf import merging
-from llmrecipes.hf.merge_options import METHODS, MergeOptions
-from llmrecipes.hf.merged import MergedTensors
+from llmrecipes.launch.run_options import RunOptions
+from llmrecipes.models import merge_formulas
+from llmrecipes.models.merge import MergeResult, Output, merge
+from llmrecipes.models.merge_formulas import MergedTensors
+from llmrecipes.models.merge_options import METHODS, MergeOptions
 from llmrecipes.recipe.load import to_yaml
-from llmrecipes.train.spec import RunOptions
-from llmrecipes.workflow.merge import MergeResult, Output, merge
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train
 from tests.helpers import LLAMA, tiny_on
@@ -84,15 +84,15 @@ def test_every_tensor_is_what_the_formula_says(folders: list[Path], tmp_path: Pa
     assert found.keys() == a.keys() and made.tensors == len(a)
     for name, value in found.items():
         each = [a[name], b[name]]
-        kept = [merging.keep(value.shape, p, seed=3, name=name, model=n) for n, p in enumerate((0.5, 0.25))]
+        kept = [merge_formulas.keep(value.shape, p, seed=3, name=name, model=n) for n, p in enumerate((0.5, 0.25))]
         thinned = (start[name], each, [1, 1], [0.5, 0.25], kept)
         expected = {
-            "linear": lambda: merging.linear(each, [0.3, 0.9]),  # noqa: B023 - called at once
-            "slerp": lambda: merging.slerp(a[name], b[name], 0.3),  # noqa: B023
-            "task-arithmetic": lambda: merging.task_arithmetic(start[name], each, [1, 1], scale=0.5),  # noqa: B023
-            "ties": lambda: merging.ties(start[name], each, [1, 1], [0.5, 0.5]),  # noqa: B023
-            "dare": lambda: merging.dare(*thinned),  # noqa: B023
-            "dare-ties": lambda: merging.dare(*thinned, elect=True),  # noqa: B023
+            "linear": lambda: merge_formulas.linear(each, [0.3, 0.9]),  # noqa: B023 - called at once
+            "slerp": lambda: merge_formulas.slerp(a[name], b[name], 0.3),  # noqa: B023
+            "task-arithmetic": lambda: merge_formulas.task_arithmetic(start[name], each, [1, 1], scale=0.5),  # noqa: B023
+            "ties": lambda: merge_formulas.ties(start[name], each, [1, 1], [0.5, 0.5]),  # noqa: B023
+            "dare": lambda: merge_formulas.dare(*thinned),  # noqa: B023
+            "dare-ties": lambda: merge_formulas.dare(*thinned, elect=True),  # noqa: B023
         }[method]()
         assert torch.equal(value, expected), name
 

@@ -17,11 +17,11 @@ from llmrecipes.engine.megatron.generate import generate
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel, build
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.sampling import Sampling
-from llmrecipes.hf.export import write
 from llmrecipes.hf.family import FAMILIES, config_of, family_of, model_of
 from llmrecipes.hf.megatron import weights
+from llmrecipes.hf.safetensors import write
 from llmrecipes.hf.table import Family, resolved
-from llmrecipes.hf.views import AsHuggingFace
+from llmrecipes.hf.weights import AsHuggingFace
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import Model, Recipe

@@ -47,6 +47,7 @@ from llmrecipes.train.resume import Start
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.train.testing import TaskEvaluations
 from llmrecipes.workflow import train as workflow
+from llmrecipes.workflow.start import Machine, PreparedStart
 from tests.helpers import MODEL, ROOMY, TRAIN, RandomTokens, built, engine_of, random_batches, tiny
 from tests.unit.search_seen import BASE as SEARCH
 from tests.unit.search_seen import seen as search
@@ -215,7 +216,7 @@ def grace(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> floa
     (folder / "r" / "logs").mkdir(parents=True, exist_ok=True)
     with pytest.raises(Recorded) as found:
         spec = RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder)
-        workflow.start(spec, derive(recipe, 1, ROOMY), ROOMY, separate_process=True)
+        workflow.start(PreparedStart.of(spec, derive(recipe, 1, ROOMY), Machine(ROOMY, 1)), separate_process=True)
     return float(found.value.args[1]["grace"].seconds)
 
 

@@ -27,24 +27,38 @@ LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 
 # Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
 LAYERS = (
-    ("errors", "console", "commandline", "units", "nested", "io", "redact", "untrusted", "files"),
+    ("errors", "console", "commandline", "units", "nested", "io", "redact", "untrusted", "files", "runfiles"),
     ("recipe",),
     ("hardware",),
     ("plan", "tracking"),
     ("launch",),
     ("data", "checkpoint", "faults"),
+    ("rundir",),
     ("hf",),
     ("engine",),
     ("evaluation",),
     ("train",),
     ("verify", "doctor", "bench", "dryrun", "scaling"),
     ("workflow",),
+    ("models",),
     ("search",),
     ("api",),
     ("api_models", "api_commands"),
     ("cli",),
 )
-LIGHT = (*LAYERS[0], "recipe", "hardware", "plan", "launch", "doctor", "api_models", "api_commands", "api", "cli")
+LIGHT = (
+    *LAYERS[0],
+    "rundir",
+    "recipe",
+    "hardware",
+    "plan",
+    "launch",
+    "doctor",
+    "api_models",
+    "api_commands",
+    "api",
+    "cli",
+)
 HEAVY = {
     "torch",
     "megatron",
@@ -189,6 +203,29 @@ def test_what_is_written_down_once(pattern: str) -> None:
     text = re.compile(pattern)
     found = {module_name(path) for path in sources() if text.search(path.read_text(encoding="utf-8"))}
     assert found == {f"llmrecipes.{name}" for name in HOMES[pattern]}
+
+
+RUN_PATHS = re.compile(
+    r"""/ \(?f?"(?:recipe\.yaml|plan\.json|env\.json|metrics\.jsonl|status\.json|evaluations\.jsonl)"
+    | / \(?f?"(?:checkpoints|logs)["/]
+    | runs_dir(?:\.resolve\(\))?\ /\ f?["\w]+(?:\.\w+)*["}\w-]*\ /
+    | \b(?:run|run_dir|path|folder|checkpoint|directory)(?:\.parents\[|\.parent\.(?:parent|name)\b)
+    | \bCheckpointStore\(""",
+    re.VERBOSE,
+)
+
+
+def test_one_module_knows_the_directory_of_a_run() -> None:
+    """Names and places in it are `runfiles.RunFiles`; its checkpoints come from `rundir.Run`."""
+    wrong = [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for path in sources()
+        if module_name(path) not in ("llmrecipes.runfiles", "llmrecipes.rundir", "llmrecipes.checkpoint.store")
+        if part(path) not in ("untrusted", "hardware", "hf", "data", "engine")  # they have no runs
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if RUN_PATHS.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 VERSIONS = "llmrecipes.engine.megatron.versions"

@@ -25,13 +25,13 @@ from llmrecipes.launch.base import JobRef, JobState, JobStatus
 from llmrecipes.launch.job import handle
 from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.search import storage, trials
 from llmrecipes.search.budget import ENDED, RANK_SECONDS, RANKS, RUN_ID, used
 from llmrecipes.search.command import quiet
 from llmrecipes.search.starting import MACHINE, NotStarted
 from llmrecipes.search.trials import RETURNED, WORKER, own_trials
 from llmrecipes.search.worker import Worker
-from llmrecipes.tracking import status
 from tests.unit.search_lab import Curves, bowl, curves, ran, searched, states, worker
 
 __all__ = ["curves"]
@@ -42,7 +42,8 @@ ELSEWHERE = {"host": "elsewhere", "boot_id": "another boot", "pid_namespace": "p
 JOB = """
 import json, os, sys, threading
 from pathlib import Path
-from llmrecipes.launch import lease, record
+from llmrecipes.launch import lease
+from llmrecipes.runfiles import RunFiles
 
 run_dir, token, boot = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 lease.RENEW_SECONDS = 0.02
@@ -50,7 +51,7 @@ if boot:
     lease.this_machine = lambda: lease.Machine("elsewhere", boot, "pid:[1]")
 
 def end(code):
-    (run_dir / record.EXIT_FILE).write_text(f"{token} {code}")
+    RunFiles(run_dir).exit_code.write_text(f"{token} {code}")
     os._exit(code)
 
 lease.take(run_dir, token)
@@ -185,7 +186,7 @@ def test_a_process_id_is_asked_for_only_where_it_means_something(where: dict[str
     lease.take(tmp_path, "abcd")
     ref = JobRef("local", f"{here['host']}:{ended.pid}:abcd", tmp_path)
     assert handle(ref).state == JobState.FAILED
-    path = tmp_path / lease.FILE
+    path = RunFiles(tmp_path).lease
     for name, value in where.items():
         path.write_text(path.read_text().replace(here[name], value))
     assert handle(ref).state == JobState.RUNNING
@@ -279,7 +280,7 @@ def test_heartbeats_go_on_while_the_scheduler_does_not_answer(tmp_path: Path, mo
 
 def ran_for(run_dir: Path, seconds: float) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / status.FILE).write_text(f'{{"state": "running", "seconds": {seconds}}}')
+    RunFiles(run_dir).status_file.write_text(f'{{"state": "running", "seconds": {seconds}}}')
 
 
 def test_gpu_hours_count_while_no_process_looks(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.hf.servers import TRANSFORMERS_NEEDS, Installed, server
+from llmrecipes.models.serve import TRANSFORMERS_NEEDS, Installed, server
 from tests.helpers import environment
 from tests.refusals import refused, require_message
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from llmrecipes.launch.run_options import JOB_OPTIONS
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [*sorted((ROOT / "slurm").glob("*.sbatch")), ROOT / "slurm/prolog.sh"]
 HOSTILE = [
@@ -402,7 +404,7 @@ def test_containers(lab: Lab) -> None:
 
 
 def test_options_reach_the_check(lab: Lab) -> None:
-    for option in ("--accept-changes", "--allow-socket", "--prepare"):
+    for option in ("--prepare", *(f"--{name}" for name in JOB_OPTIONS)):
         _, begin, _ = lab.train(option, "yes").calls
         assert option in begin[: begin.index("--")]
         assert lab.train(option, "no").code == 2

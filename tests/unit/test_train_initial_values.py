@@ -19,13 +19,13 @@ from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.world import join
 from llmrecipes.hardware.cluster import detect
+from llmrecipes.launch.run_options import RunOptions
+from llmrecipes.models.upcycle import upcycle
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.schema import Parallelism, Recipe
-from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train
-from llmrecipes.workflow.upcycle import upcycle
 
 MODEL = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 384,

@@ -13,9 +13,10 @@ from llmrecipes.errors import ExitCode
 from llmrecipes.hardware.binding import Binding
 from llmrecipes.hardware.cluster import Cluster, Gpu
 from llmrecipes.launch.ranks import Rank
-from llmrecipes.workflow import slurm
+from llmrecipes.rundir import Run
+from llmrecipes.workflow import slurm, start
 from llmrecipes.workflow.restarts import require_progress
-from llmrecipes.workflow.slurm import Job, finished
+from llmrecipes.workflow.slurm import Job
 from tests.helpers import environment, tiny, tiny_on, write_recipe
 from tests.refusals import refused, require_message
 
@@ -132,25 +133,25 @@ def test_a_rank_blocks_its_signals_before_it_loads_torch() -> None:
 )
 def test_finished(status: dict[str, object], is_finished: bool, tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(status))
-    assert finished(tmp_path, 10) is is_finished
+    assert Run(tmp_path).is_finished(10) is is_finished
 
 
 def test_restarts_without_progress_stop(tmp_path: Path) -> None:
-    record = tmp_path / "run/logs/starts.json"
-    record.parent.mkdir(parents=True)
+    run = Run(tmp_path / "run")
+    run.create()
     for damaged in (b"no JSON", b"\xff", b"{}", b"[1]", b'[{"job": "7"}]'):
-        record.write_bytes(damaged)
-        require_progress(record, "7", 0, 0, 100)
-    record.write_text("no JSON")
+        run.starts.write_bytes(damaged)
+        require_progress(run, "7", 0, 0, 100)
+    run.starts.write_text("no JSON")
     for restart, step in enumerate([0, 0, 0, 5, 5, 5]):
-        require_progress(record, "7", restart, step, 100)
-    require_progress(record, "8", 0, 5, 100)  # somebody has looked at it and submits it anew
+        require_progress(run, "7", restart, step, 100)
+    require_progress(run, "8", 0, 5, 100)  # somebody has looked at it and submits it anew
     for restart in (1, 2):
-        require_progress(record, "8", restart, 5, 100)
-    with refused(record.parents[1], rule=("3", "5", "checkpoint.save_interval"), code=ExitCode.STOP):
-        require_progress(record, "8", 3, 5, 100)
-    with refused(record.parents[1], rule=("3", "9", "2", "--max-restarts"), code=ExitCode.STOP):
-        require_progress(record, "9", 3, 50, 2)
+        require_progress(run, "8", restart, 5, 100)
+    with refused(run.path, rule=("3", "5", "checkpoint.save_interval"), code=ExitCode.STOP):
+        require_progress(run, "8", 3, 5, 100)
+    with refused(run.path, rule=("3", "9", "2", "--max-restarts"), code=ExitCode.STOP):
+        require_progress(run, "9", 3, 50, 2)
 
 
 def test_ranks_on_detected_gpus_get_their_environment(
@@ -158,7 +159,7 @@ def test_ranks_on_detected_gpus_get_their_environment(
 ) -> None:
     gpus = (Gpu("NVIDIA H100 80GB HBM3", 79 << 30, 79 << 30, None),) * 8
     monkeypatch.setattr(slurm, "detect", lambda: Cluster(gpus, 96, 1 << 40, 1 << 40, 1 << 40))
-    monkeypatch.setattr(slurm, "prepare_data", lambda *_: None)
+    monkeypatch.setattr(start, "prepare_data", lambda *_: None)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "192")
     parallel = {"tensor_model_parallel_size": 2}
     recipe = write_recipe(tiny(parallelism=parallel, train={"global_batch_size": 16}), tmp_path)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,16 @@ import pytest
 import torch
 
 from llmrecipes.cli import app as cli
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, Gpu, detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
+from llmrecipes.runfiles import checked_run_id, new_run_id
 from llmrecipes.train import worker
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow import run
 from llmrecipes.workflow import train as workflow
-from llmrecipes.workflow.run import checked_run_id, new_run_id
-from llmrecipes.workflow.runs import find_run
+from llmrecipes.workflow.start import Machine, PreparedStart
 from llmrecipes.workflow.train import one_batch_recipe
 from tests.helpers import checkpoint_values, lines, tiny, tiny_on, train_lines, write_recipe
 from tests.refusals import refused, require_message
@@ -292,14 +295,14 @@ def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "recipe.yaml").touch()
         os.utime(tmp_path / name / "recipe.yaml", (1000 + age, 1000 + age))
-    assert find_run(str(tmp_path / "two/c"), tmp_path) == tmp_path / "two/c"
-    assert find_run("two/b", tmp_path) == tmp_path / "two/b"
-    assert find_run("a", tmp_path) == tmp_path / "one/a"
-    assert find_run("one", tmp_path) == tmp_path / "one/b"
+    assert Run.find(str(tmp_path / "two/c"), tmp_path).path == tmp_path / "two/c"
+    assert Run.find("two/b", tmp_path).path == tmp_path / "two/b"
+    assert Run.find("a", tmp_path).path == tmp_path / "one/a"
+    assert Run.find("one", tmp_path).path == tmp_path / "one/b"
     with refused("b", rule=("one/b", "two/b")):
-        find_run("b", tmp_path)
+        Run.find("b", tmp_path)
     with refused(tmp_path, rule=("two/d", "two/c")):
-        find_run("two/d", tmp_path)
+        Run.find("two/d", tmp_path)
 
 
 def test_the_overfitting_recipe_is_short_constant_and_has_its_own_name() -> None:
@@ -320,6 +323,25 @@ def spec_of(recipe: Recipe, folder: Path, **changes: Any) -> RunSpec:
     return spec
 
 
+def test_a_rank_refuses_another_plan_than_the_one_that_was_checked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, here = tiny(), detect()
+    plan = derive(recipe, 1, here)
+    ready = PreparedStart.of(spec_of(recipe, tmp_path), plan, Machine(here, 1))
+    planned = json.loads(ready.spec.model_dump_json())["planned"]
+    # It trains with its own plan: what travels has to survive JSON. Specs of earlier versions have no plan.
+    assert worker._as_planned(RunSpec.model_validate_json(ready.spec.model_dump_json()), here) == plan
+    assert (
+        worker._as_planned(RunSpec.model_validate_json(ready.spec.model_dump_json(exclude={"planned", "accept_changes"})), here) == plan
+    )
+    for name, value in (("num_microbatches", 99), ("world_size", 4), ("layers_per_stage", [[1], [1]])):
+        other = ready.spec.model_copy(update={"planned": {**planned, name: value}})
+        assert workflow.start(replace(ready, spec=other)) == 2
+        require_message(capfd.readouterr().err, f"rank 0 on {socket.gethostname()}", rule=(name, str(value)))
+    assert not ready.spec.run.exists()
+
+
 def test_ranks_on_detected_gpus_know_it_and_get_their_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,7 +351,7 @@ def test_ranks_on_detected_gpus_know_it_and_get_their_environment(
     recipe = tiny(parallelism={"tensor_model_parallel_size": 2})
     spec = spec_of(recipe, tmp_path)
     for cluster, on_gpus in ((NODE, True), (LAPTOP, False)):
-        assert workflow.start(spec, derive(recipe, 2, cluster), cluster) == 0
+        assert workflow.start(PreparedStart.of(spec, derive(recipe, 2, cluster), Machine(cluster, 2))) == 0
         written = RunSpec.model_validate_json((spec.run_dir / "logs" / "spec.json").read_text("utf-8"))
         assert written.on_gpus is on_gpus
         assert bool(told["environment"]) is on_gpus

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,14 +17,14 @@ from llmrecipes.engine.megatron.model.gpt import build
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.state import load_model, model_state
 from llmrecipes.engine.megatron.world import join
+from llmrecipes.launch.run_options import RunOptions
+from llmrecipes.models.upcycle import upcycle
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.spec import RunOptions
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train
-from llmrecipes.workflow.upcycle import upcycle
 from tests.refusals import require_message
 from tests.unit.balance_worker import ROOMY, make_engine, micro_batches
 
@@ -69,7 +71,7 @@ def test_the_first_loss_is_the_dense_model_s(paths: Paths, dense_run: Path, extr
     run_id = f"made-{len(extra)}"
     made = upcycle(dense_run, [*OVERRIDES, *extra], paths.runs_dir, run_id)
     run_dir = paths.runs_dir / "dense-moe" / run_id
-    assert made.run_dir == str(run_dir) and made.dense_step == 3
+    assert made.run_dir == str(run_dir) and made.origin["dense_step"] == 3
     assert loss_of(run_dir) == pytest.approx(loss_of(dense_run), rel=1e-5)
 
 
@@ -104,7 +106,7 @@ def test_experts_start_alike_and_routers_do_not(paths: Paths, dense_run: Path) -
 
 
 def test_a_run_id_in_use_and_a_refused_recipe_leave_all_as_it_is(
-    paths: Paths, dense_run: Path, capsys: pytest.CaptureFixture[str]
+    paths: Paths, dense_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["upcycle", str(dense_run), "model.num_moe_experts=4", "--runs-dir", str(paths.runs_dir)]
     assert run([*command, "--run-id", "once"]) == 0
@@ -115,6 +117,12 @@ def test_a_run_id_in_use_and_a_refused_recipe_leave_all_as_it_is(
     require_message(capsys.readouterr().err, paths.runs_dir / "dense-moe" / "once", rule="--run-id")
     assert run([*command, "model.moe_expert_capacity_factor=1.0", "--run-id", "refused"]) == 2
     require_message(capsys.readouterr().err, "model.moe_expert_capacity_factor")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(CheckpointStore, "publish", full)
+    assert run([*command, "--run-id", "full"]) == 93
     assert sorted((paths.runs_dir / "dense-moe").rglob("*")) == before
 
 

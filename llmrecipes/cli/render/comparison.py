@@ -20,7 +20,7 @@ from llmrecipes.workflow.scaling import COEFFICIENTS
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from llmrecipes.workflow.compare import Comparison, Curve, Run
+    from llmrecipes.workflow.compare import Compared, Comparison, Curve
     from llmrecipes.workflow.scaling import Interval, ScalingLaw
 
 
@@ -158,7 +158,7 @@ def _curves(title: str, curves: Sequence[Curve], axis: str, *, width: int, brail
         yield from drawn
 
 
-def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+def _figures(runs: Sequence[Compared]) -> Iterator[tuple[str, ...]]:
     """Rows of final figures, without those that no run has."""
     shapes = {
         "loss": ("training loss, last", "{:.4f}"),

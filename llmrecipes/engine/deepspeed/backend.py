@@ -21,7 +21,7 @@ from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.checkpoint.placement import Placement
 from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.hardware.profile import Group
-from llmrecipes.hf.tensors import TensorSource
+from llmrecipes.hf.safetensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 

@@ -5,8 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from llmrecipes.hf.families.parts import DENSE, EXPERT_KEYS, FREE, LATENT, UNSUPPORTED, YARN
-from llmrecipes.hf.table import ACTIVATIONS, Config, Family, Fixed, Key, Obstacle, To
-from llmrecipes.hf.transforms import FUSED_QKV, SAME, TRANSPOSED, VOCABULARY
+from llmrecipes.hf.table import (
+    ACTIVATIONS,
+    FUSED_QKV,
+    SAME,
+    TRANSPOSED,
+    VOCABULARY,
+    Config,
+    Family,
+    Fixed,
+    Key,
+    Obstacle,
+    To,
+)
 from llmrecipes.recipe.schema import Model
 
 
@@ -34,15 +45,15 @@ class _Heads:
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
         heads, groups = model.num_attention_heads, model.num_query_groups
         channels = model.kv_channels
-        found = []
+        obstacles = []
         if groups not in (None, heads):
-            found.append(
+            obstacles.append(
                 Obstacle("model.num_query_groups", groups, "a model of type gpt2 has one for every query head")
             )
         if channels is not None and channels * heads != model.hidden_size:
             rule = "a model of type gpt2 has hidden_size / num_attention_heads channels in a head"
-            found.append(Obstacle("model.kv_channels", channels, rule))
-        return {"n_inner": model.ffn_hidden_size or 4 * model.hidden_size}, found
+            obstacles.append(Obstacle("model.kv_channels", channels, rule))
+        return {"n_inner": model.ffn_hidden_size or 4 * model.hidden_size}, obstacles
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
         inner = config.get("n_inner")

@@ -22,8 +22,7 @@ from llmrecipes.hf.families.parts import (
     Window,
     in_layer,
 )
-from llmrecipes.hf.table import ACTIVATIONS, Family, Fixed, Key
-from llmrecipes.hf.transforms import SAME
+from llmrecipes.hf.table import ACTIVATIONS, SAME, Family, Fixed, Key
 
 _DENSE_KEYS = (*SIZES, Key("intermediate_size", "ffn_hidden_size"))
 _EPSILON = Key("rms_norm_eps", "layernorm_epsilon", 1e-6)

@@ -27,8 +27,7 @@ from llmrecipes.hf.families.parts import (
     in_layer,
 )
 from llmrecipes.hf.megatron import moe_layers
-from llmrecipes.hf.table import Config, Family, Fixed, Key, Obstacle, resolved
-from llmrecipes.hf.transforms import SAME
+from llmrecipes.hf.table import SAME, Config, Family, Fixed, Key, Obstacle, resolved
 from llmrecipes.recipe.schema import Model
 
 _SOFTMAX: dict[str, Any] = {
@@ -50,11 +49,11 @@ class _MixtralExperts:
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
         rule = "every layer of a model of type mixtral has experts"
-        found = [] if model.num_moe_experts else [Obstacle("model.num_moe_experts", model.num_moe_experts, rule)]
+        obstacles = [] if model.num_moe_experts else [Obstacle("model.num_moe_experts", model.num_moe_experts, rule)]
         if model.num_moe_experts and not all(moe_layers(model)):
-            found.append(Obstacle("model.moe_layer_freq", model.moe_layer_freq, rule))
+            obstacles.append(Obstacle("model.moe_layer_freq", model.moe_layer_freq, rule))
         width = resolved(model).get("moe_ffn_hidden_size")
-        return {"intermediate_size": width, "num_local_experts": model.num_moe_experts}, found
+        return {"intermediate_size": width, "num_local_experts": model.num_moe_experts}, obstacles
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
         experts = config.get("num_local_experts", config.get("num_experts", 8))

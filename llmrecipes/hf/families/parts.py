@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from llmrecipes.hf.table import ACTIVATIONS, Config, Key, Obstacle, To
-from llmrecipes.hf.transforms import GATE_UP, QKV, SAME, VOCABULARY, Transform
+from llmrecipes.hf.table import ACTIVATIONS, GATE_UP, QKV, SAME, VOCABULARY, Config, Key, Obstacle, To, Transform
 from llmrecipes.recipe.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model
 
@@ -76,11 +75,11 @@ class Heads:
         """See `Special`."""
         share = model.hidden_size / model.num_attention_heads
         channels = model.kv_channels or int(share)
-        found = {"num_key_value_heads": model.num_query_groups or model.num_attention_heads}
+        config = {"num_key_value_heads": model.num_query_groups or model.num_attention_heads}
         if self._free:
-            found["head_dim"] = channels
+            config["head_dim"] = channels
         rule = "a head has hidden_size / num_attention_heads channels"
-        return found, [] if self._free or channels == share else [Obstacle("model.kv_channels", channels, rule)]
+        return config, [] if self._free or channels == share else [Obstacle("model.kv_channels", channels, rule)]
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
         """See `Special`."""
@@ -108,7 +107,7 @@ class Window:
 
     Args:
         absent: the window where config.json does not have `sliding_window`; None: no window.
-        said: write that there is none.
+        said: write `sliding_window: null`.
         switch: whether the window is used only with `use_sliding_window: true`, as in Qwen's files.
     """
 
@@ -150,7 +149,7 @@ class Rope:
     by YaRN (arXiv 2309.00071).
 
     Written as `rope_theta` and `rope_scaling`, which transformers 5 reads as well as its own `rope_parameters`, and
-    older programs read alone.
+    older programs read only.
 
     Args:
         theta: base where config.json does not say.
@@ -185,32 +184,32 @@ class Rope:
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
         """See `Special`."""
-        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not isinstance(given, dict):
-            return {}, [Obstacle("rope_scaling", given, "a mapping")]
-        if self._said and not given:
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(scaling, dict):
+            return {}, [Obstacle("rope_scaling", scaling, "a mapping")]
+        if self._said and not scaling:
             return {}, [Obstacle("rope_scaling", None, "config.json of this family has rope_scaling")]
-        if nested := next((key for key, value in given.items() if isinstance(value, Mapping)), None):
-            return {}, [Obstacle(f"rope_scaling.{nested}", given[nested], "one set of values for all layers")]
-        kind = given.get("rope_type", given.get("type", "default"))
-        theta = given.get("rope_theta", config.get("rope_theta", self._theta))
+        if nested := next((key for key, value in scaling.items() if isinstance(value, Mapping)), None):
+            return {}, [Obstacle(f"rope_scaling.{nested}", scaling[nested], "one set of values for all layers")]
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        theta = scaling.get("rope_theta", config.get("rope_theta", self._theta))
         section: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": theta}
-        share = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         problems = [] if share in (None, 1, 1.0) else [Obstacle("partial_rotary_factor", share, "all channels rotate")]
         if kind == "default":
             return section, problems
         if kind == "yarn":
-            values, more = _from_yarn(given, config.get("max_position_embeddings"), latent=self._latent)
+            values, more = _from_yarn(scaling, config.get("max_position_embeddings"), latent=self._latent)
             return {**section, **values}, [*problems, *more]
         if kind == "linear" and not self._latent:
-            return {**section, "rotary_seq_len_interpolation_factor": given.get("factor")}, problems
+            return {**section, "rotary_seq_len_interpolation_factor": scaling.get("factor")}, problems
         if kind != "llama3" or self._latent:
             rule = "default or yarn" if self._latent else "one of default, linear, llama3, yarn"
             return section, [*problems, Obstacle("rope_scaling.rope_type", kind, rule)]
         for name, value in SCALING.items():
-            if given.get(name) != value:
-                problems.append(Obstacle(f"rope_scaling.{name}", given.get(name), f"megatron-core has {value:g}"))
-        return {**section, "rope_scaling": True, "rope_scaling_factor": given.get("factor", 8.0)}, problems
+            if scaling.get(name) != value:
+                problems.append(Obstacle(f"rope_scaling.{name}", scaling.get(name), f"megatron-core has {value:g}"))
+        return {**section, "rope_scaling": True, "rope_scaling_factor": scaling.get("factor", 8.0)}, problems
 
 
 _YARN_NUMBERS = (
@@ -218,7 +217,7 @@ _YARN_NUMBERS = (
     "mscale_all_dim",
 )  # fmt: skip
 _YARN_KEYS = {*_YARN_NUMBERS, "truncate", "rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
-"""With a note of older files, `finetuned`."""
+"""With `finetuned`, a note in older files."""
 
 
 def _yarn_of(model: Model, *, latent: bool) -> dict[str, Any]:
@@ -252,7 +251,7 @@ def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple
 
     Args:
         given: `rope_scaling`.
-        longest: `max_position_embeddings`, which is the original length where it is not said.
+        longest: `max_position_embeddings`, which is the original length by default.
         latent: as in `Rope`.
     """
     values = {"original_max_position_embeddings": longest, **{k: v for k, v in given.items() if v is not None}}
@@ -268,7 +267,7 @@ def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple
             problems.append(Obstacle(f"rope_scaling.{name}", value, "a number, at least 0 and below 2**31"))
     truncate = given.get("truncate", True)
     if not isinstance(truncate, bool) or (latent and not truncate):
-        rule = "latent attention of megatron-core rounds the bounds" if latent else "true or false"
+        rule = "latent attention of megatron-core rounds the bounds" if latent else "a boolean"
         problems.append(Obstacle("rope_scaling.truncate", truncate, rule))
     if problems:
         return {}, problems
@@ -290,7 +289,7 @@ def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple
 
 
 def _mscales(values: Mapping[str, Any], *, latent: bool) -> tuple[float, float] | None:
-    """`mscale` and `mscale_all_dim` for what transformers multiplies queries and keys by; None: there are none.
+    """`mscale` and `mscale_all_dim` for transformers' factor of queries and keys; None: no pair of values gives it.
 
     Latent attention's `mscale_all_dim` also scales its scores, so it is that of the file. Other attention may have any
     two with the right ratio. Rounded far below the precision of fp32, so that what is written is read as it was.
@@ -330,7 +329,7 @@ def to(*names: str, transform: Transform = SAME) -> To:
 
 def in_layer(rows: dict[str, tuple[tuple[str, ...], Transform]]) -> dict[str, To]:
     """Rows of one layer, by names without those of the layer."""
-    return {LAYER + name: To(tuple(LAYERS + each for each in names), how) for name, (names, how) in rows.items()}
+    return {LAYER + name: To(tuple(LAYERS + tensor for tensor in names), how) for name, (names, how) in rows.items()}
 
 
 AROUND = {

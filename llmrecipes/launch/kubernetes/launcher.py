@@ -26,6 +26,7 @@ from llmrecipes.launch.kubernetes import objects, pod, prepare, site
 from llmrecipes.launch.kubernetes.options import FLAVORS, Options, object_name, parse_secrets
 from llmrecipes.launch.kubernetes.pod import Object, Run
 from llmrecipes.launch.programs import ask, require_program, run, tell
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 
 DRY_RUN = "--dry-run prints the objects"
@@ -42,13 +43,16 @@ SUCCEEDED, FAILED, SUSPENDED = {"Complete", "Completed"}, {"Failed"}, {"Suspende
 """Condition types of Jobs, JobSets and TrainJobs."""
 
 
+RUN_OPTIONS = RunOptions()
+
+
 class Kubernetes:
     """`--to k8s`. A job's id is NAMESPACE/KIND/NAME."""
 
     takes: ClassVar = frozenset(
         {
             "image", "flavor", "namespace", "claim", "queue", "topology", "secret", "tracking-uri", "service-account",
-            "pull-secret", "host-network", "max-restarts", "allow-socket", "prepared",
+            "pull-secret", "host-network", "max-restarts", "prepared",
         }
     )  # fmt: skip
     needs_cluster: ClassVar = True
@@ -58,7 +62,7 @@ class Kubernetes:
     def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
         """The objects, as YAML; and those of the Job which tokenizes, if GPUs would wait for it."""
         options = _options(given)
-        run = _run(submission.planned_for_cluster, submission.run_id, submission.accept_changes)
+        run = _run(submission.planned_for_cluster, submission.run_id, submission.options)
         rendered = objects.render(run, options)
         workload = rendered[-1]["metadata"]
         level, reasons = pod.security_level(pod_spec(rendered[-1]))
@@ -153,16 +157,18 @@ class Kubernetes:
         return len(parts) == 3 and parts[1] in FLAVORS and all(parts)
 
 
-def objects_of(planned: PlannedForCluster, options: Options, run_id: str, accept_changes: bool = False) -> list[Object]:
+def objects_of(
+    planned: PlannedForCluster, options: Options, run_id: str, run: RunOptions = RUN_OPTIONS
+) -> list[Object]:
     """The objects of a run, the workload last.
 
     Raises:
         UserError: a value that Kubernetes would reject.
     """
-    return objects.render(_run(planned, run_id, accept_changes), options)
+    return objects.render(_run(planned, run_id, run), options)
 
 
-def _run(planned: PlannedForCluster, run_id: str, accept_changes: bool) -> Run:
+def _run(planned: PlannedForCluster, run_id: str, options: RunOptions) -> Run:
     return Run(
         name=object_name(planned.recipe.name, run_id),
         run_id=run_id,
@@ -171,7 +177,7 @@ def _run(planned: PlannedForCluster, run_id: str, accept_changes: bool) -> Run:
         profile=planned.profile,
         recipe_yaml=to_yaml(planned.recipe),
         recipe_hash=recipe_hash(planned.recipe),
-        accept_changes=accept_changes,
+        options=options,
     )
 
 

@@ -222,7 +222,7 @@ def _trainjob(run: Run, options: Options) -> Object:
             "trainer": {
                 "image": options.image,
                 "command": pod.command(),
-                "args": pod.arguments(run, options),
+                "args": pod.arguments(run),
                 "env": pod.variables(run, options, master=""),
                 "numNodes": run.nodes,
                 "numProcPerNode": run.ranks_per_node,

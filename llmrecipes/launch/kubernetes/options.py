@@ -53,7 +53,6 @@ class Options:
     secrets: Mapping[str, Secret] = field(default_factory=lambda: MappingProxyType({}))
     tracking_uri: str | None = None
     host_network: bool = False
-    allow_socket: bool = False
     prepared: bool = False
     max_restarts: int = 3
     grace_seconds: int = 300

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,8 +13,10 @@ from llmrecipes.launch.environment import environment
 from llmrecipes.launch.kubernetes import site
 from llmrecipes.launch.kubernetes.options import Options
 from llmrecipes.launch.rendezvous import TOKEN
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import LOGS
 
 Object = dict[str, Any]
 
@@ -52,7 +54,7 @@ class Run:
     profile: Profile
     recipe_yaml: str
     recipe_hash: str
-    accept_changes: bool = False
+    options: RunOptions = field(default_factory=RunOptions)
 
     @property
     def ranks_per_node(self) -> int:
@@ -126,7 +128,7 @@ def template(run: Run, options: Options, stem: str) -> Object:
                 {
                     "name": CONTAINER,
                     "command": command(),
-                    "args": arguments(run, options),
+                    "args": arguments(run),
                     "ports": [{"name": "rendezvous", "containerPort": PORT}],
                     **_container(run, options, master),
                 }
@@ -206,11 +208,10 @@ def command() -> list[str]:
     return ["llmrecipes", "train", str(RECIPE)]
 
 
-def arguments(run: Run, options: Options) -> list[str]:
+def arguments(run: Run) -> list[str]:
     """The same for all pods; each reads its node rank from the environment that its controller sets."""
     more = ["--nnodes", str(run.nodes)] if run.nodes > 1 else []
-    more += ["--allow-socket"] if options.allow_socket else []
-    more += ["--accept-changes"] if run.accept_changes else []
+    more += run.options.words()
     return [
         literal(word)
         for word in ("--run-id", run.run_id, "--nproc", str(run.plan.layout.world_size), "--no-sample", *more)
@@ -220,7 +221,7 @@ def arguments(run: Run, options: Options) -> list[str]:
 def variables(run: Run, options: Options, master: str) -> list[Object]:
     """Environment of the container: plain values, then those from Secrets."""
     runs = WORKSPACE / "runs"
-    logs = runs / run.plan.recipe.name / run.run_id / "logs"
+    logs = runs / run.plan.recipe.name / run.run_id / LOGS
     values = {
         # The home is on the shared workspace, and DeepSpeed compiles operators for the processor of a node.
         **({"TORCH_EXTENSIONS_DIR": "/tmp/torch_extensions"} if _offloads(run.plan.recipe) else {}),  # noqa: S108

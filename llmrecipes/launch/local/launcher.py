@@ -22,6 +22,7 @@ from llmrecipes.launch import record
 from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, LauncherOptions, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable
+from llmrecipes.runfiles import RunFiles
 
 MODULE = "llmrecipes.workflow.local"
 KILLED = 128 + signal.SIGKILL
@@ -48,7 +49,7 @@ class Local:
             raise UserError(f"{planned.nodes} with --to local", where="--nodes", rule="this machine is one node",
                             fix="--to slurm or --to k8s")  # fmt: skip
         values = {
-            "exit-file": submission.run_dir / record.EXIT_FILE,
+            "exit-file": RunFiles(submission.run_dir).exit_code,
             "cluster": planned.cluster,
             "nproc": planned.plan.layout.world_size,
             "run-id": submission.run_id,
@@ -58,8 +59,7 @@ class Local:
         }
         words = [sys.executable, "-m", MODULE]
         words += [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
-        words += ["--accept-changes"] if submission.accept_changes else []
-        command = (*words, "--", *planned.asked)
+        command = (*words, *submission.options.words(), "--", *planned.asked)
         return Rendering(
             command,
             shown=shlex.join(command) + "\n",
@@ -76,12 +76,12 @@ class Local:
         """Start the process, in a new session so that a Ctrl-C here does not reach it."""
         token = secrets.token_hex(4)
         python, *words = rendering.command
-        log = submission.run_dir / "logs" / f"local-{token}.out"
+        log = RunFiles(submission.run_dir).logs / f"local-{token}.out"
         try:
             leases.take(submission.run_dir, token)  # before the process exists: from now on no other job has the run
         except OSError as error:
             raise UserError(
-                f"cannot write: {error.strerror}", where=str(submission.run_dir / leases.FILE), fix="--runs-dir DIR"
+                f"cannot write: {error.strerror}", where=str(RunFiles(submission.run_dir).lease), fix="--runs-dir DIR"
             ) from error
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -107,7 +107,7 @@ class Local:
 
     def logs(self, ref: JobRef) -> Logs:
         """The output of the process and its first rank, and that of the other ranks."""
-        folder = ref.run_dir / "logs"
+        folder = RunFiles(ref.run_dir).logs
         return Logs((folder / f"local-{_parts(ref)[2]}.out", *sorted(folder.glob("rank-*.log"))))
 
     def names_job(self, text: str) -> bool:
@@ -134,7 +134,7 @@ def _status(ref: JobRef, watch: Watch) -> JobStatus | None:
         return JobStatus(JobState.UNKNOWN, reason=reason)
     if running:
         return JobStatus(JobState.RUNNING)
-    if not (ref.run_dir / "logs" / f"local-{token}.out").exists():
+    if not (RunFiles(ref.run_dir).logs / f"local-{token}.out").exists():
         return None
     return JobStatus(JobState.FAILED, KILLED, "its process was killed")
 
@@ -148,7 +148,7 @@ def _lease(ref: JobRef) -> leases.Lease | None:
     try:
         lease = leases.read(ref.run_dir)
     except OSError as error:
-        raise SchedulerUnavailable(f"cannot read: {error.strerror}", where=str(ref.run_dir / leases.FILE)) from error
+        raise SchedulerUnavailable(f"cannot read: {error.strerror}", where=str(RunFiles(ref.run_dir).lease)) from error
     return lease if lease is not None and lease.token == _parts(ref)[2] else None
 
 

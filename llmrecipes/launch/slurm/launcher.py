@@ -16,6 +16,7 @@ from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, Launc
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
 from llmrecipes.launch.slurm.sbatch import Options, Request, after, command, notice, prepare_command, script_text
+from llmrecipes.runfiles import RunFiles
 
 DRY_RUN = "--dry-run prints the command"
 SCRIPTS = folder("slurm")
@@ -43,7 +44,6 @@ class Slurm:
             "warning",
             "max-restarts",
             "sbatch",
-            "allow-socket",
             "prepare-partition",
         }
     )
@@ -77,7 +77,7 @@ class Slurm:
         return Rendering(
             words,
             first=first,
-            shown=script_text(submission.run_dir / "logs", words, first),
+            shown=script_text(RunFiles(submission.run_dir).logs, words, first),
             details={"command": list(words), "prepare_command": list(first) or None},
             notes=notes,
             place={"partition": given_last.get("partition")},
@@ -128,7 +128,7 @@ class Slurm:
 
     def logs(self, ref: JobRef) -> Logs:
         """The file that all starts of the job append to."""
-        return Logs(files=(ref.run_dir / "logs" / f"slurm-{ref.job_id.partition(';')[0]}.out",))
+        return Logs(files=(RunFiles(ref.run_dir).logs / f"slurm-{ref.job_id.partition(';')[0]}.out",))
 
     def names_job(self, text: str) -> bool:
         """A number, or NUMBER;CLUSTER."""
@@ -206,7 +206,6 @@ def _options(submission: Submission, given: LauncherOptions, warning_seconds: in
         warning=warning_seconds,
         prepare_partition=given.get("prepare-partition"),
         max_restarts=given.get("max-restarts"),
-        accept_changes=submission.accept_changes,
-        allow_socket=bool(given.get("allow-socket")),
+        run=submission.options,
         more=tuple(given.get("sbatch") or ()),
     )

@@ -9,14 +9,15 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Profile, Slurm
-from llmrecipes.launch.record import EXIT_FILE
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.runs import Measured, measured
 
 SHORTEST = 120
@@ -71,8 +72,6 @@ TIME = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+(:\d+)?)?|UNLIMITED|INFINITE"
 TIME_RULE = (
     "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds"
 )
-BAD_NODES = "logs/bad-nodes"
-"""In a run's directory: the nodes that its job leaves out, and since when."""
 RUNTIMES = ("pyxis", "apptainer", "none")
 
 
@@ -82,7 +81,7 @@ class Options:
 
     `image` is for srun's `--container-image` or Apptainer. The run saves `warning` seconds before the time limit.
     `more` are further options of sbatch, each as one `--name=value`. `python` runs the ranks. `prepare_partition` is
-    that of the job that tokenizes.
+    that of the job that tokenizes. `run` is passed on to the ranks.
     """
 
     partition: str | None = None
@@ -95,8 +94,7 @@ class Options:
     warning: int | None = None
     prepare_partition: str | None = None
     max_restarts: int | None = None
-    accept_changes: bool = False
-    allow_socket: bool = False
+    run: RunOptions = field(default_factory=RunOptions)
     more: tuple[str, ...] = ()
 
 
@@ -156,11 +154,9 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         "run-id": request.run_id,
         "runs-dir": str(request.runs_dir),
         "data-dir": str(request.data_dir),
-        "exit-file": str(request.run_dir / EXIT_FILE),
-        "bad-nodes": str(request.run_dir / BAD_NODES),
+        "exit-file": str(RunFiles(request.run_dir).exit_code),
+        "bad-nodes": str(RunFiles(request.run_dir).bad_nodes),
         "max-restarts": None if options.max_restarts is None else str(options.max_restarts),
-        "accept-changes": "yes" if options.accept_changes else None,
-        "allow-socket": "yes" if options.allow_socket else None,
     }
     return (
         "sbatch",
@@ -169,6 +165,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
         *options.more,
         str(script),
         *(word for name, value in own.items() if value is not None for word in (f"--{name}", value)),
+        *options.run.words("yes"),
         *_mounts(profile, runtime),
         *request.asked,
     )
@@ -184,7 +181,7 @@ def prepare_command(request: Request, profile: Profile, options: Options, script
     site = profile.slurm
     runtime = options.runtime or (site.container_runtime if options.image else "none")
     wanted = {
-        "job-name": f"{request.run_dir.parent.name}-prepare",
+        "job-name": f"{RunFiles(request.run_dir).recipe_name}-prepare",
         "partition": options.prepare_partition or site.cpu_partition or options.partition or site.partition,
         "account": options.account,
         "mem": "0",
@@ -307,7 +304,7 @@ def _check_image(image: str, runtime: str) -> None:
 
 def _output(request: Request, name: str) -> str:
     """The log, whose directory Slurm does not create; % starts a replacement symbol."""
-    return str(request.run_dir / "logs" / f"{name}-").replace("%", "%%") + "%j.out"
+    return str(RunFiles(request.run_dir).logs / f"{name}-").replace("%", "%%") + "%j.out"
 
 
 def _mounts(profile: Profile, runtime: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The options of `llmrecipes merge`: which methods there are, and what each of them takes."""
+"""The options of `llmrecipes merge`: the methods and their parameters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from llmrecipes.errors import UserError
 
 @dataclass(frozen=True)
 class Method:
-    """What a method needs; its formula is in `hf.merging`.
+    """What a method needs; its formula is in `models.merge_formulas`.
 
     Attributes:
-        reference: where it is from.
+        reference: its source.
         models: fewest models, without the base.
-        only: how many exactly; None: any number.
+        only: exact number; None: any.
         base: it merges task vectors, so it needs the model that the others were fine-tuned from.
-        normalize: divide by the sum of the weights unless told otherwise; None: it has no weights.
-        density: it thins task vectors out.
-        random: at random.
+        normalize: default of the option; None: it has no weights.
+        density: it drops elements of task vectors.
+        random: it drops them at random.
     """
 
     reference: str
@@ -55,7 +55,7 @@ class Merge:
         t: position between the models, for slerp.
         scale: factor of the merged task vector (λ), for methods with a base.
         normalize: divide by the sum of the weights.
-        seed: of what is drawn.
+        seed: of the dropped elements.
     """
 
     method: str
@@ -87,7 +87,7 @@ class MergeOptions:
     Attributes:
         method: its name in `METHODS`.
         weights: one for each model; default: 1 each.
-        density: of all models, or one for each; default: 1, which thins nothing out.
+        density: of all models, or one for each; default: 1, which drops nothing.
         t: of slerp; default: 0.5.
         scale: λ; default: 1.
         normalize: default: that of the method.
@@ -107,12 +107,11 @@ def resolve(options: MergeOptions, models: int, *, base: bool) -> Merge:
     """Check options against the method and the number of models.
 
     Args:
-        options: as given.
-        models: how many there are, without the base.
-        base: whether there is a base.
+        models: their number, without the base.
+        base: whether a base is named.
 
     Raises:
-        UserError: an unknown method, an option that it does not have, a wrong count, or a number that makes no sense.
+        UserError: an unknown method, an option that it does not have, a wrong count, or a number out of range.
     """
     name = options.method
     if name not in METHODS:
@@ -123,17 +122,20 @@ def resolve(options: MergeOptions, models: int, *, base: bool) -> Merge:
     weights = () if method.normalize is None else _numbers("--weights", options.weights, 1.0, models)
     densities: tuple[float, ...] = ()
     if method.density:
-        given = options.density
-        if given is not None and len(given) == 1:
-            given = [*given] * models
-        densities = _numbers("--density", given, 1.0, models)
+        requested = options.density
+        if requested is not None and len(requested) == 1:
+            requested = [*requested] * models
+        densities = _numbers("--density", requested, 1.0, models)
         for density in densities:
             if not 0 < density <= 1:
                 raise UserError(f"{density:g}", where="--density", rule="above 0, and at most 1")
     normalize = method.normalize if options.normalize is None else options.normalize
     if name == "linear" and normalize and abs(math.fsum(weights)) < 1e-8:
         raise UserError(
-            "the weights add up to 0", where="--weights", rule="the sum is divided by it", fix="--no-normalize"
+            "the weights add up to 0",
+            where="--weights",
+            rule="their sum is a divisor",
+            fix="--no-normalize",
         )
     (t,) = _numbers("--t", None if options.t is None else [options.t], 0.5, 1)
     if not 0 <= t <= 1:
@@ -156,34 +158,37 @@ def _require_models(name: str, method: Method, models: int, base: bool) -> None:
         )
     if method.base and not base:
         raise UserError(
-            "it needs the model that the others were fine-tuned from",
+            "a base model is required",
             where=f"--method {name}",
             rule="task vectors are differences from a base",
             fix="--base MODEL",
         )
     if base and not method.base:
-        with_base = ", ".join(each for each, found in METHODS.items() if found.base)
-        raise UserError(f"--method {name} has no base", where="--base", rule=f"for {with_base}", fix="leave it out")
+        raise _unused(name, "--base", [other for other, candidate in METHODS.items() if candidate.base])
 
 
 def _require_taken(name: str, method: Method, options: MergeOptions) -> None:
-    """Refuse what would have no effect."""
-    given = {
-        "--weights": (options.weights, lambda each: each.normalize is not None),
-        "--normalize": (options.normalize, lambda each: each.normalize is not None),
-        "--density": (options.density, lambda each: each.density),
-        "--t": (options.t, lambda each: each is METHODS["slerp"]),
-        "--lambda": (options.scale, lambda each: each.base),
-        "--seed": (options.seed, lambda each: each.random),
+    """Refuse options without effect."""
+    checks = {
+        "--weights": (options.weights, lambda kind: kind.normalize is not None),
+        "--normalize": (options.normalize, lambda kind: kind.normalize is not None),
+        "--density": (options.density, lambda kind: kind.density),
+        "--t": (options.t, lambda kind: kind is METHODS["slerp"]),
+        "--lambda": (options.scale, lambda kind: kind.base),
+        "--seed": (options.seed, lambda kind: kind.random),
     }
-    for option, (value, taken) in given.items():
+    for option, (value, taken) in checks.items():
         if value is not None and not taken(method):
-            having = ", ".join(each for each, found in METHODS.items() if taken(found))
-            raise UserError(f"--method {name} does not have it", where=option, rule=f"for {having}", fix="leave it out")
+            raise _unused(name, option, [other for other, candidate in METHODS.items() if taken(candidate)])
 
 
-def _numbers(option: str, given: Sequence[float] | None, default: float, count: int) -> tuple[float, ...]:
-    numbers = tuple(map(float, given)) if given is not None else (default,) * count
+def _unused(name: str, option: str, methods: Sequence[str]) -> UserError:
+    rule = f"only used by {', '.join(methods)}"
+    return UserError(f"not used by --method {name}", where=option, rule=rule, fix="leave it out")
+
+
+def _numbers(option: str, values: Sequence[float] | None, default: float, count: int) -> tuple[float, ...]:
+    numbers = tuple(map(float, values)) if values is not None else (default,) * count
     if len(numbers) != count:
         raise UserError(f"{len(numbers)} for {count} models", where=option, rule=f"one for each model: {count}")
     for number in numbers:

@@ -10,9 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from llmrecipes.errors import UserError
+from llmrecipes.hf.safetensors import TensorSource
+from llmrecipes.models.merge_options import Merge
 
 PARALLEL = 0.9995
 """Cosine of the angle beyond which `slerp` is linear: sin(angle) is too small to divide by. mergekit's value."""
@@ -85,11 +91,11 @@ def ties(
         base: θ.
         tensors: θᵢ, of its shape.
         weights: wᵢ.
-        densities: the share of each task vector that stays.
+        densities: fraction of each task vector to keep.
         scale: λ.
         normalize: take the mean; otherwise the weighted sum.
     """
-    vectors = [trim(each, density) for each, density in zip(_task_vectors(base, tensors), densities, strict=True)]
+    vectors = [trim(vector, density) for vector, density in zip(_task_vectors(base, tensors), densities, strict=True)]
     return _added(base, _agreed(vectors, weights, normalize=normalize), scale)
 
 
@@ -121,8 +127,8 @@ def dare(
         elect: elect a sign, and add the elements that have it.
     """
     vectors = (
-        each.mul_(mask).div_(density)
-        for each, density, mask in zip(_task_vectors(base, tensors), densities, kept, strict=True)
+        vector.mul_(mask).div_(density)
+        for vector, density, mask in zip(_task_vectors(base, tensors), densities, kept, strict=True)
     )
     if elect:
         return _added(base, _agreed(list(vectors), weights, normalize=normalize), scale)
@@ -132,11 +138,11 @@ def dare(
 def trim(vector: Tensor, density: float) -> Tensor:
     """A task vector with its largest elements by magnitude, and zeros elsewhere.
 
-    Of a tensor that is not empty at least one element stays. Of equal magnitudes the first ones stay.
+    At least one element of a non-empty tensor is kept. Of equal magnitudes the first are kept.
 
     Args:
         vector: fp32.
-        density: the share of its elements that stays.
+        density: fraction of its elements to keep.
     """
     size = vector.numel()
     if density >= 1 or not size:
@@ -152,7 +158,7 @@ def trim(vector: Tensor, density: float) -> Tensor:
 
 
 def keep(shape: Sequence[int], density: float, *, seed: int, name: str, model: int) -> Tensor:
-    """Which elements of a task vector DARE keeps: the same ones wherever and in whatever order tensors are merged.
+    """Which elements of a task vector DARE keeps: the same on every machine and in every order of tensors.
 
     Args:
         shape: of the tensor.
@@ -217,3 +223,140 @@ def _cosine(first: Tensor, second: Tensor) -> float:
         square_second += float(two @ two)
     norms = [norm if norm > TINY_NORM else 1.0 for norm in (math.sqrt(square_first), math.sqrt(square_second))]
     return max(-1.0, min(1.0, dot / norms[0] / norms[1]))
+
+
+@dataclass(frozen=True)
+class Input:
+    """A model to be merged.
+
+    Attributes:
+        name: as the user wrote it.
+        source: its weights.
+    """
+
+    name: str
+    source: TensorSource
+
+
+class MergedTensors:
+    """The merged weights; see `TensorSource`.
+
+    Only tensors of one name are in memory. Measured in fp32 copies of the largest one: about four for a mean of two
+    models, six with a base, eight where both vote on signs.
+
+    Args:
+        merge: the method and its numbers.
+        models: those to be merged.
+        base: what they were fine-tuned from, for methods that need it.
+
+    Raises:
+        UserError: names, shapes or kinds of tensors differ, with the model and the tensor.
+    """
+
+    def __init__(self, merge: Merge, models: Sequence[Input], base: Input | None = None) -> None:
+        self._merge, self._models, self._base = merge, models, base
+        self._everyone = [*models, *([] if base is None else [base])]
+        self._first = models[0].source
+        require_same_tensors(self._everyone)
+
+    def names(self) -> Sequence[str]:
+        """Those of the first model."""
+        return self._first.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        return self._first.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """That of the first model."""
+        return self._first.dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        """A merged tensor in fp32; one of integers as it is in all models.
+
+        Raises:
+            UserError: a model has a value that is not finite, or the result has one.
+        """
+        if not self.dtype(name).is_floating_point:
+            return self._first.read(name)
+        merged = self._merged(name)
+        if not bool(merged.isfinite().all()):
+            for model in self._everyone:
+                require_finite(model, name)
+            raise UserError(f"{name} is not finite when merged", where="--weights", rule="the result must fit fp32")
+        return merged
+
+    def _merged(self, name: str) -> Tensor:
+        merge = self._merge
+        tensors = (model.source.read(name) for model in self._models)
+        if merge.method == "linear":
+            return linear(tensors, merge.weights, normalize=merge.normalize)
+        if merge.method == "slerp":
+            return slerp(next(tensors), next(tensors), merge.t)
+        if self._base is None:
+            raise RuntimeError(f"{merge.method} without a base: merge_options.resolve refuses it")
+        base = self._base.source.read(name)
+        options: dict[str, Any] = {"scale": merge.scale, "normalize": merge.normalize}
+        if merge.method == "task-arithmetic":
+            return task_arithmetic(base, tensors, merge.weights, **options)
+        if merge.method == "ties":
+            return ties(base, tensors, merge.weights, merge.densities, **options)
+        kept = (
+            keep(base.shape, density, seed=merge.seed, name=name, model=model)
+            for model, density in enumerate(merge.densities)
+        )
+        elect = merge.method == "dare-ties"
+        return dare(base, tensors, merge.weights, merge.densities, kept, elect=elect, **options)
+
+
+def require_same_tensors(models: Sequence[Input]) -> None:
+    """Check that models have tensors of the same names, shapes and kinds, and equal ones of integers.
+
+    Raises:
+        UserError: with the first model that differs from the first one, and the tensor.
+    """
+    first, *others = models
+    names = first.source.names()
+    rule = f"merged models have the same tensors as {first.name}"
+    for other in others:
+        names_of_other = set(other.source.names())
+        for missing, owner, lacking in (
+            ([name for name in names if name not in names_of_other], first, other),
+            ([name for name in other.source.names() if name not in set(names)], other, first),
+        ):
+            if missing:
+                more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise UserError(f"{missing[0]} of {owner.name} is missing{more}", where=lacking.name, rule=rule)
+        for name in names:
+            expected, actual = first.source.shape(name), other.source.shape(name)
+            if expected != actual:
+                raise UserError(
+                    f"{name} has the shape {list(actual)}, and {list(expected)} in {first.name}",
+                    where=other.name,
+                    rule=rule,
+                )
+            _require_same_kind(name, first, other)
+
+
+def require_finite(model: Input, name: str) -> None:
+    """Check that a tensor of a model has finite values.
+
+    Raises:
+        UserError: it has others.
+    """
+    if not bool(model.source.read(name).isfinite().all()):
+        raise UserError(f"{name} has values that are not finite", where=model.name, rule="merged weights are finite")
+
+
+def _require_same_kind(name: str, first: Input, other: Input) -> None:
+    expected, actual = first.source.dtype(name), other.source.dtype(name)
+    if expected.is_floating_point and actual.is_floating_point:
+        return
+    if expected != actual:
+        raise UserError(f"{name} is {actual}, and {expected} in {first.name}", where=other.name)
+    if not torch.equal(first.source.read(name), other.source.read(name)):
+        raise UserError(
+            f"{name} differs from that of {first.name}",
+            where=other.name,
+            rule=f"{expected} cannot be averaged, so it must be equal in all models",
+        )

@@ -6,59 +6,34 @@ to another file system, under a manifest of their own.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.io import write_atomic
+from llmrecipes.models.create import CreatedRun, create_run
 from llmrecipes.recipe.engines import ENGINES, can_read, engine_name
-from llmrecipes.recipe.load import RESOLVED_NAME, load, recipe_hash, to_yaml
+from llmrecipes.recipe.load import load, recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import Note
-from llmrecipes.tracking.jsonl import METRICS, JsonlSink
-from llmrecipes.tracking.status import StatusSink
-from llmrecipes.workflow.run import require_checkpoint
+from llmrecipes.tracking.jsonl import JsonlSink
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
 
+
 logger = logging.getLogger(__name__)
 
-ORIGIN = "converted.json"
+RECORD = "converted.json"
 LENGTH = ("train.train_iters", "scheduler.lr_decay_iters")
 """Keys that a resumed run may change, but a conversion may not: their effects are checked when it is resumed."""
 
 
-@dataclass(frozen=True)
-class Converted:
-    """A run made from another one.
-
-    Attributes:
-        run_dir: its directory, with recipe.yaml, metrics.jsonl and one checkpoint.
-        from_run: directory of the run it was made from.
-        step: of the checkpoint.
-        from_engine: engine that wrote the checkpoint.
-        engine: of the new run.
-        zero_stage: of the new run; None without a section `zero`.
-        linked: whether all files are hard links, which take no space.
-    """
-
-    run_dir: str
-    from_run: str
-    step: int
-    from_engine: str
-    engine: str
-    zero_stage: int | None
-    linked: bool
-
-
-def convert(run: Path, to: str, overrides: Sequence[str], runs_dir: Path, run_id: str) -> Converted:
+def convert(run: Path, to: str, overrides: Sequence[str], runs_dir: Path, run_id: str) -> CreatedRun:
     """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
 
     Args:
@@ -68,29 +43,32 @@ def convert(run: Path, to: str, overrides: Sequence[str], runs_dir: Path, run_id
         runs_dir: where runs are kept.
         run_id: of the new run.
 
+    Returns:
+        With the origin: `from_run`, `step` of the checkpoint, `from_engine` that wrote it, `engine` and `zero_stage` of
+        the new run (None without a section `zero`), and whether all files are `linked`, which takes no space.
+
     Raises:
         UserError: an unknown engine, an invalid recipe, nothing to change, no valid checkpoint (`ExitCode.STOP` if all
             are corrupt), a run id in use, or a full disk. Nothing of the new run is left behind.
     """
-    recipe = converted_recipe(run / RESOLVED_NAME, to, overrides)
+    recipe = converted_recipe(Run(run).recipe_file, to, overrides)
     entry = _newest(run)
     _require_readable(entry, to)
-    run_dir = runs_dir / recipe.name / run_id
-    try:
-        run_dir.mkdir(parents=True)
-    except FileExistsError as error:
-        raise UserError(f"run {run_id} already exists", where=str(run_dir), fix="another --run-id, or none") from error
-    try:
-        return _fill(run_dir, recipe, run, entry, to)
-    except BaseException as error:
-        shutil.rmtree(run_dir, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UserError(
-                f"the run cannot be converted: {error.strerror}",
-                where=str(error.filename or run_dir),
-                fix="free some disk space if it is full, and convert again",
-            ) from error
-        raise
+    run_dir = Run.of(runs_dir, recipe.name, run_id).path
+
+    def write(folder: Path) -> dict[str, Any]:
+        linked = _publish(folder, recipe, entry, to)
+        _copy_metrics(run, folder, entry)
+        return {
+            "from_run": str(run),
+            "step": entry.step,
+            "from_engine": entry.manifest.engine,
+            "engine": to,
+            "zero_stage": None if recipe.zero is None else recipe.zero.stage,
+            "linked": linked,
+        }
+
+    return create_run(run_dir, recipe, write, text=to_yaml(recipe), record=RECORD, step=entry.step)
 
 
 def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
@@ -116,7 +94,7 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
         raise UserError(f"{engine_name(recipe)} with --to {to}", where="engine", fix="leave engine out")
     before, after = then.model_dump(mode="json"), recipe.model_dump(mode="json")
     different = differences(after, before)
-    kept = [*compatibility(after, before), *(each for each in different if each.key in LENGTH)]
+    kept = [*compatibility(after, before), *(difference for difference in different if difference.key in LENGTH)]
     if kept:
         raise UserError(
             "a conversion cannot change these:\n    " + "\n    ".join(map(str, kept)),
@@ -124,7 +102,7 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
             rule="the new run keeps its model, data, batch, seed, precision, learning rate and number of steps",
             fix="leave them out; the command that resumes the new run can extend it",
         )
-    if engine_name(then) == to and all(each.key == "engine" for each in different):
+    if engine_name(then) == to and all(difference.key == "engine" for difference in different):
         raise UserError(
             f"this run already has engine {to}",
             where=str(path.parent),
@@ -135,12 +113,11 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
 
 
 def _newest(run: Path) -> Entry:
-    from llmrecipes.checkpoint.store import CheckpointStore
 
     try:
-        return require_checkpoint(run)
+        return Run(run).require_checkpoint()
     except UserError as error:
-        if corrupt := CheckpointStore(run / "checkpoints").survey()[1]:
+        if corrupt := Run(run).store().survey()[1]:
             raise UserError(
                 "no checkpoint of this run is valid:\n    " + "\n    ".join(map(str, corrupt)),
                 where=str(run),
@@ -166,34 +143,12 @@ def _require_readable(entry: Entry, to: str) -> None:
         )
 
 
-def _fill(run_dir: Path, recipe: Recipe, run: Path, entry: Entry, to: str) -> Converted:
-    linked = _publish(run_dir, recipe, entry, to)
-    result = Converted(
-        run_dir=str(run_dir),
-        from_run=str(run),
-        step=entry.step,
-        from_engine=entry.manifest.engine,
-        engine=to,
-        zero_stage=None if recipe.zero is None else recipe.zero.stage,
-        linked=linked,
-    )
-    _copy_metrics(run, run_dir, result)
-    status = StatusSink(run_dir, resumed_step=entry.step, total_steps=recipe.train.train_iters)
-    status.note(Note(step=entry.step, event="checkpoint_saved"))  # of step 0 too: it must not start from fresh weights
-    status.close("KILLED")
-    write_atomic(run_dir / ORIGIN, json.dumps(asdict(result), indent=2) + "\n")
-    # The recipe makes a directory a run, so it comes last.
-    write_atomic(run_dir / RESOLVED_NAME, to_yaml(recipe))
-    return result
-
-
 def _publish(run_dir: Path, recipe: Recipe, entry: Entry, to: str) -> bool:
     """Publish the checkpoint in the new run; returns whether all its files are hard links."""
     from llmrecipes.checkpoint.manifest import CheckpointInfo
-    from llmrecipes.checkpoint.store import CheckpointStore
 
     manifest = entry.manifest
-    store = CheckpointStore(run_dir / "checkpoints")
+    store = Run(run_dir).store()
     store.claim()
     try:
         temporary = store.temporary(entry.step)
@@ -231,14 +186,14 @@ def _link_or_copy(source: Path, target: Path) -> bool:
     return True
 
 
-def _copy_metrics(run: Path, run_dir: Path, result: Converted) -> None:
+def _copy_metrics(run: Path, run_dir: Path, entry: Entry) -> None:
     """The curve up to the checkpoint, and a note of where it is from."""
-    (run_dir / "logs").mkdir()
-    if (run / METRICS).exists():
-        shutil.copyfile(run / METRICS, run_dir / METRICS)
-    metrics = JsonlSink(run_dir / METRICS, result.step)
+    Run(run_dir).logs.mkdir()
+    if Run(run).metrics.exists():
+        shutil.copyfile(Run(run).metrics, Run(run_dir).metrics)
+    metrics = JsonlSink(Run(run_dir).metrics, entry.step)
     if metrics.problems:
-        logger.warning("%s: %s", run / METRICS, "; ".join(metrics.problems))
-    details = {"run": result.from_run, "engine": result.from_engine}
-    metrics.note(Note(step=result.step, event="converted", details=details))
+        logger.warning("%s: %s", Run(run).metrics, "; ".join(metrics.problems))
+    details = {"run": str(run), "engine": entry.manifest.engine}
+    metrics.note(Note(step=entry.step, event="converted", details=details))
     metrics.close("KILLED")

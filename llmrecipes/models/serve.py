@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,6 @@ from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.hf.reading import read_config
-from llmrecipes.hf.servers import Server, installed, server
 from llmrecipes.tracking.web import running, until_interrupted
 from llmrecipes.workflow.tensors import find_checkpoint
 
@@ -33,7 +35,7 @@ class ServeOptions:
 
     Attributes:
         backend: vllm, llama.cpp or transformers; None: the first of them that is installed.
-        host: address to listen on; nobody but this machine reaches the default.
+        host: address to listen on; only this machine reaches the default.
         port: TCP port.
         dtype: of the exported weights of a run; None: the precision of its recipe.
         extra: further arguments of the server.
@@ -48,11 +50,11 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class Serving:
-    """What a call does.
+    """What is started.
 
     Attributes:
         model: the folder or file that is served.
-        export: command that writes it; None: it is there.
+        export: command that writes it; None: it exists.
         server: the program.
         url: its address.
     """
@@ -84,7 +86,7 @@ class Serving:
 
 
 def prepare(reference: str, runs_dir: Path, data_dir: Path, options: ServeOptions) -> Serving:
-    """Find out what to start, and whether it can be.
+    """Choose what to start, and check that it can be.
 
     Args:
         reference: `RUN`, `RUN@STEP`, a folder that transformers can load, or a GGUF file.
@@ -112,7 +114,7 @@ def prepare(reference: str, runs_dir: Path, data_dir: Path, options: ServeOption
 
 
 def exported_to(reference: str, runs_dir: Path, dtype: str | None) -> Path:
-    """Where the export of a run that is served is kept: a folder for each checkpoint and type, in the run's directory.
+    """Folder of the export of a run that is served: one per checkpoint and element type, in the run's directory.
 
     Its name has the beginning of the manifest's hash, because a run that was started again has other checkpoints of
     the same steps.
@@ -126,11 +128,11 @@ def exported_to(reference: str, runs_dir: Path, dtype: str | None) -> Path:
 
 
 def serve(serving: Serving, reference: str, runs_dir: Path, data_dir: Path, options: ServeOptions, say: Say) -> None:
-    """Serve until Ctrl-C or SIGTERM; the server ends with this process, however that ends.
+    """Serve until Ctrl-C or SIGTERM; the server ends with this process, also if that is killed.
 
     Args:
         serving: of `prepare`.
-        reference, runs_dir, data_dir, options: as there.
+        reference, runs_dir, data_dir, options: as for `prepare`.
         say: receives lines for the user.
 
     Raises:
@@ -138,7 +140,7 @@ def serve(serving: Serving, reference: str, runs_dir: Path, data_dir: Path, opti
     """
     _require_free(options.host, options.port)
     if serving.export:
-        from llmrecipes.workflow.export import Options, export
+        from llmrecipes.models.export import Options, export
 
         say(f"exporting {reference} to {serving.model}")
         export(reference, serving.model, runs_dir, data_dir, Options(dtype=options.dtype))
@@ -156,7 +158,7 @@ def _child(command: Sequence[str], server: Server) -> AbstractContextManager[sub
 
 
 def _convert(server: Server, say: Say) -> None:
-    """Run what makes the server's file; a file that is not complete has another name."""
+    """Run what makes the server's file; an incomplete file has another name."""
     if not server.before or server.makes is None:
         return
     part = Path(server.before[-1])
@@ -179,7 +181,7 @@ def _require_plain(folder: Path) -> None:
     config = read_config(folder)
     if "auto_map" in config:
         raise UserError(
-            "this model has its own Python code (auto_map)",
+            "this model needs custom Python code (auto_map)",
             where=str(folder / "config.json"),
             rule="code of a model is never run",
         )
@@ -207,3 +209,155 @@ def _require_free(host: str, port: int) -> None:
 
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+BACKENDS = ("vllm", "llama.cpp", "transformers")
+"""In the order of preference."""
+TRANSFORMERS_NEEDS = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
+"""Packages that `transformers serve` imports; its extra `serving` has them."""
+CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf", "convert_hf_to_gguf")
+"""llama.cpp's program that writes GGUF, as its packages name it."""
+OFFLINE: Mapping[str, str] = {"HF_HUB_OFFLINE": "1"}
+"""The model is on this machine: no request to the Hub, not even for the newest version of transformers."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """How to start a server.
+
+    Attributes:
+        backend: its name in `BACKENDS`.
+        command: program and arguments.
+        before: command that makes a file for it, if that is missing.
+        makes: this file.
+        environment: what is added to the environment.
+    """
+
+    backend: str
+    command: tuple[str, ...]
+    before: tuple[str, ...] = ()
+    makes: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=lambda: OFFLINE)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What is installed on a machine.
+
+    Attributes:
+        which: path of a program; None: it is not on the PATH.
+        missing: those of `TRANSFORMERS_NEEDS` that are not installed.
+    """
+
+    which: Callable[[str], str | None]
+    missing: tuple[str, ...]
+
+
+def installed() -> Installed:
+    """Look at this machine."""
+    return Installed(shutil.which, tuple(name for name in TRANSFORMERS_NEEDS if find_spec(name) is None))
+
+
+def server(
+    model: Path, backend: str | None, host: str, port: int, machine: Installed, extra: Sequence[str] = ()
+) -> Server:
+    """How to serve a model.
+
+    Args:
+        model: a folder with config.json and safetensors, or a GGUF file.
+        backend: one of `BACKENDS`; None: vLLM or llama.cpp where they are installed, else transformers.
+        host: address to listen on.
+        port: TCP port.
+        machine: what is installed.
+        extra: further arguments of the server.
+
+    Raises:
+        UserError: an unknown backend, or one that is not installed or cannot read the model; with what would help.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise UserError(f"{backend!r}", where="--backend", rule=f"one of {', '.join(BACKENDS)}")
+    chosen = backend or _first(model, machine)
+    make = {"vllm": _vllm, "llama.cpp": _llama_cpp, "transformers": _transformers}[chosen]
+    start = make(model, host, port, machine)
+    return Server(start.backend, (*start.command, *extra), start.before, start.makes, start.environment)
+
+
+def _first(model: Path, machine: Installed) -> str:
+    gguf = model.suffix == ".gguf"
+    if not gguf and machine.which("vllm"):
+        return "vllm"
+    if machine.which("llama-server") and (gguf or _gguf_of(model).is_file() or _converter(machine)):
+        return "llama.cpp"
+    return "llama.cpp" if gguf else "transformers"
+
+
+def _vllm(model: Path, host: str, port: int, machine: Installed) -> Server:
+    program = machine.which("vllm")
+    if program is None:
+        raise UserError(
+            "vLLM is not installed", where="--backend vllm", rule="its program vllm is on the PATH",
+            fix="pip install vllm, in a separate environment",
+        )  # fmt: skip
+    if model.suffix == ".gguf":
+        raise _needs_folder(model, "vllm")
+    return Server("vllm", (program, "serve", str(model), "--host", host, "--port", str(port)))
+
+
+def _llama_cpp(model: Path, host: str, port: int, machine: Installed) -> Server:
+    program = machine.which("llama-server")
+    if program is None:
+        raise UserError(
+            "llama.cpp is not installed", where="--backend llama.cpp", rule="its program llama-server is on the PATH",
+            fix="install llama.cpp (github.com/ggml-org/llama.cpp), or --backend transformers",
+        )  # fmt: skip
+    file = model if model.suffix == ".gguf" else _gguf_of(model)
+    command = (program, "--model", str(file), "--host", host, "--port", str(port))
+    if file.is_file():
+        return Server("llama.cpp", command)
+    if model.suffix == ".gguf":
+        raise UserError("no such file", where=str(model))
+    converter = _converter(machine)
+    if converter is None:
+        raise UserError(
+            f"{file.name} is missing, and none of {', '.join(CONVERTERS)} is on the PATH",
+            where=str(model),
+            rule="llama.cpp reads GGUF; its own program converts a folder of transformers",
+            fix="put llama.cpp's convert_hf_to_gguf.py on the PATH, or --backend transformers",
+        )
+    part = file.with_name(f".{file.name}.part")
+    return Server("llama.cpp", command, (converter, str(model), "--outfile", str(part)), file)
+
+
+def _transformers(model: Path, host: str, port: int, machine: Installed) -> Server:
+    if model.suffix == ".gguf":
+        raise _needs_folder(model, "transformers")
+    if machine.missing:
+        raise UserError(
+            f"packages of transformers' server are not installed: {', '.join(machine.missing)}",
+            where="--backend transformers",
+            rule="a server is a separate program; neither vllm nor llama-server is on the PATH",
+            fix="pip install 'llmrecipes[serve]', or pip install 'transformers[serving]'",
+        )
+    if "@" in str(model):
+        raise UserError(
+            "transformers' server takes what follows @ for a revision",
+            where=str(model),
+            rule="a path without @",
+            fix="move the folder, or --backend vllm",
+        )
+    command = (sys.executable, "-m", "transformers.cli.transformers", "serve", str(model))
+    return Server("transformers", (*command, "--host", host, "--port", str(port)))
+
+
+def _needs_folder(model: Path, backend: str) -> UserError:
+    return UserError(
+        f"--backend {backend} does not read GGUF", where=str(model), rule="a folder with config.json and safetensors"
+    )
+
+
+def _gguf_of(model: Path) -> Path:
+    return model / "model.gguf"
+
+
+def _converter(machine: Installed) -> str | None:
+    return next((path for name in CONVERTERS if (path := machine.which(name))), None)

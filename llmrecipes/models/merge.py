@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.hf.merge_options import METHODS, Merge, MergeOptions, resolve
+from llmrecipes.hf.reading import read_bytes, read_json
+from llmrecipes.models.create import CreatedRun, create_run, published, require_absent, write_checkpoint
+from llmrecipes.models.export import ELEMENT_TYPES, front_matter
+from llmrecipes.models.merge_options import METHODS, Merge, MergeOptions, resolve
+from llmrecipes.recipe.load import DEFAULTS_NOTE, short
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.importing import finish_run, write_checkpoint
-from llmrecipes.workflow.stored_recipe import run_recipe
+from llmrecipes.rundir import Run
 from llmrecipes.workflow.tensors import Opened, OpenedRun, find_checkpoint, open_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-    from llmrecipes.hf.tensors import TensorSource
+    from llmrecipes.hf.safetensors import TensorSource
     from llmrecipes.tracking.progress import Counted
 
 
@@ -29,8 +30,7 @@ COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json",
 )  # fmt: skip
-"""Files beside the weights that a merged model takes from the first one, where it has them."""
-ELEMENT_TYPES = ("fp32", "bf16", "fp16")
+"""Files that a merged model takes from the first one, besides the weights."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Output:
     """How the merged model is written.
 
     Attributes:
-        folder: its name; nothing has it yet.
+        folder: it must not exist.
         dtype: fp32, bf16 or fp16; None: that of the first model, which is the precision of the recipe if it is a run.
         shard_bytes: largest file of weights.
         tokenizer: compare and write tokenizers.
@@ -56,7 +56,7 @@ class MergeResult:
 
     Attributes:
         path: the folder.
-        models: as they were given, without the base.
+        models: as they were named, without the base.
         base: likewise; None: the method has none.
         merge: `Merge.as_dict`: method and numbers.
         tensors: how many.
@@ -95,7 +95,7 @@ def merge(
     Args:
         models: each `RUN` (its newest checkpoint), `RUN@STEP`, or a folder with config.json and safetensors.
         options: method and numbers.
-        output: where and how.
+        output: where and how it is written.
         runs_dir: where runs are kept.
         data_dir: where prepared data is kept, with the tokenizers of runs.
         base: the model that the others were fine-tuned from, likewise.
@@ -108,21 +108,19 @@ def merge(
     numbers = resolve(options, len(models), base=base is not None)
     if output.dtype is not None and output.dtype not in ELEMENT_TYPES:
         raise UserError(f"{output.dtype!r}", where="--dtype", rule=f"one of {', '.join(ELEMENT_TYPES)}")
-    from llmrecipes.hf.agreement import require_same_configs, require_same_tokenizers
-    from llmrecipes.hf.export import write
-    from llmrecipes.hf.folder import published, require_absent
-    from llmrecipes.hf.merged import Input, MergedTensors
+    from llmrecipes.hf.safetensors import write
+    from llmrecipes.models.merge_formulas import Input, MergedTensors
 
     started = time.monotonic()
     require_absent(output.folder)
     names = [*models, *([] if base is None else [base])]
     require_different(names, names)
     opened = {name: open_tensors(name, runs_dir) for name in names}
-    require_different(names, [_identity(each) for each in opened.values()])
-    require_same_configs({name: each.config for name, each in opened.items()})
+    require_different(names, [_identity(model) for model in opened.values()])
+    require_same_configs({name: model.config for name, model in opened.items()})
     if output.tokenizer:
-        require_same_tokenizers({name: _tokenizer_folder(each, data_dir) for name, each in opened.items()})
-    inputs = {name: Input(name, each.source) for name, each in opened.items()}
+        require_same_tokenizers({name: _tokenizer_folder(model, data_dir) for name, model in opened.items()})
+    inputs = {name: Input(name, model.source) for name, model in opened.items()}
     merged = MergedTensors(numbers, [inputs[name] for name in models], None if base is None else inputs[base])
     first = opened[models[0]]
     dtype = output.dtype or (first.recipe.train.precision if isinstance(first, OpenedRun) else None)
@@ -148,11 +146,11 @@ def _identity(opened: Opened) -> str:
 
 
 def require_different(names: Sequence[str], identities: Sequence[str]) -> None:
-    """Check that no model is given twice.
+    """Check that no model is named twice.
 
     Args:
-        names: as the user gave them.
-        identities: what is the same for two names of one model.
+        names: as the user wrote them.
+        identities: equal for two names of one model.
 
     Raises:
         UserError: with the second name.
@@ -162,10 +160,10 @@ def require_different(names: Sequence[str], identities: Sequence[str]) -> None:
         if identity in seen:
             other = seen[identity]
             raise UserError(
-                "the model is named twice" if name == other else f"the same model as {other}",
+                "this model is named twice" if name == other else f"the same model as {other}",
                 where=name,
-                rule="every model, the base among them, is named once",
-                fix="--weights gives a model more weight",
+                rule="each model is named once, the base included",
+                fix="use --weights to give a model more weight",
             )
         seen[identity] = name
 
@@ -179,7 +177,7 @@ def _tokenizer_folder(opened: Opened, data_dir: Path) -> Path:
 
 
 def _config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The first model's, but for what names its own weights or code."""
+    """config.json of the first model, without the keys that refer to its weights or code."""
     return {key: value for key, value in config.items() if key not in {"_name_or_path", "auto_map", "dtype"}}
 
 
@@ -197,7 +195,7 @@ def _write_companions(first: Opened, data_dir: Path, folder: Path, *, tokenizer:
                 copy(first.folder, name, folder / name)
         return {}
     from llmrecipes.data.prepared import open_prepared
-    from llmrecipes.hf.export import write_json
+    from llmrecipes.hf.safetensors import write_json
     from llmrecipes.hf.tokenizer import write_tokenizer
 
     special = write_tokenizer(folder, first.recipe, open_prepared(first.recipe, data_dir)) if tokenizer else {}
@@ -206,21 +204,21 @@ def _write_companions(first: Opened, data_dir: Path, folder: Path, *, tokenizer:
 
 
 def _card(models: Sequence[str], base: str | None, numbers: Merge) -> str:
-    """The model card. A folder is named by its last part: where it lies on this machine is nobody's business."""
+    """The model card. A folder is named by its last part: a card is published, the paths of a machine are not."""
     values = numbers.as_dict()
     of_each = {"weight": values.pop("weights", ()), "density": values.pop("densities", ())}
-    columns = ["model", *(name for name, each in of_each.items() if each)]
+    columns = ["model", *(name for name, column in of_each.items() if column)]
     rows = [
-        [_named(model), *(f"{each[number]:g}" for each in of_each.values() if each)]
+        [_named(model), *(f"{column[number]:g}" for column in of_each.values() if column)]
         for number, model in enumerate(models)
     ]
     if base is not None:
         rows.append([f"{_named(base)} (base)", *("" for _ in columns[1:])])
     lines = [
-        "---", "library_name: transformers", "tags:", "- merge", "- llmrecipes", "---", "",
+        front_matter("merge", "llmrecipes"),
         "# A merged model", "",
         f"Made by `llmrecipes merge --method {numbers.method}`: {METHODS[numbers.method].reference}. Its configuration",
-        "and its tokenizer are those of the first model; all of them have the same.", "",
+        "and its tokenizer are those of the first model; all models have the same.", "",
         *(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)), "",
         *(f"- {key}: {value}" for key, value in values.items() if key != "method"),
     ]  # fmt: skip
@@ -231,28 +229,9 @@ def _named(model: str) -> str:
     return f"`{Path(model).resolve().name if Path(model).is_dir() else model}`"
 
 
-@dataclass(frozen=True)
-class MergedRun:
-    """A run before its first step.
-
-    Attributes:
-        run_dir: its directory, with recipe.yaml and the checkpoint of step 0.
-        models: as they were given, without the base.
-        base: likewise; None: the method has none.
-        merge: method and numbers.
-        seconds: that it took.
-    """
-
-    run_dir: str
-    models: tuple[str, ...]
-    base: str | None
-    merge: dict[str, Any]
-    seconds: float
-
-
 def merge_runs(
     models: Sequence[str], options: MergeOptions, runs_dir: Path, run_id: str, base: str | None = None
-) -> MergedRun:
+) -> CreatedRun:
     """Merge checkpoints of runs into a run that `llmrecipes train`, `generate` and `eval` take like any other.
 
     Its recipe is that of the first run, and its optimizer is new. Any model can be merged so, also one without a form
@@ -265,35 +244,38 @@ def merge_runs(
         run_id: of the new run.
         base: the run that the others were fine-tuned from, likewise.
 
+    Returns:
+        With the origin: `models` and `base` as they were named, `merge` (method and numbers), and `seconds`.
+
     Raises:
-        UserError: as `workflow.merge.merge`, or recipes of different models. Nothing that looks like a run is left.
+        UserError: as `merge`, or recipes of different models. Nothing remains.
     """
     numbers = resolve(options, len(models), base=base is not None)
     from llmrecipes.engine.registry import backend
-    from llmrecipes.hf.folder import published
-    from llmrecipes.hf.merged import Input, MergedTensors
+    from llmrecipes.models.merge_formulas import Input, MergedTensors
 
     started = time.monotonic()
     names = [*models, *([] if base is None else [base])]
     require_different(names, names)
     checkpoints = {name: find_checkpoint(name, runs_dir) for name in names}
     require_different(names, [str(entry.path.resolve()) for _, entry in checkpoints.values()])
-    recipes = {name: run_recipe(run) for name, (run, _) in checkpoints.items()}
+    recipes = {name: Run(run).recipe() for name, (run, _) in checkpoints.items()}
     _require_same_models(recipes)
     inputs = {name: Input(name, backend(recipes[name]).tensors(entry)) for name, (_, entry) in checkpoints.items()}
     merged = MergedTensors(numbers, [inputs[name] for name in models], None if base is None else inputs[base])
     recipe = recipes[models[0]]
-    run_dir = runs_dir / recipe.name / run_id
-    with published(run_dir, "--runs-dir DIR") as hidden:
-        write_checkpoint(recipe, Boxes(merged), hidden)
+    run_dir = Run.of(runs_dir, recipe.name, run_id).path
+
+    def write(folder: Path) -> dict[str, Any]:
+        write_checkpoint(recipe, Boxes(merged), folder)
         seconds = round(time.monotonic() - started, 3)
-        made = MergedRun(str(run_dir), tuple(models), base, numbers.as_dict(), seconds)
-        finish_run(hidden, recipe, asdict(made))
-    return made
+        return {"models": tuple(models), "base": base, "merge": numbers.as_dict(), "seconds": seconds}
+
+    return create_run(run_dir, recipe, write, text=short(recipe, None, DEFAULTS_NOTE))
 
 
 class Boxes:
-    """Whole tensors, given away in boxes (`engine.base.WeightSource`); the last one is kept in memory."""
+    """Tensors read in boxes (`engine.base.WeightSource`); the last tensor is kept in memory."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
@@ -302,7 +284,7 @@ class Boxes:
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """See `WeightSource`."""
         if self._last is None or self._last[0] != name:
-            self._last = None  # frees the one before
+            self._last = None  # frees its memory before the next is read
             self._last = name, self._source.read(name)
         box = self._last[1][tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
         if tuple(box.shape) != shape:
@@ -319,7 +301,7 @@ def _require_same_models(recipes: Mapping[str, Recipe]) -> None:
             raise UserError(
                 "this run trained adapters",
                 where=f"{name}: lora",
-                rule="only runs that trained all weights can be merged",
+                rule="only runs that trained all weights can be merged into a run",
                 fix="--to hf",
             )
     for name, recipe in others:
@@ -336,7 +318,154 @@ def _require_same_models(recipes: Mapping[str, Recipe]) -> None:
             same = fingerprint(expected) == fingerprint(recipe)
         if not same:
             raise UserError(
-                f"not the tokenizer of {first}",
+                f"its tokenizer is not that of {first}",
                 where=f"{name}: data.tokenizer",
                 rule="only runs with one tokenizer can be merged",
             )
+
+
+WITHOUT_MEANING = frozenset(
+    {
+        "_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache",
+        "bos_token_id", "eos_token_id", "pad_token_id", "return_dict", "output_attentions", "output_hidden_states",
+        "_attn_implementation", "attn_implementation",
+    }
+)  # fmt: skip
+"""Keys of config.json that may differ: none of them changes what the weights mean. Those of the first model stay.
+Special tokens are among them, because a fine-tuned model often ends its answers with another one."""
+
+TOKENIZER = "tokenizer.json"
+OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json")
+"""Where there is no tokenizer.json."""
+_UNIMPORTANT = frozenset({"version", "truncation", "padding"})
+"""Parts of tokenizer.json that do not change which token has which number."""
+
+
+def require_same_configs(configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that models have one configuration. Keys that are left out have the defaults of transformers.
+
+    Args:
+        configs: config.json by the name of the model; the first is what the others are compared with.
+
+    Raises:
+        UserError: with the model and the keys.
+    """
+    (first, expected), *others = ((name, _complete(name, config)) for name, config in configs.items())
+    for name, config in others:
+        keys = sorted({*expected, *config} - WITHOUT_MEANING)
+        wrong = [key for key in keys if expected.get(key) != config.get(key)]
+        if wrong:
+            lines = [f"{key}: {config.get(key)!r}, and {expected.get(key)!r} in {first}" for key in wrong]
+            raise UserError(
+                "a different configuration:\n    " + "\n    ".join(lines) if len(lines) > 1 else lines[0],
+                where=f"{name}: config.json",
+                rule="only models of one configuration can be merged",
+                parts=[UserError(line, where=key) for key, line in zip(wrong, lines, strict=True)],
+            )
+
+
+def require_same_tokenizers(folders: Mapping[str, Path]) -> None:
+    """Check that models have one tokenizer: the same token for every number, and the same way to get there.
+
+    Args:
+        folders: with the tokenizer's files, by the name of the model.
+
+    Raises:
+        UserError: with the model, the file and the first difference.
+    """
+    (first, expected), *others = folders.items()
+    files = _tokenizer_files(expected)
+    for name, folder in others:
+        present = _tokenizer_files(folder)
+        if files != present:
+            raise UserError(
+                f"the tokenizer is {_listed(present)}, and {_listed(files)} in {first}",
+                where=name,
+                rule="only models with one tokenizer can be merged",
+                fix="copy the missing files if the tokenizers are the same",
+            )
+        for file in files:
+            _require_same_file(first, expected / file, name, folder / file)
+
+
+def _require_same_file(first: str, expected: Path, name: str, path: Path) -> None:
+    difference = _first_difference(expected, path)
+    if difference is not None:
+        raise UserError(
+            f"{difference} {first}",
+            where=f"{name}: {path.name}",
+            rule="only models with one tokenizer can be merged",
+            fix="merge models of one vocabulary",
+        )
+
+
+def _first_difference(expected: Path, path: Path) -> str | None:
+    """A clause that ends before the name of the other model; None: they are the same."""
+    if read_bytes(expected.parent, expected.name) == read_bytes(path.parent, path.name):
+        return None
+    if path.name != TOKENIZER:
+        return "differs from that of"
+    old, new = (read_json(file.parent, file.name) for file in (expected, path))
+    tokens, others = _numbers(old, expected), _numbers(new, path)
+    for token in sorted({*tokens, *others}, key=lambda token: (tokens.get(token, 1 << 62), token)):
+        if tokens.get(token) != others.get(token):
+            return f"token {token!r} is {_number(others, token)}, and {_number(tokens, token)} in"
+    for key in sorted({*old, *new} - _UNIMPORTANT):
+        if old.get(key) != new.get(key):
+            return f"{key} differs from that of"
+    return None
+
+
+def _number(tokens: Mapping[str, int], token: str) -> str:
+    return f"number {tokens[token]}" if token in tokens else "missing"
+
+
+def _numbers(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
+    """The number of every token: of the vocabulary, as a table or a list, and of those added to it."""
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab", {}) if isinstance(model, dict) else {}
+    try:
+        added = [entry for entry in tokenizer.get("added_tokens") or [] if isinstance(entry, dict)]
+        pairs = [*_pairs(vocabulary), *((entry["content"], entry["id"]) for entry in added)]
+        return {str(token): int(number) for token, number in pairs}
+    except (TypeError, ValueError, LookupError) as problem:
+        raise UserError(
+            f"a token without a number: {problem!r}", where=str(path), rule="every token has a number"
+        ) from problem
+
+
+def _pairs(vocabulary: object) -> Iterator[tuple[str, int]]:
+    if isinstance(vocabulary, dict):
+        yield from vocabulary.items()
+    elif isinstance(vocabulary, list):  # of a unigram model: [token, score]
+        yield from ((str(piece[0]), number) for number, piece in enumerate(vocabulary))
+
+
+def _tokenizer_files(folder: Path) -> tuple[str, ...]:
+    if os.path.lexists(folder / TOKENIZER):
+        return (TOKENIZER,)
+    return tuple(file for file in OTHER_TOKENIZERS if os.path.lexists(folder / file))
+
+
+def _complete(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the defaults of its model type; as it is, where transformers does not know the type."""
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return dict(config)
+    try:
+        complete: dict[str, Any] = CONFIG_MAPPING[kind].from_dict(dict(config)).to_dict()
+    except Exception as problem:  # of any kind: transformers checks the values of every family differently
+        reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
+        raise UserError(
+            f"config.json is not valid for model_type {kind}: {reason[:200]}",
+            where=name,
+            rule="transformers can read the configuration",
+            fix="download the model again",
+        ) from problem
+    return complete
+
+
+def _listed(files: Sequence[str]) -> str:
+    return " and ".join(files) if files else "no file"

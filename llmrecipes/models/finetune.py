@@ -1,6 +1,6 @@
 """`llmrecipes finetune`: from a model and conversations to a folder that can be served, in steps that can be repeated.
 
-The state of each step is what it has written: a step that is done is recognised, and not repeated.
+The state of a step is what it has written: a step that is done is not repeated.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.io import write_atomic
+from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import fitted
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, short
-from llmrecipes.train.spec import RunOptions
-from llmrecipes.workflow.importing import recipe_name, recipe_values, require_tokenizer
+from llmrecipes.rundir import Run
 from llmrecipes.workflow.new import as_values, source_of
-from llmrecipes.workflow.run import Log, Paths, TrainOptions, finished, is_prepared, prepare_data
+from llmrecipes.workflow.pretrained import recipe_name, recipe_values, require_tokenizer
+from llmrecipes.workflow.run import Log, Paths, TrainOptions, is_prepared, prepare_data
 from llmrecipes.workflow.train import train
 
 if TYPE_CHECKING:
     from llmrecipes.recipe.schema import Recipe
+
 
 STEPS = ("recipe", "prepare", "train", "export")
 RUN_ID = "finetune"
@@ -43,7 +45,7 @@ _FILL = 0.95
 _MULTIPLE = 64
 """Of `model.seq_length`."""
 COMMENTS = {
-    "model.seq_length": "the longest conversation that was measured, as far as the model has positions",
+    "model.seq_length": "the longest measured conversation, up to the model's positions",
     "train.pretrained": "weights that the run starts from",
     "train.micro_batch_size": "the largest that fits the memory, by the plan",
     "data.split": "training, validation and test, by the hash of a conversation",
@@ -53,7 +55,7 @@ COMMENTS = {
 
 @dataclass(frozen=True)
 class Finetuning:
-    """What is asked for.
+    """A fine-tuning that a user requests.
 
     Attributes:
         model: folder, or name on the Hub.
@@ -119,8 +121,8 @@ class Step:
 
     Attributes:
         name: one of `STEPS`.
-        command: that does it.
-        done: whether its result is there.
+        command: its command line.
+        done: whether its result exists.
     """
 
     name: str
@@ -133,7 +135,7 @@ class Lengths:
     """Conversations of the data.
 
     Attributes:
-        conversations: rows of all sources, those included that cannot be used.
+        conversations: rows of all sources, including those that cannot be used.
         used: conversations that were measured and can be used.
         tokens: of all, extrapolated from those measured.
         longest: tokens of the longest that was measured.
@@ -153,7 +155,7 @@ def steps(asked: Finetuning, paths: Paths) -> list[Step]:
     """
     _require_same(asked)
     recipe = load(str(asked.recipe)).recipe if asked.recipe.exists() else None
-    run = paths.runs_dir / asked.name / RUN_ID
+    run = Run.of(paths.runs_dir, asked.name, RUN_ID).path
     where: dict[str, Any] = {"data_dir": paths.data_dir}
     options: dict[str, Any] = {"to": "hf", "out": asked.exported, "merge-adapter": asked.lora}
     commands = {
@@ -162,7 +164,7 @@ def steps(asked: Finetuning, paths: Paths) -> list[Step]:
         "train": command_line("train", asked.recipe, options={"run-id": RUN_ID}, runs_dir=paths.runs_dir, **where),
         "export": command_line("export", f"{asked.name}/{RUN_ID}", options=options, runs_dir=paths.runs_dir, **where),
     }
-    trained = recipe is not None and finished(run, recipe.train.train_iters)
+    trained = recipe is not None and Run(run).is_finished(recipe.train.train_iters)
     done = {
         "recipe": recipe is not None,
         "prepare": recipe is not None and is_prepared(recipe, paths.data_dir),
@@ -212,7 +214,7 @@ def _do(step: str, asked: Finetuning, paths: Paths, log: Log) -> int:
     elif step == "train":
         return train(recipe, paths, TrainOptions(run_id=RUN_ID, run=RunOptions(sample=False)), log)
     else:
-        from llmrecipes.workflow.export import Options, export
+        from llmrecipes.models.export import Options, export
 
         options = Options(merge_adapter=asked.lora)
         made = export(f"{asked.name}/{RUN_ID}", asked.exported, paths.runs_dir, paths.data_dir, options)
@@ -244,16 +246,15 @@ def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, 
 
     Args:
         asked: the model, the data, and how.
-        cluster: the machine that it is to fit.
+        cluster: the machine that it must fit.
         log: receives lines.
 
     Raises:
-        UserError: see `finetune`.
+        UserError: as `finetune`.
     """
     from llmrecipes.data import templates
     from llmrecipes.hf.match import section_of, validated
-    from llmrecipes.hf.reading import CONFIG, read_config
-    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.reading import CONFIG, read_config, resolve
 
     source = source_of(asked.data, "--data", chat=True)
     base_model = resolve(asked.model, asked.revision)
@@ -272,11 +273,11 @@ def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, 
     values["data"]["split"] = [100 - 100 * HELD_OUT, 100 * HELD_OUT, 0.0]
     if asked.lora:
         values["lora"] = dict(LORA)
-    given = load_values(values, base_model.path / CONFIG, asked.overrides).recipe
-    require_tokenizer(base_model, given, asked.overrides)
-    _require_template(asked, given)
-    log(f"measuring the conversations of {asked.data} as {templates.of_recipe(given).origin} writes them")
-    lengths = measured(given)
+    draft = load_values(values, base_model.path / CONFIG, asked.overrides).recipe
+    require_tokenizer(base_model, draft, asked.overrides)
+    _require_template(asked, draft)
+    log(f"measuring the conversations of {asked.data} as {templates.of_recipe(draft).origin} writes them")
+    lengths = measured(draft)
     length = min(bound, math.ceil(max(lengths.longest - 1, 1) / _MULTIPLE) * _MULTIPLE)
     sequences = lengths.tokens * (1 - HELD_OUT) * asked.epochs / (length * _FILL)
     batch = MOST_BATCH
@@ -291,7 +292,7 @@ def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, 
 def _with_length(
     recipe: Recipe, sequences: float, values: dict[str, Any], path: Path, overrides: Sequence[str]
 ) -> Recipe:
-    """The recipe with as many steps as its batch takes for the sequences; overrides have the last word."""
+    """The recipe with as many steps as its batch takes for the sequences; overrides are applied last."""
     batch = recipe.train.global_batch_size
     iters = max(1, math.ceil(sequences / batch))
     chosen = recipe.model_dump(mode="json", include={"parallelism", "train"}, exclude_defaults=True)
@@ -338,7 +339,7 @@ def measured(recipe: Recipe) -> Lengths:
     if not used:
         refusal = refusal or made.refusal
         raise UserError(
-            f"none of {rows:,} conversations can be learnt" + (f"; the template: {refusal}" if refusal else ""),
+            f"none of {rows:,} conversations can be used" + (f"; the template: {refusal}" if refusal else ""),
             where="--data",
             rule="a conversation has an answer of the assistant, without the text of special tokens",
             fix="docs/finetuning.md#conversations",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from llmrecipes import __version__
 from llmrecipes.errors import UserError
-from llmrecipes.workflow.stored_recipe import run_recipe
+from llmrecipes.models.create import published, require_absent
+from llmrecipes.recipe.schema import Recipe, Source
+from llmrecipes.rundir import Run
 from llmrecipes.workflow.tensors import base_of, find_checkpoint, lora_of, open_run, require_merge
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
+    from llmrecipes.data.manifest import Manifest
     from llmrecipes.data.prepared import Prepared
-    from llmrecipes.hf.card import Measured
     from llmrecipes.recipe.schema import Recipe
     from llmrecipes.tracking.progress import Counted
 
@@ -58,8 +62,8 @@ class Exported:
         bytes: of the weights.
         shards: files of the weights.
         largest_shard: bytes of the largest.
-        notes: what the reader of the model has to know.
-        seconds: that it took.
+        notes: what users of the model must know.
+        seconds: duration.
     """
 
     path: str
@@ -95,9 +99,7 @@ def export(
         UserError: no such run or checkpoint, a model without a form in transformers (with the key in the way), a
             corrupt checkpoint, a folder that exists, or a full disk. Nothing is left behind.
     """
-    from llmrecipes.hf.card import card
-    from llmrecipes.hf.export import write, write_json
-    from llmrecipes.hf.folder import published, require_absent
+    from llmrecipes.hf.safetensors import write, write_json
     from llmrecipes.hf.tokenizer import write_tokenizer
 
     started = time.monotonic()
@@ -105,7 +107,7 @@ def export(
     run, entry = find_checkpoint(reference, runs_dir)
     out = run / "hf" / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
     require_absent(out)
-    require_merge(run_recipe(run), run, asked=options.merge_adapter)
+    require_merge(Run(run).recipe(), run, asked=options.merge_adapter)
     opened = open_run(run, entry, options.family, averaged=options.averaged)
     recipe = opened.recipe
     prepared = _prepared(recipe, data_dir) if options.tokenizer else None
@@ -141,9 +143,9 @@ def _notes(recipe: Recipe, *, averaged: bool) -> tuple[str, ...]:
         decay = recipe.optimizer.ema_decay
         notes.append(f"the weights are their moving average (ema_decay {decay}); losses were measured without it")
     if model.mtp_num_layers:
-        notes.append("the layers of multi-token prediction are left out, transformers does not use them")
+        notes.append("the layers of multi-token prediction are left out: transformers does not use them")
     if model.moe_expert_capacity_factor is not None:
-        notes.append("experts had a capacity in training; transformers drops no token")
+        notes.append("experts had a limited capacity in training; transformers drops no token")
     return tuple(notes)
 
 
@@ -157,26 +159,25 @@ def _prepared(recipe: Recipe, data_dir: Path) -> Prepared:
         raise UserError(error.what, where=error.where, rule=error.rule, fix=fix) from error
 
 
-def _measured(run: Path, entry: Entry) -> Measured:
+def _measured(run: Path, entry: Entry) -> Losses:
     """The losses of metrics.jsonl up to the checkpoint."""
-    from llmrecipes.hf.card import Measured
-    from llmrecipes.tracking.jsonl import METRICS, parse
+    from llmrecipes.tracking.jsonl import parse
     from llmrecipes.untrusted import lines
 
     manifest = entry.manifest
-    found: dict[str, Any] = {}
+    losses: dict[str, Any] = {}
     try:
-        read = lines(run / METRICS, root=run)
+        read = lines(Run(run).metrics, root=run)
         records = [record for line in read if (record := parse(line)) is not None]
     except OSError:
         records = []
     for record in records:
         if record.get("step", 0) <= entry.step:
             if "valid_loss" in record:
-                found |= {"valid_loss": record["valid_loss"], "bits_per_byte": record.get("valid_bits_per_byte")}
+                losses |= {"valid_loss": record["valid_loss"], "bits_per_byte": record.get("valid_bits_per_byte")}
             elif "loss" in record:
-                found["loss"] = record["loss"]
-    return Measured(entry.step, manifest.consumed_tokens, **found)
+                losses["loss"] = record["loss"]
+    return Losses(entry.step, manifest.consumed_tokens, **losses)
 
 
 def _require_options(options: Options) -> None:
@@ -197,7 +198,7 @@ class ExportedAdapter:
         adapters: matrices of transformers that have one.
         parameters: of all adapters.
         bytes: of the weights.
-        seconds: that it took.
+        seconds: duration.
     """
 
     path: str
@@ -226,14 +227,13 @@ def export_adapter(reference: str, out: Path | None, runs_dir: Path) -> Exported
     from llmrecipes.engine.registry import backend
     from llmrecipes.hf.adapter import write
     from llmrecipes.hf.family import family_named
-    from llmrecipes.hf.folder import published, require_absent
     from llmrecipes.hf.reading import read_config
 
     started = time.monotonic()
     run, entry = find_checkpoint(reference, runs_dir)
     out = run / "peft" / f"step-{entry.step:08d}" if out is None else out
     require_absent(out)
-    recipe = run_recipe(run)
+    recipe = Run(run).recipe()
     lora = lora_of(recipe, run)
     base = base_of(run, recipe)
     # Names and matrices are those of the base model's own family.
@@ -252,3 +252,154 @@ def export_adapter(reference: str, out: Path | None, runs_dir: Path) -> Exported
         bytes=written.bytes,
         seconds=round(time.monotonic() - started, 3),
     )
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What was recorded up to the checkpoint.
+
+    Attributes:
+        step: of the checkpoint.
+        tokens: consumed until then.
+        loss: of the last step.
+        valid_loss: of the last evaluation; None: there was none.
+        bits_per_byte: of the same, on the held-out text.
+    """
+
+    step: int
+    tokens: int
+    loss: float | None = None
+    valid_loss: float | None = None
+    bits_per_byte: float | None = None
+
+
+def card(
+    recipe: Recipe, family: str, parameters: int, measured: Losses, data: Manifest | None, notes: Sequence[str]
+) -> str:
+    """README.md of an exported model.
+
+    Args:
+        recipe: of the run.
+        family: `model_type`.
+        parameters: of the model.
+        measured: losses.
+        data: manifest of the prepared data; None: unknown.
+        notes: what users of the model must know.
+    """
+    text = [
+        front_matter("llmrecipes", "megatron-core", task="text-generation"),
+        f"# {recipe.name}\n",
+        f"{recipe.description}\n" if recipe.description else "",
+        f"A model of type `{family}` with {parameters:,} parameters, {_how(recipe)} with llmrecipes {__version__} on "
+        "Megatron-core and exported for transformers.\n",
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n',
+        *(f"Note: {note}.\n" for note in notes),
+        "## Model\n",
+        _table(_model(recipe)),
+        "## Training\n",
+        _table(_training(recipe, measured)),
+        "## Data\n",
+        _sources(recipe, data),
+        "## Losses\n",
+        _losses(measured),
+        "## Use\n",
+        f"{_use(recipe)} It has the gaps and biases of its data. No license is stated: whoever publishes this model "
+        "adds one that is compatible with the licenses of its data, its tokenizer and its base model, if any.\n",
+    ]
+    return "\n".join(part for part in text if part)
+
+
+def front_matter(*tags: str, task: str | None = None) -> str:
+    """Metadata at the head of a model card, which the Hub reads."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=list(tags))
+    return f"---\n{data}\n---\n"
+
+
+def _how(recipe: Recipe) -> str:
+    kind = "fine-tuned on conversations" if recipe.data.chat is not None else "trained"
+    if recipe.lora is not None:
+        kind += " by LoRA, merged into its base,"
+    begun = recipe.train.pretrained
+    return kind if begun is None else f"{kind} from the weights of {_public(begun)}"
+
+
+def _use(recipe: Recipe) -> str:
+    if recipe.data.chat is not None:
+        return "Fine-tuned on conversations; not aligned for safety or preference."
+    if recipe.train.pretrained is not None:
+        return "The provenance of its initial weights is not recorded."
+    return "A base model: it continues text, and was not trained to follow or refuse instructions."
+
+
+def _model(recipe: Recipe) -> dict[str, str]:
+    model = recipe.model
+    rows = {
+        "layers": str(model.num_layers),
+        "width": str(model.hidden_size),
+        "attention heads": str(model.num_attention_heads),
+        "context": f"{model.seq_length:,} tokens",
+        "vocabulary": f"{model.vocab_size:,}",
+    }
+    if model.num_moe_experts:
+        rows["experts"] = f"{model.num_moe_experts}, of which {model.moe_router_topk} for a token"
+    return rows
+
+
+def _training(recipe: Recipe, measured: Losses) -> dict[str, str]:
+    train, optimizer = recipe.train, recipe.optimizer
+    return {
+        "steps": f"{measured.step:,} of {train.train_iters:,}",
+        "tokens": f"{measured.tokens:,}",
+        "batch": f"{train.global_batch_size:,} × {recipe.model.seq_length:,} tokens",
+        "precision": train.precision,
+        "optimizer": f"AdamW, peak learning rate {optimizer.lr:g}, betas {optimizer.adam_beta1:g} and "
+        f"{optimizer.adam_beta2:g}, weight decay {optimizer.weight_decay:g}",
+        "schedule": f"{recipe.scheduler.lr_decay_style}, {recipe.scheduler.lr_warmup_iters:,} steps of warm-up",
+        "seed": str(train.seed),
+    }
+
+
+def _sources(recipe: Recipe, data: Manifest | None) -> str:
+    total = sum(source.weight for source in recipe.data.sources)
+    rows = [["source", "share of the training samples", "documents", "training tokens"], ["---"] * 4]
+    for index, source in enumerate(recipe.data.sources):
+        counts = ["unknown"] * 2
+        if data is not None:
+            record = data.sources[index]
+            kept = sum(split.documents for split in record.splits.values())
+            counts = [f"{kept:,}", f"{record.splits['train'].tokens:,}"]
+        rows.append([_name(source), f"{source.weight / total:.0%}", *counts])
+    kind = recipe.data.tokenizer
+    named = "byte-level BPE, trained on this data" if kind.type == "bpe" else f"{_public(kind.path)}"
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\nTokenizer: {named}.\n"
+
+
+def _name(source: Source) -> str:
+    if source.type == "hub":
+        return f"{source.path} (Hugging Face dataset)"
+    if source.type == "stdlib":
+        return "source code of Python's standard library"
+    return f"{source.type} files {_public(source.path)}"
+
+
+def _public(path: str | None) -> str:
+    """The last part of a path: a card is published, the paths of a machine are not."""
+    return "" if path is None else path if path.count("/") == 1 and not path.startswith("/") else PurePath(path).name
+
+
+def _losses(measured: Losses) -> str:
+    rows = {}
+    if measured.loss is not None:
+        rows["training loss, last step"] = f"{measured.loss:.4f}"
+    if measured.valid_loss is not None:
+        rows["validation loss, nats per token"] = f"{measured.valid_loss:.4f}"
+    if measured.bits_per_byte is not None:
+        rows["validation, bits per byte"] = f"{measured.bits_per_byte:.4f}"
+    return _table(rows) if rows else "None were recorded.\n"
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]) + "\n"

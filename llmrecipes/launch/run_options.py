@@ -1,0 +1,111 @@
+"""The options of a start, declared once.
+
+`train` and `submit` show them (`cli/options.py`), launchers pass them on to their jobs (`words`), a job parses them
+(`add_arguments`), and the ranks have them in their spec.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from llmrecipes.errors import UserError
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field appears on command lines."""
+
+    help: str
+    name: str | None = None
+    """Without dashes; None: that of the field."""
+    metavar: str | None = None
+    in_jobs: bool = False
+    """Whether `submit` has it too, and every launcher passes it on."""
+
+
+class RunOptions(BaseModel):
+    """What the command line asks of a training; a field is an option of `train`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    overfit_batch: Annotated[bool, Option("Overfit one global batch (sanity check).")] = False
+    anomaly: Annotated[bool, Option("Name the first module that outputs a NaN or infinity (slow).")] = False
+    profile_steps: Annotated[
+        int, Field(ge=0), Option("Profile N steps with torch.profiler.", name="profile", metavar="N")
+    ] = 0
+    """After two warm-up steps."""
+    sample: Annotated[bool, Option("Generate sample text at the end.")] = True
+    accept_changes: Annotated[
+        bool, Option("Resume even if the learning rate or the data order changes.", in_jobs=True)
+    ] = False
+    allow_socket: Annotated[
+        bool,
+        Option("Train even if NCCL does not use the cluster's InfiniBand, RoCE or EFA with GPUDirect.", in_jobs=True),
+    ] = False
+    from_scratch: Annotated[bool, Option("Move the run's earlier output aside and restart at step 0.")] = False
+
+    def words(self, true: str | None = None) -> tuple[str, ...]:
+        """The options of a job that do not have their defaults, for its command line.
+
+        Args:
+            true: value of a flag, for a program whose options all have one.
+        """
+        found: list[str] = []
+        for name, option in declared(in_jobs=True):
+            value = getattr(self, name)
+            if value != RunOptions.model_fields[name].default:
+                given = ([] if true is None else [true]) if value is True else [str(value)]
+                found += [f"--{flag(name, option)}", *given]
+        return tuple(found)
+
+    @classmethod
+    def parsed(cls, arguments: Namespace) -> Self:
+        """The options of a job's process, which prints no sample; see `add_arguments`."""
+        return cls(sample=False, **{name: getattr(arguments, name) for name, _ in declared(in_jobs=True)})
+
+
+def declared(*, in_jobs: bool = False) -> Iterator[tuple[str, Option]]:
+    """The fields with their options; only those of jobs if `in_jobs`."""
+    for name, field in RunOptions.model_fields.items():
+        option = next(each for each in field.metadata if isinstance(each, Option))
+        if option.in_jobs or not in_jobs:
+            yield name, option
+
+
+def flag(name: str, option: Option) -> str:
+    """The name of a field on command lines, without dashes."""
+    return option.name or name.replace("_", "-")
+
+
+JOB_OPTIONS = frozenset(flag(name, option) for name, option in declared(in_jobs=True))
+"""Those that every launcher has."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of a job, for the parser of its process."""
+    for name, option in declared(in_jobs=True):
+        default = RunOptions.model_fields[name].default
+        kind: dict[str, Any] = {"action": "store_true"} if default is False else {"type": type(default)}
+        parser.add_argument(f"--{flag(name, option)}", dest=name, default=default, **kind)
+
+
+def taken(given: Mapping[str, Any]) -> tuple[RunOptions, dict[str, Any]]:
+    """The options of a start among those of a launcher, by their names on the command line; and the others.
+
+    Raises:
+        UserError: a value of the wrong type.
+    """
+    by_flag = {flag(name, option): name for name, option in declared(in_jobs=True)}
+    ours = {by_flag[name]: value for name, value in given.items() if name in by_flag}
+    try:
+        options = RunOptions(sample=False, **ours)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        raise UserError(f"{first['input']!r}: {first['msg']}", where=name.replace("_", "-")) from error
+    return options, {name: value for name, value in given.items() if name not in by_flag}

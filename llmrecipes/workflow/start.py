@@ -1,0 +1,104 @@
+"""The one way to a start: recipe, options and machine → plan, directory, weights, data, environment, spec of the ranks.
+
+`train` (also in pods and local jobs), a Slurm job and `smoke` start through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from llmrecipes.engine.requirements import require_packages
+from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.hardware.profile import Profile
+from llmrecipes.launch.environment import detected_environment, environment
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
+from llmrecipes.tracking.run_tracker import require_packages_of_sinks
+from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.pretrained import with_pretrained
+from llmrecipes.workflow.run import Log, Paths, TrainOptions, new_spec, plan_run, prepare_data
+
+Check = Callable[[RunSpec, Plan], None]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the ranks of a run are.
+
+    Attributes:
+        cluster: all nodes together.
+        ranks: on all nodes; None: all GPUs, else the fewest that the layout needs.
+        profile: of the site, whose variables the ranks get; None: those of the detected GPUs.
+    """
+
+    cluster: Cluster
+    ranks: int | None = None
+    nodes: int = 1
+    profile: Profile | None = None
+
+
+@dataclass(frozen=True)
+class PreparedStart:
+    """A start that is ready: everything that the ranks need is in `spec` and `variables`."""
+
+    spec: RunSpec
+    plan: Plan
+    machine: Machine
+    variables: dict[str, str]
+    """Of every rank, except those that the user has set."""
+
+    @classmethod
+    def of(cls, spec: RunSpec, plan: Plan, machine: Machine) -> Self:
+        """A run whose directory, weights and data are there already. The ranks get the facts of the plan."""
+        logs = spec.run.logs.absolute()
+        if machine.profile is None:
+            variables = detected_environment(machine.cluster, plan, logs)
+        else:
+            variables = environment(machine.profile, plan, plan.layout.world_size // machine.nodes, logs)
+        known = {"on_gpus": plan.device == "cuda", "planned": plan.facts()}
+        return cls(spec.model_copy(update=known), plan, machine, variables)
+
+
+class Finished(Exception):
+    """The run has done all its steps, so that a restarted part of it has nothing to do."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(f"{run.path} has done all its steps")
+
+
+def prepare_start(
+    recipe: Recipe,
+    paths: Paths,
+    options: TrainOptions,
+    machine: Machine,
+    log: Log,
+    *,
+    skip_finished: bool = False,
+    check: Check | None = None,
+) -> PreparedStart:
+    """Check that a run can start, and prepare everything that its ranks need.
+
+    Args:
+        recipe: the resolved recipe.
+        log: receives one line for each slow step.
+        skip_finished: refuse a run that has done all its steps.
+        check: called before weights and data are fetched; raises to refuse the start.
+
+    Raises:
+        Finished: with `skip_finished`.
+        UserError: nothing was started. A directory that was created for it is removed.
+    """
+    plan = plan_run(recipe, machine.cluster, machine.ranks)
+    require_packages(recipe)
+    require_packages_of_sinks(recipe)
+    spec = new_spec(recipe, paths, options)
+    if skip_finished and spec.run.is_finished(recipe.train.train_iters):
+        raise Finished(spec.run)
+    if check is not None:
+        check(spec, plan)
+    spec = with_pretrained(spec, log)
+    prepare_data(recipe, paths.data_dir, log, spec)
+    return PreparedStart.of(spec, plan, machine)
