@@ -189,7 +189,7 @@ class Conversations(Encoded):
 
 
 def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[list[bytes]], Conversations]:
-    """Make the function that turns conversations (`rows.conversation`) into ids.
+    """Make the function that turns conversations (`sources.conversation`) into ids.
 
     Args:
         tokenizer_json: the tokenizer's `tokenizer.json`.

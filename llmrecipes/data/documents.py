@@ -1,8 +1,12 @@
-"""The documents of a prepared split one by one, and its tokens as one stream."""
+"""The tokens of a prepared split: slices of its files, documents one by one, or one stream."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -10,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from llmrecipes.data.manifest import stem
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import Split
-from llmrecipes.data.tokens import TokenFile
+from llmrecipes.untrusted import open_file
 
 CHUNK = 1 << 20
 """Tokens that are read at once."""
@@ -59,3 +63,35 @@ def token_stream(prepared: Prepared, split: Split, overlap: int, size: int = CHU
         for start in range(0, total, size):
             first = max(0, start - overlap)
             yield file.read(kind, min(total, start + size) - first, first * kind.itemsize)
+
+
+class TokenFile:
+    """Reads slices of a `.bin` file, for megatron-core's `IndexedDataset.bin_reader`.
+
+    Not memory-mapped: if a mapped file is truncated or its disk fails, the process is killed by SIGBUS; here the read
+    fails with an `OSError` that names the file. Forked processes share the open file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._stream = open_file(file)
+
+    def read(self, dtype: Any, count: int, offset: int) -> np.ndarray:
+        """`count` ids from a byte offset.
+
+        Raises:
+            OSError: they cannot be read, or the file is too short.
+        """
+        missing = int(count) * np.dtype(dtype).itemsize
+        parts: list[bytes] = []
+        while missing:
+            try:
+                part = os.pread(self._stream.fileno(), missing, int(offset))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._file)) from error
+            if not part:
+                raise OSError(errno.EIO, f"ends at byte {offset:,}", str(self._file))
+            parts.append(part)
+            missing -= len(part)
+            offset += len(part)
+        return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), dtype)

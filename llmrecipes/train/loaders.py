@@ -10,11 +10,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from llmrecipes.data import heldout
 from llmrecipes.data.dataset import build
-from llmrecipes.data.loader import ReaderLost, batches
-from llmrecipes.data.prepared import Prepared
-from llmrecipes.data.unreadable import explain
+from llmrecipes.data.loader import ReaderLost, batches, read_error
+from llmrecipes.data.prepared import Prepared, bits_per_byte
 from llmrecipes.engine.base import Batch, World
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
@@ -74,7 +72,7 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
 
 
 def _bits_per_byte(prepared: Prepared, seq_length: int, loss: float) -> float:
-    return heldout.bits_per_byte(loss, prepared, "valid", seq_length)
+    return bits_per_byte(loss, prepared, "valid", seq_length)
 
 
 def _read(recipe: Recipe, prepared: Prepared, dataset: Dataset[Any], **options: Any) -> Generator[Batch, None, None]:
@@ -82,7 +80,7 @@ def _read(recipe: Recipe, prepared: Prepared, dataset: Dataset[Any], **options: 
         try:
             yield from source
         except (ReaderLost, OSError) as error:
-            raise explain(error, recipe, prepared) from error
+            raise read_error(error, recipe, prepared) from error
 
 
 def one_batch_forever(loaders: DataLoaders, num_microbatches: int) -> DataLoaders:

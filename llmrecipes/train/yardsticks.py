@@ -8,10 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmrecipes.data import heldout, index
 from llmrecipes.data.dataset import build
 from llmrecipes.data.ngram import MAX_VOCAB, Ids, KneserNey
-from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.prepared import (
+    Prepared,
+    bytes_per_token,
+    deflate_bits_per_byte,
+    drawn_samples,
+    gzip_bits_per_byte,
+    held_out_text,
+)
 from llmrecipes.data.split import Split
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
@@ -42,14 +48,14 @@ def cheap(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float], f
         bits_per_byte: turns a loss in nats per token into bits per byte.
     """
     length = recipe.model.seq_length
-    window = round(length * heldout.bytes_per_token(prepared, "valid", length))
+    window = round(length * bytes_per_token(prepared, "valid", length))
     guess = bits_per_byte(math.log(prepared.manifest.tokenizer.vocab_size))
     found = [Yardstick("guessing: every token equally likely", guess)]
     if window < GZIP_WINDOW:
-        text = heldout.text(prepared, "valid", COMPRESSED_BYTES)
+        text = held_out_text(prepared, "valid", COMPRESSED_BYTES)
         name = f"gzip -9 of pieces as long as the model's window, {window:,} bytes"
-        found.append(Yardstick(name, heldout.deflate_bits_per_byte(text, window)))
-    whole = heldout.gzip_bits_per_byte(prepared, "valid")
+        found.append(Yardstick(name, deflate_bits_per_byte(text, window)))
+    whole = gzip_bits_per_byte(prepared, "valid")
     return [*found, Yardstick("gzip -9 of the whole text, which looks back 32 KiB", whole)]
 
 
@@ -74,7 +80,7 @@ def counting(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float]
     seen = _rows(recipe, prepared, "train", COUNTED_TOKENS)
     held_out = _rows(recipe, prepared, "valid", SCORED_TOKENS)
     length = recipe.model.seq_length
-    every = "the same" if len(seen) == index.samples(recipe, "train") else "the first"
+    every = "the same" if len(seen) == drawn_samples(recipe, "train") else "the first"
     tokens = f"{every} {len(seen) * length:,} training tokens"
     names = {1: f"how often each token occurs in {tokens}", 3: f"trigrams of {tokens}"}
     return [
@@ -94,7 +100,7 @@ def _rows(recipe: Recipe, prepared: Prepared, split: Split, tokens: int) -> Ids:
     dataset = build(recipe, prepared, split)
     if dataset is None:
         raise ValueError(f"no {split} split")
-    samples = min(index.samples(recipe, split), max(1, tokens // recipe.model.seq_length))
+    samples = min(drawn_samples(recipe, split), max(1, tokens // recipe.model.seq_length))
     rows = np.empty((samples, recipe.model.seq_length + 1), np.int64)
     for number in range(samples):
         sample = dataset[number]

@@ -18,9 +18,8 @@ from pydantic import create_model
 from rich.console import Console
 
 from llmrecipes.checkpoint.saver import SaveReport
-from llmrecipes.data import index
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import fingerprint, open_prepared
+from llmrecipes.data.prepared import fingerprint, index_folder, open_prepared
 from llmrecipes.engine import registry
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.deepspeed.config import deepspeed_config
@@ -129,7 +128,7 @@ def batch_mask(recipe: Recipe, *_: Any) -> bool:
 
 
 def order(recipe: Recipe, folder: Path, _: pytest.MonkeyPatch) -> str:
-    return index.folder(recipe, open_prepared(recipe, folder / "data")).name
+    return index_folder(recipe, open_prepared(recipe, folder / "data")).name
 
 
 class Recorded(Exception):

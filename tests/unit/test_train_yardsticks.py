@@ -12,10 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmrecipes.data import heldout, index
 from llmrecipes.data.dataset import build
 from llmrecipes.data.ngram import KneserNey
 from llmrecipes.data.prepare import Prepared, prepare
+from llmrecipes.data.prepared import (
+    bits_per_byte,
+    bytes_per_token,
+    deflate_bits_per_byte,
+    drawn_samples,
+    gzip_bits_per_byte,
+    held_out_text,
+)
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train import summary, yardsticks
@@ -31,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Prepared]:
 
 
 def bits_of(made: tuple[Recipe, Prepared]) -> Any:
-    return partial(heldout.bits_per_byte, prepared=made[1], split="valid", seq_length=made[0].model.seq_length)
+    return partial(bits_per_byte, prepared=made[1], split="valid", seq_length=made[0].model.seq_length)
 
 
 def test_each_window_is_compressed_by_itself() -> None:
@@ -45,20 +52,20 @@ def test_each_window_is_compressed_by_itself() -> None:
     pieces = [text[n : n + 300] for n in range(0, len(text), 300)]
     assert len(text) % 300
     expected = 8 * sum(map(deflate, pieces)) / len(text)
-    assert heldout.deflate_bits_per_byte(text, 300) == pytest.approx(expected)
-    assert heldout.deflate_bits_per_byte(text, 1 << 20) == pytest.approx(8 * deflate(text) / len(text))
-    assert heldout.deflate_bits_per_byte(text, 100) > expected > heldout.deflate_bits_per_byte(text, 3000)
+    assert deflate_bits_per_byte(text, 300) == pytest.approx(expected)
+    assert deflate_bits_per_byte(text, 1 << 20) == pytest.approx(8 * deflate(text) / len(text))
+    assert deflate_bits_per_byte(text, 100) > expected > deflate_bits_per_byte(text, 3000)
 
 
 def test_the_window_is_the_models_in_bytes_and_guessing_is_the_vocabularys(made: tuple[Recipe, Prepared]) -> None:
     used, prepared = made
     guess, pieces, whole = cheap(used, prepared, bits_of(made))
     vocab = prepared.manifest.tokenizer.vocab_size
-    per_token = heldout.bytes_per_token(prepared, "valid", 64)
+    per_token = bytes_per_token(prepared, "valid", 64)
     assert guess.bits_per_byte == pytest.approx(math.log2(vocab) / per_token)
-    text = heldout.text(prepared)
-    assert pieces.bits_per_byte == pytest.approx(heldout.deflate_bits_per_byte(text, round(64 * per_token)))
-    assert whole.bits_per_byte == heldout.gzip_bits_per_byte(prepared)
+    text = held_out_text(prepared)
+    assert pieces.bits_per_byte == pytest.approx(deflate_bits_per_byte(text, round(64 * per_token)))
+    assert whole.bits_per_byte == gzip_bits_per_byte(prepared)
 
 
 def test_a_window_as_long_as_gzips_has_no_row_of_its_own(
@@ -74,7 +81,7 @@ def test_grams_are_counted_in_the_samples_of_the_run(made: tuple[Recipe, Prepare
     def rows(split: Any) -> Any:
         samples = build(used, prepared, split)
         assert samples is not None
-        drawn = [samples[n] for n in range(index.samples(used, split))]
+        drawn = [samples[n] for n in range(drawn_samples(used, split))]
         return np.array([[*s["tokens"].tolist(), int(s["labels"][-1])] for s in drawn])
 
     seen, held_out, vocab = rows("train"), rows("valid"), prepared.manifest.tokenizer.vocab_size
@@ -89,8 +96,8 @@ def test_a_long_run_is_not_read_to_its_end(made: tuple[Recipe, Prepared], monkey
     monkeypatch.setattr(yardsticks, "COMPRESSED_BYTES", 400)
     used, prepared = made
     assert all("the first 960 training tokens" in row.name for row in counting(used, prepared, bits_of(made)))
-    window = round(64 * heldout.bytes_per_token(prepared, "valid", 64))
-    expected = heldout.deflate_bits_per_byte(heldout.text(prepared, max_bytes=400), window)
+    window = round(64 * bytes_per_token(prepared, "valid", 64))
+    expected = deflate_bits_per_byte(held_out_text(prepared, max_bytes=400), window)
     assert cheap(used, prepared, bits_of(made))[1].bits_per_byte == pytest.approx(expected)
 
 
