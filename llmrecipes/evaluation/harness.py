@@ -23,10 +23,10 @@ from lm_eval.api.model import TemplateLM
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.lead import Interrupted, Lead
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.perplexity import windows
+from llmrecipes.evaluation.request import Result
 from llmrecipes.evaluation.sandbox import sandboxed_templates
 from llmrecipes.evaluation.tasks import Tasks
-from llmrecipes.evaluation.windows import windows
 
 SEED = 1234
 """Of few-shot examples: the harness's default."""

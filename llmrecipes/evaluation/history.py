@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock
 
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.request import Result
 from llmrecipes.io import write_atomic
 from llmrecipes.redact import redacted
 from llmrecipes.untrusted import lines, parse_json

@@ -9,13 +9,10 @@ from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.tokenizer import TextTokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.bias import bias
+from llmrecipes.evaluation.checks import bias, memorisation, repetition
 from llmrecipes.evaluation.lead import Lead
-from llmrecipes.evaluation.memorisation import memorisation
 from llmrecipes.evaluation.perplexity import perplexity
-from llmrecipes.evaluation.repetition import repetition
-from llmrecipes.evaluation.request import DATA, Request
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.request import DATA, Request, Result
 from llmrecipes.evaluation.tasks import Tasks, load_tasks
 from llmrecipes.evaluation.texts import Texts
 

@@ -18,8 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.sandbox import sandboxed_templates
-from llmrecipes.evaluation.task_files import Code, TaskFile, checked, read_folder, read_task_file, require_data
-from llmrecipes.evaluation.task_schema import LOADERS, Group, Override
+from llmrecipes.evaluation.task_files import (
+    LOADERS,
+    Code,
+    Group,
+    Override,
+    TaskFile,
+    checked,
+    read_folder,
+    read_task_file,
+    require_data,
+)
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -16,7 +16,7 @@ from llmrecipes.engine.base import Engine, World
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history
 from llmrecipes.evaluation.lead import Interrupted, Lead
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.request import Result
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import TASKS_EVALUATED, Note

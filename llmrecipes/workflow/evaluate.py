@@ -17,8 +17,7 @@ from llmrecipes import untrusted
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.evaluation import history, isolation
-from llmrecipes.evaluation.request import DATA, Request
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.request import DATA, Request, Result
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.environment import detected_environment
