@@ -155,9 +155,9 @@ def generate(
 
 def ui(port: PortOption = 5000, runs_dir: RunsOption = RUNS) -> None:
     """Open MLflow on all runs (localhost only)."""
-    from llmrecipes.tracking.ui import serve
+    from llmrecipes.tracking.web import serve_mlflow
 
-    serve(runs_dir, port)
+    serve_mlflow(runs_dir, port)
 
 
 def tensorboard(
@@ -174,10 +174,10 @@ def tensorboard(
 ) -> None:
     """Open TensorBoard on a run or on all runs (localhost only)."""
     from llmrecipes.tracking.runs import list_runs
-    from llmrecipes.tracking.tensorboard_ui import serve
+    from llmrecipes.tracking.web import serve_tensorboard
     from llmrecipes.workflow.runs import find_run
 
     run_dirs = [Path(found.path) for found in list_runs(runs_dir)] if run is None else [find_run(run, runs_dir)]
     if not run_dirs:
         raise UserError("no runs yet", where=str(runs_dir), fix="start one: llmrecipes train gpt-tiny")
-    serve(run_dirs, port)
+    serve_tensorboard(run_dirs, port)

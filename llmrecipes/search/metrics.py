@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from llmrecipes import untrusted
 from llmrecipes.tracking.jsonl import METRICS, parse
 from llmrecipes.tracking.mirror import tracker_name
-from llmrecipes.tracking.store import process_environment, redact
+from llmrecipes.tracking.mlflow.database import process_environment, redact
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

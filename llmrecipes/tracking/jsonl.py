@@ -8,6 +8,7 @@ When a run is resumed, lines after the checkpoint are dropped, and lost or chang
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -18,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.tracking import sums
+from llmrecipes.io import write_atomic
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
-from llmrecipes.tracking.sums import Sums
 from llmrecipes.units import MIB
-from llmrecipes.untrusted import lines, number, parse_json
+from llmrecipes.untrusted import lines, number, parse_json, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ METRICS = "metrics.jsonl"
 _NUMBERS = {each.name for kind in (StepMetrics, EvalMetrics) for each in fields(kind)} - {"skipped", "experts"}
 BACKLOG_BYTES = 64 * MIB
 """Bytes kept in memory while the disk is full; about 200,000 steps."""
+SUMS = "metrics.sums.json"
+SUMMED_LINES = 100
+"""Lines per digest."""
 
 
 def record(event: StepMetrics | EvalMetrics | Note) -> dict[str, Any]:
@@ -70,6 +73,70 @@ def parse(line: bytes) -> dict[str, Any] | None:
     else:
         valid = all(value[key] is None or number(value[key]) is not None for key in value.keys() & _NUMBERS)
     return value if valid else None
+
+
+@dataclass
+class Sums:
+    """Checksums of metrics.jsonl, kept in `logs/metrics.sums.json`, to detect lost or changed lines.
+
+    The file is written with every checkpoint, at the end and after a resume, and covers the lines that exist then. A
+    digest covers `SUMMED_LINES` lines, which costs 20 bytes; the last may cover fewer. Lines written after the last
+    checkpoint of a killed process are not covered; a resume drops most of them anyway.
+    """
+
+    lines: int = 0
+    step: int = 0
+    """Step up to which a resume has checked for gaps."""
+    chunks: list[str] = field(default_factory=list)
+    _running: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
+
+    def add(self, line: bytes) -> None:
+        """Count one more line."""
+        if self.lines % SUMMED_LINES == 0:
+            self._running = hashlib.blake2b(digest_size=8)
+            self.chunks.append("")
+        self._running.update(line)
+        self.lines += 1
+        self.chunks[-1] = self._running.hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Replace the file at `path`.
+
+        Raises:
+            OSError: it stays as it was.
+        """
+        write_atomic(
+            path, json.dumps({"lines": self.lines, "step": self.step, "chunks": self.chunks}) + "\n", durable=False
+        )
+
+    def changed(self, recorded: Sums) -> list[tuple[int, int]]:
+        """First and last line of every range in which the digests differ, among the lines that both have.
+
+        Args:
+            recorded: the earlier sums; this one has no more lines.
+        """
+        whole = self.lines // SUMMED_LINES if self.lines < recorded.lines else len(self.chunks)
+        found: list[tuple[int, int]] = []
+        for chunk in range(whole):
+            if self.chunks[chunk] == recorded.chunks[chunk]:
+                continue
+            first, last = chunk * SUMMED_LINES + 1, min((chunk + 1) * SUMMED_LINES, self.lines)
+            if found and found[-1][1] == first - 1:
+                first = found.pop()[0]
+            found.append((first, last))
+        return found
+
+
+def read_sums(path: Path) -> Sums | None:
+    """What `Sums.write` wrote; None if it is missing or damaged, as in a run of an older version."""
+    try:
+        values = read_json(path, root=path.parent)
+        lines, step, chunks = values["lines"], values["step"], values["chunks"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if type(lines) is not int or type(step) is not int or not isinstance(chunks, list):
+        return None
+    return Sums(lines, step, chunks) if len(chunks) == -(-lines // SUMMED_LINES) else None
 
 
 @dataclass
@@ -177,9 +244,9 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        self._path, self._sums_path = path, path.parent / "logs" / sums.FILE
+        self._path, self._sums_path = path, path.parent / "logs" / SUMS
         try:
-            found = rewind(path, resumed_step, sums.read(self._sums_path))
+            found = rewind(path, resumed_step, read_sums(self._sums_path))
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UserError(

@@ -17,8 +17,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import LossWatch
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
-from llmrecipes.tracking.experts import is_measured
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics, is_measured
 from llmrecipes.train.finite import require_finite
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.pending import is_evaluated

@@ -204,7 +204,7 @@ def test_only_full_global_batches_and_no_ragged_division() -> None:
     assert ids(23) == [[2, 3], [6, 7], [10, 11], [14, 15]]
     assert ids(24, consumed=8) == [[10, 11], [14, 15], [18, 19], [22, 23]]
     assert ids(24, consumed=24) == []
-    with pytest.raises(ValueError, match="is no multiple of 3 × 2"):
+    with pytest.raises(ValueError, match="is not a multiple of 3 × 2"):
         ids(24, micro=3)
 
 

@@ -6,11 +6,10 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from llmrecipes.tracking.events import TASKS_EVALUATED
-from llmrecipes.tracking.experts import expert_metrics
+from llmrecipes.tracking.events import TASKS_EVALUATED, expert_metrics
 from llmrecipes.tracking.mirror import Ending, Mirror, numbers, serve
-from llmrecipes.tracking.mlflow.config import MlflowConfig
-from llmrecipes.tracking.store import TRAINING_VIEW, redact
+from llmrecipes.tracking.mlflow.database import TRAINING_VIEW, redact
+from llmrecipes.tracking.mlflow.sink import MlflowConfig
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, RunTag

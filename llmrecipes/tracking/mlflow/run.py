@@ -15,18 +15,17 @@ from mlflow.tracking import MlflowClient
 
 from llmrecipes.io import write_atomic
 from llmrecipes.tracking.mirror import tracker_name
-from llmrecipes.tracking.mlflow.database import keep, require_database, restore
-from llmrecipes.tracking.store import is_local, redact, sqlite_uri
+from llmrecipes.tracking.mlflow.database import is_local, keep, redact, require_database, restore, sqlite_uri
+from llmrecipes.tracking.mlflow.sink import RUN_FILE
 from llmrecipes.untrusted import RECORD, read_json
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from llmrecipes.tracking.mlflow.config import MlflowConfig
+    from llmrecipes.tracking.mlflow.sink import MlflowConfig
 
 logger = logging.getLogger(__name__)
 
-FILE = "mlflow.json"
 KEY_TAG = "llmrecipes.key"
 KIND_TAG = "mlflow.experimentKind"
 TRAINING_KIND = "custom_model_development"
@@ -47,7 +46,7 @@ class MlflowRun:
 
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
-        self._file = Path(config.run_dir) / FILE
+        self._file = Path(config.run_dir) / RUN_FILE
         if config.kept_database is not None:
             restore(config.uri, Path(config.kept_database))
         if is_local(config.uri):
