@@ -18,12 +18,10 @@ from llmrecipes.faults.numerics import LossWatch
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics, is_measured
-from llmrecipes.train.finite import require_finite
-from llmrecipes.train.loaders import DataLoaders
-from llmrecipes.train.pending import is_evaluated
-from llmrecipes.train.reading import HeldOut, ReadAhead, first_failure
+from llmrecipes.train.debug import require_finite
+from llmrecipes.train.evaluations import TaskEvaluations, is_evaluated
+from llmrecipes.train.loaders import DataLoaders, HeldOut, ReadAhead, first_failure
 from llmrecipes.train.saves import Saves
-from llmrecipes.train.testing import TaskEvaluations
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +74,7 @@ class Loop:
         after_step: called after every step.
     tasks: tasks of the recipe; None for none.
         stop_after: save and stop after this step, as after a signal.
-        evaluation_due: whether the step to resume from still has to be evaluated (see `pending`).
+        evaluation_due: whether the step to resume from still has to be evaluated (see `evaluations.evaluation_due`).
         watch: raises an alarm at a loss spike.
         losses: training loss of every step of this start.
         valid_loss: the last one, in nats per token.

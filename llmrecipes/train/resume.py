@@ -1,10 +1,12 @@
-"""Resuming from the newest valid checkpoint."""
+"""Where a run starts: the newest valid checkpoint, or initial weights."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -15,6 +17,11 @@ from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.history import move_aside, require_none_saved
+from llmrecipes.train.spec import RunSpec
+
+if TYPE_CHECKING:
+    from llmrecipes.hf.weights import FolderWeights
+
 
 logger = logging.getLogger(__name__)
 
@@ -110,3 +117,29 @@ def _set_aside(store: CheckpointStore, found: Damaged, step: int) -> Note:
     logger.warning("checkpoint %s is damaged (%s); renamed to %s", found.path, found.reason, path.name)
     details = {"checkpoint": found.path.name, "reason": found.reason, "path": str(path)}
     return Note(step=step, event="checkpoint_damaged", details=details, alarm=True)
+
+
+@contextmanager
+def initial_weights(spec: RunSpec, *, resumed: bool = False) -> Iterator[FolderWeights | None]:
+    """Open the weights that `train.pretrained` names; None: the recipe names none, or a checkpoint has all weights.
+
+    Args:
+        spec: of the run.
+        resumed: a checkpoint is loaded next; one with adapters has nothing else.
+
+    Raises:
+        UserError: they are not those of the recipe's model.
+    """
+    if spec.recipe.train.pretrained is None or (resumed and spec.recipe.lora is None):
+        yield None
+        return
+    from llmrecipes.hf.source import resolve
+    from llmrecipes.hf.weights import open_weights
+
+    # A rank that was started without the folder finds what the Hub's cache has.
+    path = spec.pretrained or resolve(spec.recipe.train.pretrained).path
+    weights = open_weights(path, spec.recipe.model)
+    try:
+        yield weights
+    finally:
+        weights.close()

@@ -56,7 +56,7 @@ from llmrecipes.hf.views import AsHuggingFace
 from llmrecipes.plan.derive import derive
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.progress import Counted
-from llmrecipes.train.testing import TaskEvaluations
+from llmrecipes.train.evaluations import TaskEvaluations
 from llmrecipes.workflow import evaluate
 from tests.helpers import ROOMY, built, tiny, tiny_on
 from tests.refusals import refused, require_refusal

@@ -25,8 +25,8 @@ from llmrecipes.data.prepared import (
 )
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train import summary, yardsticks
-from llmrecipes.train.yardsticks import Yardstick, cheap, counting, table
+from llmrecipes.train import summary
+from llmrecipes.train.summary import Yardstick, cheap, counting, table
 from tests.unit.data_recipes import corpus, recipe
 
 
@@ -71,7 +71,7 @@ def test_the_window_is_the_models_in_bytes_and_guessing_is_the_vocabularys(made:
 def test_a_window_as_long_as_gzips_has_no_row_of_its_own(
     made: tuple[Recipe, Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(yardsticks, "GZIP_WINDOW", 64)
+    monkeypatch.setattr(summary, "GZIP_WINDOW", 64)
     assert len(cheap(*made, bits_of(made))) == 2
 
 
@@ -92,8 +92,8 @@ def test_grams_are_counted_in_the_samples_of_the_run(made: tuple[Recipe, Prepare
 
 
 def test_a_long_run_is_not_read_to_its_end(made: tuple[Recipe, Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yardsticks, "COUNTED_TOKENS", 1000)
-    monkeypatch.setattr(yardsticks, "COMPRESSED_BYTES", 400)
+    monkeypatch.setattr(summary, "COUNTED_TOKENS", 1000)
+    monkeypatch.setattr(summary, "COMPRESSED_BYTES", 400)
     used, prepared = made
     assert all("the first 960 training tokens" in row.name for row in counting(used, prepared, bits_of(made)))
     window = round(64 * bytes_per_token(prepared, "valid", 64))

@@ -1,4 +1,8 @@
-"""Tasks of lm-evaluation-harness between two steps, on the engine that trains (`train.eval_tasks`)."""
+"""Evaluations between two steps: which are due, and lm-evaluation-harness's tasks on the engine that trains.
+
+The resumed run first does those that a signal has interrupted, so that its curve has every point of an uninterrupted
+one. metrics.jsonl shows which one is missing.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ from llmrecipes.untrusted import lines
 if TYPE_CHECKING:
     from llmrecipes.evaluation.tasks import Tasks
     from llmrecipes.train.loop import Tracker
+
 
 logger = logging.getLogger(__name__)
 
@@ -118,4 +123,32 @@ def _has(metrics: Path, step: int) -> bool:
     with suppress(FileNotFoundError):
         notes = (parse(line) for line in lines(metrics, root=metrics.parent) if any(event in line for event in events))
         return any(values is not None and values["step"] == step for values in notes)
+    return False
+
+
+def is_evaluated(step: int, recipe: Recipe) -> bool:
+    """Whether a run evaluates after this step."""
+    return step % recipe.train.eval_interval == 0 or step == recipe.train.train_iters
+
+
+def evaluation_due(step: int, recipe: Recipe, metrics: Path, world: World) -> bool:
+    """Whether the evaluation of the step to resume from is missing; the same on every rank.
+
+    Args:
+        step: the step to resume from; 0 for a new run.
+        recipe: the resolved recipe.
+        metrics: the run's metrics.jsonl, read on the first rank.
+        world: this rank.
+    """
+    if step == 0 or not is_evaluated(step, recipe):
+        return False
+    answer: list[Any] = [world.is_first and not _has_evaluation(metrics, step)]
+    dist.broadcast_object_list(answer, src=0)
+    return bool(answer[0])
+
+
+def _has_evaluation(metrics: Path, step: int) -> bool:
+    with suppress(FileNotFoundError):
+        evaluations = (parse(line) for line in lines(metrics, root=metrics.parent) if b'"valid_loss"' in line)
+        return any(values is not None and values["step"] == step for values in evaluations)
     return False
