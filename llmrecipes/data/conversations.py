@@ -31,8 +31,8 @@ class ConversationFile:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each conversation; valid as long as this object."""
-        found: np.ndarray = self._index.sequence_lengths
-        return found
+        lengths: np.ndarray = self._index.sequence_lengths
+        return lengths
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of a conversation, and for each of them 1 if it is an answer's.
@@ -143,16 +143,16 @@ def _order(sequences: list[int], weights: list[float], samples: int, seed: tuple
     for number, count in enumerate(sequences):
         drawn = order[:, 0] == number
         passes, places = np.divmod(order[drawn, 1], count)
-        found = np.empty(len(places), np.int64)
-        for each in range(int(passes.max(initial=-1)) + 1):
-            shuffled = np.random.default_rng((*seed, number, each)).permutation(count)
-            found[passes == each] = shuffled[places[passes == each]]
-        order[drawn, 1] = found
+        sequence = np.empty(len(places), np.int64)
+        for turn in range(int(passes.max(initial=-1)) + 1):
+            shuffled = np.random.default_rng((*seed, number, turn)).permutation(count)
+            sequence[passes == turn] = shuffled[places[passes == turn]]
+        order[drawn, 1] = sequence
     return order
 
 
 def load(recipe: Recipe, prepared: Prepared, split: Split, folder: Path) -> ConversationDataset | None:
-    """Open a split: its arrays are mapped into memory, none is read as a whole.
+    """Open a split: its arrays are mapped into memory, no array is read completely.
 
     Args:
         recipe: gives the length of a sequence.
@@ -195,7 +195,7 @@ class Packed:
 
 
 def alone(count: int) -> Packed:
-    """Each conversation in a sequence of its own."""
+    """One conversation per sequence."""
     return Packed(np.arange(count, dtype=np.int64), np.arange(count + 1, dtype=np.int64))
 
 
@@ -230,30 +230,30 @@ def best_fit(lengths: np.ndarray, room: int, seed: int) -> Packed:
             open_with[room_left] = np.concatenate([open_with[room_left], numbers])
 
     def take(room_left: int, wanted: int) -> np.ndarray:
-        found = open_with[room_left]
-        if wanted >= len(found):
+        numbers = open_with[room_left]
+        if wanted >= len(numbers):
             del open_with[room_left]
             rooms.remove(room_left)
-            return found
-        open_with[room_left] = found[wanted:]
-        return found[:wanted]
+            return numbers
+        open_with[room_left] = numbers[wanted:]
+        return numbers[:wanted]
 
     for size, count in zip((-sizes).tolist(), counts.tolist(), strict=True):
         left = count
         while left:
             place = bisect_left(rooms, size)
             space = rooms[place] if place < len(rooms) else room
-            each = space // size  # one sequence after the other is filled: the fullest is the best fit
-            wanted = -(-left // each)
+            per_sequence = space // size  # one sequence after the other is filled: the fullest is the best fit
+            wanted = -(-left // per_sequence)
             if place < len(rooms):
                 used = take(space, wanted)
             else:
                 used = np.arange(sequences, sequences + wanted)
                 sequences += wanted
-            placed = min(left, each * len(used))
-            full, rest = divmod(placed, each)
-            sequence_of[start : start + placed] = np.repeat(used, each)[:placed]
-            leave(space - each * size, used[:full])
+            placed = min(left, per_sequence * len(used))
+            full, rest = divmod(placed, per_sequence)
+            sequence_of[start : start + placed] = np.repeat(used, per_sequence)[:placed]
+            leave(space - per_sequence * size, used[:full])
             if rest:
                 leave(space - rest * size, used[full : full + 1])
             start += placed

@@ -166,7 +166,7 @@ def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Gen
     following = next(every, None)
     if following is None:
         return
-    # Spawned, not forked: a fork would copy locks held by threads of the libraries loaded here.
+    # Spawned, not forked: a fork would copy locks held by threads of loaded libraries.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_live_with_parent)
     try:
@@ -206,11 +206,11 @@ def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
 def _work(spec: EncoderSpec, batch: Batch) -> Worked:
     run = _pipeline(spec.steps)
     outcomes = [run(text) for text in batch.texts]
-    texts = [each.text for each in outcomes if isinstance(each, Document)]
+    texts = [outcome.text for outcome in outcomes if isinstance(outcome, Document)]
     encoded = _encoder(spec)(texts)
-    for place, each in enumerate(outcomes):  # only what is written goes back to the process that writes
-        if isinstance(each, Document) and (each.split == "train" or spec.chat is not None):
-            outcomes[place] = replace(each, text=b"")
+    for place, outcome in enumerate(outcomes):  # only what is written goes back to the process that writes
+        if isinstance(outcome, Document) and (outcome.split == "train" or spec.chat is not None):
+            outcomes[place] = replace(outcome, text=b"")
     return Worked(batch.source, outcomes, encoded)
 
 

@@ -65,7 +65,7 @@ def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | Blen
 def load(
     recipe: Recipe, prepared: Prepared, split: Split, cache: Path, *, fresh: bool
 ) -> GPTDataset | BlendedDataset | None:
-    """As `build`, with the indices in `cache`; `fresh` builds them there (for `build_order`)."""
+    """As `build`, with the indices in `cache`; `fresh` builds them in `cache` (for `build_order`)."""
     if split == "train":
         require_training(recipe, prepared)
     usable = prepared.usable(split, recipe.model.seq_length)
@@ -75,7 +75,7 @@ def load(
     weights = [prepared.weights[n] / total for n in usable]
     config = _config(recipe, prepared, split, [stem(n, split) for n in usable], weights, cache)
     size = drawn_samples(recipe, split)
-    # megatron-core would open arrays with `allow_pickle`: it only provides the names, and they are opened here.
+    # megatron-core would open arrays with `allow_pickle`: it only provides the names, and `open_array` opens them.
     config.defer_npy_index_mmap = not fresh
     if len(usable) == 1:
         opened: GPTDataset | BlendedDataset = _source(prepared, usable[0], split, size, config)
@@ -125,7 +125,7 @@ def _blend(
     """A BlendedDataset whose indices are in the cache.
 
     megatron-core 0.16 queries its rank before it writes them, which fails in a process without a group: new ones are
-    built in memory and written here under its names.
+    built in memory and written under its names.
     """
     if fresh:
         in_memory = copy.copy(config)

@@ -22,19 +22,19 @@ CHUNK = 1 << 20
 
 def token_files(prepared: Prepared, split: Split) -> list[IndexedDataset]:
     """The token files of a split: each a sequence of documents, which end with an end token."""
-    found = []
+    files = []
     for number, source in enumerate(prepared.manifest.sources):
         if source.splits[split].documents:
             name = stem(number, split)
             tokens = IndexedDataset(str(prepared.path / name), mmap=False)
             tokens.bin_reader = TokenFile(prepared.path / f"{name}.bin")
-            found.append(tokens)
-    return found
+            files.append(tokens)
+    return files
 
 
 def without_end(tokens: Sequence[int] | np.ndarray, eod: int) -> list[int]:
     """A document's token ids without its end token."""
-    ids = [int(each) for each in tokens]
+    ids = [int(token) for token in tokens]
     return ids[:-1] if ids and ids[-1] == eod else ids
 
 
@@ -68,7 +68,7 @@ def token_stream(prepared: Prepared, split: Split, overlap: int, size: int = CHU
 class TokenFile:
     """Reads slices of a `.bin` file, for megatron-core's `IndexedDataset.bin_reader`.
 
-    Not memory-mapped: if a mapped file is truncated or its disk fails, the process is killed by SIGBUS; here the read
+    Not memory-mapped: if a mapped file is truncated or its disk fails, the process is killed by SIGBUS; this read
     fails with an `OSError` that names the file. Forked processes share the open file.
     """
 

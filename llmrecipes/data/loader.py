@@ -160,7 +160,7 @@ class _Reads(Dataset[Any]):
             return error
         except IndexError as error:
             return UserError(
-                f"the order of samples names what is not there: {error}",
+                f"the order of samples names a sample that does not exist: {error}",
                 where=f"sample {number:,}",
                 rule="an index belongs to the tokens beside it",
                 fix="delete the index/ folder of the prepared data and prepare again",
@@ -233,18 +233,18 @@ def read_error(error: ReaderLost | OSError, recipe: Recipe, prepared: Prepared) 
             fix="copy the file again from where it was prepared, or delete the folder and prepare again; then resume",
             code=ExitCode.STOP,
         )
-    here = socket.gethostname()
+    host = socket.gethostname()
     if isinstance(error, OSError):
         return UserError(
-            f"cannot read prepared data on {here}: {error.strerror or error}",
+            f"cannot read prepared data on {host}: {error.strerror or error}",
             where=str(error.filename or prepared.path),
-            fix=f"look at the file system of {here} (dmesg), then resume",
+            fix=f"look at the file system of {host} (dmesg), then resume",
             code=ExitCode.REQUEUE,
         )
     return UserError(
-        f"data loader process {error.pid} on {here} {_end(error.exitcode)}",
+        f"data loader process {error.pid} on {host} {_end(error.exitcode)}",
         where="data.num_workers",
-        fix=_FIXES.get(-error.exitcode, f"look at the log of {here} (dmesg), then resume"),
+        fix=_FIXES.get(-error.exitcode, f"look at the log of {host} (dmesg), then resume"),
         code=ExitCode.REQUEUE,
     )
 

@@ -192,9 +192,9 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     """
     for name, expected in manifest.files.items():
         file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != expected.bytes:
-            size = "is missing" if found is None else f"has {found:,} bytes"
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != expected.bytes:
+            size = "is missing" if actual is None else f"has {actual:,} bytes"
             raise UserError(
                 f"{size}, the manifest says {expected.bytes:,}",
                 where=str(file),
@@ -234,11 +234,11 @@ def _check_index(file: Path, counts: Counts, dtype: str) -> None:
         except struct.error:
             magic = b""
     if magic != _IDX_MAGIC or version != 1:
-        raise UserError("no megatron-core index", where=str(file), fix=_AGAIN)
-    found = (_IDX_DTYPES.get(code), sequences, ends, pointer // itemsize + length)
-    if found != (dtype, documents, documents + 1, counts.tokens):
+        raise UserError("is not a megatron-core index", where=str(file), fix=_AGAIN)
+    indexed = (_IDX_DTYPES.get(code), sequences, ends, pointer // itemsize + length)
+    if indexed != (dtype, documents, documents + 1, counts.tokens):
         raise UserError(
-            f"indexes {sequences:,} documents and {found[3]:,} tokens of {found[0]}; "
+            f"indexes {sequences:,} documents and {indexed[3]:,} tokens of {indexed[0]}; "
             f"the manifest says {documents:,}, {counts.tokens:,} and {dtype}",
             where=str(file),
             rule="an index belongs to the .bin beside it",
@@ -294,8 +294,8 @@ def require_listed(folder: Path, sizes: dict[str, int]) -> None:
         UserError: the first that is missing, truncated, not such an array or not listed.
     """
     # NFS renames a deleted file that is still open elsewhere to such a name.
-    there = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".nfs")} - {LISTING}
-    if foreign := sorted(there - set(sizes)):
+    present = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".nfs")} - {LISTING}
+    if foreign := sorted(present - set(sizes)):
         raise UserError(
             f"is not listed in {LISTING}",
             where=str(folder / foreign[0]),
@@ -304,9 +304,9 @@ def require_listed(folder: Path, sizes: dict[str, int]) -> None:
         )
     for name, size in sizes.items():
         file = folder / name
-        found = file.stat().st_size if name in there and file.is_file() else None
-        if found != size:
-            what = f"is missing, expected {size} bytes" if found is None else f"has {found} bytes, expected {size}"
+        actual = file.stat().st_size if name in present and file.is_file() else None
+        if actual != size:
+            what = f"is missing, expected {size} bytes" if actual is None else f"has {actual} bytes, expected {size}"
             raise UserError(what, where=str(file), rule=_LISTING_RULE, fix=_prepare_again(folder))
         if file.suffix != ".txt":
             open_array(file)
@@ -327,7 +327,7 @@ def open_array(file: Path) -> np.memmap:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
         fix = _prepare_again(file.parent)
         raise UserError(
-            f"no index: {reason}", where=str(file), rule="an index is a .npy file of integers", fix=fix
+            f"is not an index: {reason}", where=str(file), rule="an index is a .npy file of integers", fix=fix
         ) from error
     return opened
 

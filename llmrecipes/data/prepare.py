@@ -197,7 +197,7 @@ def _warn_if_changed(recipe: Recipe, prepared: Prepared, log: Callable[[str], No
         try:
             now = sources.listing(source)
         except (UserError, OSError):
-            continue  # prepared elsewhere: the sources need not exist here
+            continue  # prepared elsewhere: the sources need not exist on this machine
         then = record.files
         if now and then and now.sha256 != then.sha256:
             log(

@@ -129,17 +129,17 @@ def content(recipe: Recipe) -> dict[str, object]:
     data = recipe.data.model_dump(mode="json", exclude=NOT_IN_TOKENS)
     for source in data["sources"]:
         if source["max_tokens"] is None:
-            del source["max_tokens"]  # what was prepared before there was this key is found
+            del source["max_tokens"]  # data prepared before this key existed keeps its fingerprint
     chosen = selected(recipe.data)
     for name in declared(type(recipe.data), DataStep):
         if name not in chosen:
-            del data[name]  # what was prepared before there was this step is found
+            del data[name]  # likewise before this step existed
     if recipe.data.chat is None:
-        del data["chat"]  # what was prepared before there were conversations is found
+        del data["chat"]  # likewise before conversations
     else:
         data["chat"]["max_length"] = max_length(recipe)
         if recipe.data.chat.template is None:
-            del data["chat"]["template"]  # likewise what was prepared before there were names of templates
+            del data["chat"]["template"]  # likewise before named templates
     return {**data, "vocab_size": recipe.model.vocab_size}
 
 
@@ -214,11 +214,11 @@ def bytes_per_token(prepared: Prepared, split: HeldOutSplit = "valid", seq_lengt
     Returns:
         Bytes per token; NaN if the split is empty.
     """
-    every = [prepared.manifest.sources[n].splits[split] for n in prepared.usable(split, seq_length)]
+    counts = [prepared.manifest.sources[n].splits[split] for n in prepared.usable(split, seq_length)]
     weights = [prepared.weights[n] for n in prepared.usable(split, seq_length)]
-    if not every:
+    if not counts:
         return math.nan
-    return sum(w * c.bytes / c.tokens for w, c in zip(weights, every, strict=True)) / sum(weights)
+    return sum(w * c.bytes / c.tokens for w, c in zip(weights, counts, strict=True)) / sum(weights)
 
 
 def bits_per_byte(loss: float, prepared: Prepared, split: HeldOutSplit = "valid", seq_length: int = 1) -> float:

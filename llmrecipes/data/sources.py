@@ -50,32 +50,32 @@ def files(source: Source) -> list[Path]:
     """The files of a source on disk, sorted by name; none for `hub`.
 
     Raises:
-        UserError: there are none.
+        UserError: there are no files.
     """
     if source.type == "hub":
         return []
-    found = _stdlib() if source.type in _EMBEDDED else _match(source)
-    if not found:
+    paths = _stdlib() if source.type in _EMBEDDED else _match(source)
+    if not paths:
         raise UserError(
             f"no files in source {label(source)!r}",
             where="data.sources",
             rule="a source has at least one file",
             fix=_looked_for(source),
         )
-    return found
+    return paths
 
 
 def listing(source: Source) -> Listing | None:
     """Names and sizes of a source's files; None for `hub`."""
-    found = files(source)
-    if not found:
+    paths = files(source)
+    if not paths:
         return None
     digest, total = hashlib.sha256(), 0
-    for file in found:
+    for file in paths:
         size = file.stat().st_size
         total += size
         digest.update(f"{file.name}\0{size}\n".encode())
-    return Listing(len(found), total, digest.hexdigest())
+    return Listing(len(paths), total, digest.hexdigest())
 
 
 def text_bytes(source: Source, bytes_per_token: float | None = None) -> float | None:
@@ -90,12 +90,12 @@ def text_bytes(source: Source, bytes_per_token: float | None = None) -> float | 
     """
     limit = None if source.max_tokens is None else source.max_tokens * (bytes_per_token or BYTES_PER_TOKEN)
     try:
-        every = files(source)
+        paths = files(source)
     except UserError:
         return limit
-    if not every or source.type == "parquet" or any(each.suffix in _COMPRESSED for each in every):
+    if not paths or source.type == "parquet" or any(path.suffix in _COMPRESSED for path in paths):
         return limit
-    size = float(sum(each.stat().st_size for each in every))
+    size = float(sum(path.stat().st_size for path in paths))
     return size if limit is None else min(size, limit)
 
 
@@ -155,8 +155,8 @@ def _match(source: Source) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        found = glob.glob(str(path), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
-        return sorted(Path(name) for name in found if Path(name).is_file())
+        names = glob.glob(str(path), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
+        return sorted(Path(name) for name in names if Path(name).is_file())
     suffixes = _SUFFIXES.get(source.type, ("",))
     return sorted(
         f
@@ -255,11 +255,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 class Rows(Protocol):
     """Which columns are read, and the document that a row is."""
 
-    def columns(self, there: Sequence[str], where: str) -> list[str]:
+    def columns(self, present: Sequence[str], where: str) -> list[str]:
         """The columns to read.
 
         Raises:
-            UserError: they are not there.
+            UserError: they are missing.
         """
 
     def document(self, row: Mapping[str, Any], where: str) -> str | None:
@@ -279,9 +279,9 @@ class _Text:
     def __init__(self, key: str) -> None:
         self._key = key
 
-    def columns(self, there: Sequence[str], where: str) -> list[str]:
-        if self._key not in there:
-            raise _no_column(repr(self._key), there, where, "data.sources[].text_key names the column of text")
+    def columns(self, present: Sequence[str], where: str) -> list[str]:
+        if self._key not in present:
+            raise _no_column(repr(self._key), present, where, "data.sources[].text_key names the column of text")
         return [self._key]
 
     def document(self, row: Mapping[str, Any], where: str) -> str | None:
@@ -295,14 +295,14 @@ class _Conversations:
     def __init__(self, chat: Chat) -> None:
         self._messages, self._pair = chat.messages_key, [chat.prompt_key, chat.completion_key]
 
-    def columns(self, there: Sequence[str], where: str) -> list[str]:
-        if self._messages in there:
+    def columns(self, present: Sequence[str], where: str) -> list[str]:
+        if self._messages in present:
             return [self._messages]
-        if all(key in there for key in self._pair):
+        if all(key in present for key in self._pair):
             return self._pair
         keys = f"{self._messages!r}, nor {self._pair[0]!r} and {self._pair[1]!r}"
         rule = "a conversation is in data.chat.messages_key, or in prompt_key and completion_key"
-        raise _no_column(keys, there, where, rule)
+        raise _no_column(keys, present, where, rule)
 
     def document(self, row: Mapping[str, Any], where: str) -> str | None:
         if self._messages in row:
@@ -322,7 +322,7 @@ class _Conversations:
             return []
         if not isinstance(value, list):
             raise _not_messages(f"{self._messages!r} holds {type(value).__name__}, not a list", where)
-        found = []
+        turns = []
         for number, message in enumerate(value):
             name = f"message {number} of {self._messages!r}"
             if not isinstance(message, dict):
@@ -334,8 +334,8 @@ class _Conversations:
             role, content = (_string(message[key], f"{key!r} of {name}", where, fix) for key in ("role", "content"))
             if role not in ROLES:
                 raise _not_messages(f"{name} has the role {role[:40]!r}", where)
-            found.append({"role": role, "content": content})
-        return found
+            turns.append({"role": role, "content": content})
+        return turns
 
 
 def conversation(messages: list[dict[str, str]]) -> str | None:
@@ -377,14 +377,16 @@ def _not_messages(what: str, where: str) -> UserError:
     )
 
 
-def _no_column(keys: str, there: Sequence[str], where: str, rule: str) -> UserError:
-    columns = ", ".join(there) or "none"
-    return UserError(f"no column {keys}; there is {columns}", where=where, rule=rule, fix=f"name one of: {columns}")
+def _no_column(keys: str, present: Sequence[str], where: str, rule: str) -> UserError:
+    columns = ", ".join(present) or "none"
+    return UserError(
+        f"no column {keys}; the columns are {columns}", where=where, rule=rule, fix=f"name one of: {columns}"
+    )
 
 
 _LONGEST_QUESTION, _LONGEST_ANSWER = 120, 400  # characters; longer ones are tables and whole manuals
 _FOLLOWING = 3
-"""Methods that are asked about in the conversation about their class, at most."""
+"""Most methods in the conversation about their class."""
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -421,26 +423,28 @@ def _module_conversations(name: str, file: Path) -> Iterator[list[dict[str, str]
 
 def _class_conversations(name: str, node: ast.ClassDef) -> Iterator[list[dict[str, str]]]:
     """A conversation about a class, then one for each of the methods that it has no room for."""
-    methods = [each for each in node.body if isinstance(each, _Definition) and not each.name.startswith("_")]
-    turns = [_turn(f"{name}.{each.name}{_arguments(each)}", each) for each in methods]
-    found = [turn for turn in turns if turn]
+    methods = [method for method in node.body if isinstance(method, _Definition) and not method.name.startswith("_")]
+    turns = [_turn(f"{name}.{method.name}{_arguments(method)}", method) for method in methods]
+    answered = [turn for turn in turns if turn]
     first = _turn(name, node, "What is {}?")
     if first is not None:
-        yield first + [message for turn in found[:_FOLLOWING] for message in turn]
-        found = found[_FOLLOWING:]
-    yield from found
+        yield first + [message for turn in answered[:_FOLLOWING] for message in turn]
+        answered = answered[_FOLLOWING:]
+    yield from answered
 
 
 def _turn(
     name: str, node: _Definition | ast.ClassDef, question: str = "What does {} do?"
 ) -> list[dict[str, str]] | None:
     answer = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-    asked = question.format(name)
-    if not answer or len(answer) > _LONGEST_ANSWER or len(asked) > _LONGEST_QUESTION:
+    content = question.format(name)
+    if not answer or len(answer) > _LONGEST_ANSWER or len(content) > _LONGEST_QUESTION:
         return None
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
 
 
 def _arguments(node: _Definition) -> str:
-    names = [each.arg for each in (*node.args.posonlyargs, *node.args.args) if each.arg not in ("self", "cls")]
+    names = [
+        argument.arg for argument in (*node.args.posonlyargs, *node.args.args) if argument.arg not in ("self", "cls")
+    ]
     return f"({', '.join(names)})"

@@ -144,7 +144,7 @@ BUILT_IN = "built in (ChatML)"
 
 
 def of_recipe(recipe: Recipe) -> Template:
-    """The template of a recipe with `data.chat`: named, a file, the tokenizer's own, or ChatML for a `bpe` tokenizer.
+    """The template of a recipe with `data.chat`: named, a file, the tokenizer's, or ChatML for a `bpe` tokenizer.
 
     Raises:
         UserError: there is none, the file cannot be read, it is not a Jinja template, or the tokenizer lacks a special

@@ -67,9 +67,9 @@ def repetition(
         "text": [tokens[prefix:] for tokens in beginnings],
     }
     metrics = {}
-    for kind, found in written.items():
-        metrics[f"{kind}_rep_{NGRAM}"] = sum(map(rep, found)) / len(found)
-        metrics |= {f"{kind}_distinct_{n}": distinct(found, n) for n in (1, 2)}
+    for kind, continuations in written.items():
+        metrics[f"{kind}_rep_{NGRAM}"] = sum(map(rep, continuations)) / len(continuations)
+        metrics |= {f"{kind}_distinct_{n}": distinct(continuations, n) for n in (1, 2)}
     settings = {
         "documents": len(prompts), "prefix": prefix, "length": length, "temperature": sampling.temperature,
         "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": sampling.seed,
@@ -88,20 +88,20 @@ def documents_of(texts: Iterable[Text], length: int, samples: int) -> list[list[
     Raises:
         UserError: there is none.
     """
-    found: list[list[int]] = []
+    documents: list[list[int]] = []
     for text in texts:
         if len(text.tokens) >= length:
-            found.append(text.tokens[:length])
-            if len(found) == samples:
+            documents.append(text.tokens[:length])
+            if len(documents) == samples:
                 break
-    if not found:
+    if not documents:
         raise UserError(
             f"no document has {length} tokens",
             where="--data",
             rule="prompt and continuation are cut from a document",
             fix="smaller --prefix or --length, or other data",
         )
-    return found
+    return documents
 
 
 GREEDY = Sampling(temperature=0.0, top_k=0)
@@ -114,7 +114,7 @@ BASE = np.uint64(0x9E3779B97F4A7C15)
 def memorisation(
     lead: Lead, prepared: Prepared, *, prefix: int, length: int, samples: int, seed: int, heldout: Split = "valid"
 ) -> Result:
-    """Give the model pieces of training documents, and compare its greedy continuation with the document's own.
+    """Give the model pieces of training documents, and compare its greedy continuation with the document's.
 
     A piece is extractable if the next `length` tokens are all reproduced from `prefix` tokens of context (definition
     3.1 of arXiv 2202.07646, which takes 50 and 50). Pieces of held-out documents, which the model has not seen, are the
@@ -140,20 +140,20 @@ def memorisation(
     metrics: dict[str, float] = {}
     counts: dict[str, int] = {}
     new: dict[str, list[list[int]]] = {}
-    own: dict[str, list[list[int]]] = {}
+    originals: dict[str, list[list[int]]] = {}
     for name, split in (("train", "train"), ("heldout", heldout)):
         pieces = draw_pieces(prepared, split, prefix + length, samples, seed)  # type: ignore[arg-type]
-        own[name] = [piece[prefix:] for piece in pieces]
+        originals[name] = [piece[prefix:] for piece in pieces]
         new[name] = lead.extend([piece[:prefix] for piece in pieces], [length] * len(pieces), GREEDY)
-        agreeing = [same_beginning(one, other) for one, other in zip(new[name], own[name], strict=True)]
+        agreeing = [same_beginning(one, other) for one, other in zip(new[name], originals[name], strict=True)]
         counts[name] = len(pieces)
-        metrics[f"{name}_extractable"] = sum(each == length for each in agreeing) / len(pieces)
+        metrics[f"{name}_extractable"] = sum(count == length for count in agreeing) / len(pieces)
         metrics[f"{name}_agreeing_tokens"] = sum(agreeing) / len(pieces)
     n = min(TRAINING_NGRAM, length)
-    asked = {"generated": new["heldout"], "heldout_text": own["heldout"]}
-    wanted = {gram for texts in asked.values() for tokens in texts for gram in ngrams(tokens, n)}
+    sources = {"generated": new["heldout"], "heldout_text": originals["heldout"]}
+    wanted = {gram for texts in sources.values() for tokens in texts for gram in ngrams(tokens, n)}
     known = found_in_training(prepared, wanted, n)
-    for name, texts in asked.items():
+    for name, texts in sources.items():
         every = [gram for tokens in texts for gram in ngrams(tokens, n)]
         metrics[f"{name}_in_train_{n}"] = sum(gram in known for gram in every) / len(every) if every else 0.0
     settings = {"pieces": counts, "prefix": prefix, "length": length, "ngram": n, "seed": seed, "heldout": heldout}
@@ -196,17 +196,17 @@ def found_in_training(prepared: Prepared, wanted: Iterable[tuple[int, ...]], n: 
     """Those of some n-grams that occur in the training documents; one pass over the tokens."""
     grams = {int(value): gram for gram in wanted for value in hashes(np.array(gram), n)}
     keys = np.array(sorted(grams), dtype=np.uint64)
-    found: set[tuple[int, ...]] = set()
+    known: set[tuple[int, ...]] = set()
     if not len(keys):
-        return found
+        return known
     for tokens in token_stream(prepared, "train", overlap=n - 1):
         values = hashes(tokens, n)
         place = np.searchsorted(keys, values).clip(max=len(keys) - 1)
         for start in np.flatnonzero(keys[place] == values):
             gram = tuple(tokens[start : start + n].tolist())
             if grams[int(values[start])] == gram:  # two n-grams may have one hash
-                found.add(gram)
-    return found
+                known.add(gram)
+    return known
 
 
 def hashes(tokens: np.ndarray, n: int) -> np.ndarray:
@@ -243,12 +243,14 @@ def bias(lead: Lead) -> Result:
     Args:
         lead: the model.
     """
-    asked = list(_sentences(lead))
-    rows = list(lead.score([row for _, pair in asked for row in pair]))
+    sentences = list(_sentences(lead))
+    rows = list(lead.score([row for _, pair in sentences for row in pair]))
     totals = [math.fsum(row.logprobs) for row in rows]
-    differences = [sign * (man - woman) for (sign, _), man, woman in zip(asked, totals[::2], totals[1::2], strict=True)]
-    male = [d for (sign, _), d in zip(asked, differences, strict=True) if sign > 0]
-    female = [d for (sign, _), d in zip(asked, differences, strict=True) if sign < 0]
+    differences = [
+        sign * (man - woman) for (sign, _), man, woman in zip(sentences, totals[::2], totals[1::2], strict=True)
+    ]
+    male = [d for (sign, _), d in zip(sentences, differences, strict=True) if sign > 0]
+    female = [d for (sign, _), d in zip(sentences, differences, strict=True) if sign < 0]
     mean = math.fsum(differences) / len(differences)
     metrics = {
         "stereotype_nats": mean,

@@ -72,7 +72,7 @@ def append(run_dir: Path, new: Sequence[dict[str, Any]]) -> None:
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """The records of a run, oldest first; lines that cannot be read are left out."""
     path = run_dir / FILE
-    found = []
+    results = []
     try:
         for line in lines(path, root=run_dir):
             try:
@@ -80,10 +80,10 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
             except ValueError:
                 continue
             if _is_record(record):
-                found.append(record)
+                results.append(record)
     except FileNotFoundError:
         return []
-    return found
+    return results
 
 
 def _is_record(value: Any) -> bool:

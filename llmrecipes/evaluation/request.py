@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from llmrecipes.evaluation import Check
 
 DATA = "valid"
-"""Data of perplexity where nothing is asked for, and of the check `repetition`."""
+"""Data of perplexity by default, and of the check `repetition`."""
 Positive = Annotated[int, Field(gt=0)]
 
 

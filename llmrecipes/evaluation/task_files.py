@@ -43,8 +43,8 @@ class Code:
     """Python code that a task file names.
 
     Attributes:
-        name: `module.function`, as it stands there.
-        folder: of the file, without links; the harness looks there first.
+        name: `module.function`, as in the file.
+        folder: of the file, without links; the harness looks in it first.
         line: of the file.
         file: for messages.
     """
@@ -60,7 +60,7 @@ class TaskFile:
     """A task or group, with all that it includes.
 
     Attributes:
-        path: as given, or of the folder's file.
+        path: as the user wrote it, or of the folder's file.
         values: by key; plain, except for `Code`.
     """
 
@@ -74,7 +74,7 @@ class TaskFile:
 
     @property
     def tags(self) -> list[str]:
-        """Names under which it is found together with others."""
+        """Names of lists of tasks that it belongs to."""
         tags = self.values.get("tag") or []
         return [tags] if isinstance(tags, str) else [str(tag) for tag in tags]
 
@@ -95,10 +95,10 @@ def read_task_file(path: Path, where: str) -> TaskFile:
 
 
 def read_folder(folder: Path, where: str) -> list[TaskFile]:
-    """The tasks and groups in a folder and below it; other files there are for `include`.
+    """The tasks and groups in a folder and below it; other files are for `include`.
 
     Raises:
-        UserError: there is no such folder, or a file cannot be read or is damaged.
+        UserError: the folder does not exist, or a file cannot be read or is damaged.
     """
     if not folder.is_dir():
         raise UserError("no such folder", where=f"--include-path {folder}", fix="a folder with task files")
@@ -114,7 +114,7 @@ def read_folder(folder: Path, where: str) -> list[TaskFile]:
 
 
 def require_data(file: TaskFile) -> None:
-    """Refuse a file that is not data, whether or not its task is asked for.
+    """Refuse a file that is not data, whether or not its task is requested.
 
     Raises:
         UserError: see `checked`; of a group, only code.
@@ -125,7 +125,7 @@ def require_data(file: TaskFile) -> None:
 
 
 def checked(kind: type[Section], values: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Values that are data, as they are given to the harness.
+    """Values that are data, as they are passed to the harness.
 
     Args:
         kind: which keys there are.
@@ -177,7 +177,7 @@ def _invalid(error: ValidationError, kind: type[Section], file: Path) -> UserErr
     )
     if kind is Override:
         rule = "a group changes only the examples and delimiters of a task of the harness, which may be code"
-        fix = "a task of your own, with its data and templates"
+        fix = "a separate task, with its data and templates"
     elif first["type"] == "extra_forbidden":
         rule = "the keys of a task are those of lm-evaluation-harness that are data"
         fix = f"remove it; or {TRUST}"
@@ -238,7 +238,7 @@ class _Reader:
     _seen: set[Path] = field(default_factory=set)
 
     def merged(self, path: Path, above: Path | None = None) -> dict[str, Any]:
-        """Values of a file; its own take precedence over what it includes, and later included ones over earlier."""
+        """Values of a file; they take precedence over those of included files, and later included ones over earlier."""
         try:
             real = untrusted.real(path.expanduser())
             data = untrusted.read(real, most=LARGEST)
@@ -443,7 +443,7 @@ class Aggregate(Section):
 
 
 class Group(Section):
-    """A group's own keys; the others are for its tasks."""
+    """Keys of a group itself; the others are for its tasks."""
 
     group: str
     group_alias: str | None = None

@@ -116,15 +116,15 @@ class Sums:
             recorded: the earlier sums; this one has no more lines.
         """
         whole = self.lines // SUMMED_LINES if self.lines < recorded.lines else len(self.chunks)
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         for chunk in range(whole):
             if self.chunks[chunk] == recorded.chunks[chunk]:
                 continue
             first, last = chunk * SUMMED_LINES + 1, min((chunk + 1) * SUMMED_LINES, self.lines)
-            if found and found[-1][1] == first - 1:
-                first = found.pop()[0]
-            found.append((first, last))
-        return found
+            if ranges and ranges[-1][1] == first - 1:
+                first = ranges.pop()[0]
+            ranges.append((first, last))
+        return ranges
 
 
 def read_sums(path: Path) -> Sums | None:
@@ -158,7 +158,7 @@ def rewind(path: Path, step: int, recorded: Sums | None = None) -> Rewound:
         step: step of the checkpoint to resume from.
         recorded: the sums of the expected lines; None if unknown.
     """
-    found = Rewound()
+    rewound = Rewound()
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     steps, seen, torn = _Steps(), Sums(), False
     if path.exists():
@@ -173,22 +173,22 @@ def rewind(path: Path, step: int, recorded: Sums | None = None) -> Rewound:
                         steps.problems.append((place, f"line {place} cannot be read"))
                     if values is not None and values["step"] <= step:
                         new.write(line)
-                        found.sums.add(line)
+                        rewound.sums.add(line)
                         steps.see(place, values)
                     else:
-                        found.dropped += 1
+                        rewound.dropped += 1
                         steps.beyond = steps.beyond or values is not None
                 new.flush()
                 os.fsync(new.fileno())
-            if found.dropped:
+            if rewound.dropped:
                 temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
     if torn:
         logger.warning("%s: dropped 1 unreadable line, left by a process that was killed", path)
     if step:
-        found.problems = steps.end(step, recorded, seen)
-    return found
+        rewound.problems = steps.end(step, recorded, seen)
+    return rewound
 
 
 class _Steps:
@@ -199,7 +199,7 @@ class _Steps:
         self.beyond = False
         """Whether there are steps after the one to resume from."""
         self.problems: list[tuple[float, str]] = []
-        """Line, and what is wrong there."""
+        """Line, and what is wrong in it."""
 
     def see(self, number: int, values: dict[str, Any]) -> None:
         if "grad_norm" not in values:
@@ -232,7 +232,7 @@ class _Steps:
 class JsonlSink:
     """Appends events to metrics.jsonl.
 
-    A full disk does not stop the training: lines are kept in memory and written when there is space again.
+    A full disk does not stop the training: lines are kept in memory and written once there is space.
     `problems` lists earlier lines that are lost or changed.
 
     Args:
@@ -246,7 +246,7 @@ class JsonlSink:
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path, self._sums_path = path, path.parent / "logs" / SUMS
         try:
-            found = rewind(path, resumed_step, read_sums(self._sums_path))
+            rewound = rewind(path, resumed_step, read_sums(self._sums_path))
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UserError(
@@ -255,7 +255,7 @@ class JsonlSink:
                 rule="metrics are written to the run directory",
                 fix="make the directory writable or choose another one with --runs-dir",
             ) from error
-        self.problems, self._sums = found.problems, found.sums
+        self.problems, self._sums = rewound.problems, rewound.sums
         self._sums.step = resumed_step
         self._write_sums()
         self._waiting = bytearray()

@@ -39,7 +39,7 @@ def load_tasks(recipe: Recipe) -> Tasks | None:
     """The recipe's tasks with their data, on the first rank; None on the others, and for a recipe without.
 
     Raises:
-        UserError: a task that is unknown or damaged, or whose data is not there.
+        UserError: a task that is unknown or damaged, or whose data is missing.
     """
     wanted = recipe.train.eval_tasks
     if wanted is None or os.environ.get("RANK", "0") != "0":
@@ -87,7 +87,7 @@ class TaskEvaluations:
         return bool(answer[0])
 
     def run(self, step: int) -> bool:
-        """Evaluate and report; False on every rank if one was told to stop meanwhile.
+        """Evaluate and report; False on every rank if one was asked to stop meanwhile.
 
         A task that fails is reported, and training continues.
         """
@@ -105,7 +105,7 @@ class TaskEvaluations:
                 return True
         names = [history.metric_names(record) for record in history.records(results or [], step, "")]
         if names:
-            values = {name: value for each in names for name, value in each.items()}
+            values = {name: value for metrics in names for name, value in metrics.items()}
             self.tracker.note(Note(step=step, event=TASKS_EVALUATED, details=values))
         return True
 

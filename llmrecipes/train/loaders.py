@@ -34,7 +34,7 @@ class DataLoaders:
             data loader processes.
         valid: the validation micro-batches, the same ones at every call; None without a validation split.
         bits_per_byte: converts a validation loss in nats per token into bits per byte of the held-out text; None for
-            conversations, where the loss counts a part of the text alone.
+            conversations, where the loss counts only a part of the text.
     """
 
     train: Callable[[int], Generator[Batch, None, None]]
@@ -173,8 +173,8 @@ def first_failure(failure: UserError | None, device: torch.device) -> UserError 
         device: for the collective.
     """
     # A failure that forbids a restart takes precedence.
-    own = -1 if failure is None else (int(failure.code) << 32) + dist.get_rank()
-    worst = torch.tensor(own, dtype=torch.int64, device=device)
+    code = -1 if failure is None else (int(failure.code) << 32) + dist.get_rank()
+    worst = torch.tensor(code, dtype=torch.int64, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     if worst.item() < 0:
         return None

@@ -100,7 +100,7 @@ class Loop:
     unread: UserError | None = None
 
     def run(self, progress: Progress) -> Outcome:
-        """Train from `progress` to the last step, or until told to stop.
+        """Train from `progress` to the last step, or until a stop is requested.
 
         Raises:
             NonFinite: a loss or gradient norm is not finite.
@@ -137,7 +137,7 @@ class Loop:
             if saving or stopping:
                 saves.save(progress)
             saves.poll()
-            # When told to stop, an evaluation is left for the resumed run, even that of the last step.
+            # When a stop is requested, an evaluation is left for the resumed run, even that of the last step.
             if stopping and (evaluating or not last):
                 saves.require(progress)
                 return self._stopped(progress)
@@ -225,7 +225,7 @@ class Loop:
             )
 
     def _evaluate(self, progress: Progress) -> bool:
-        """Evaluate and report; False if a rank was told to stop meanwhile, or could not read its data."""
+        """Evaluate and report; False if a rank was asked to stop meanwhile, or could not read its data."""
         if self.loaders.valid is None:
             return True
         started = time.perf_counter()

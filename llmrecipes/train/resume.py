@@ -51,11 +51,11 @@ def choose(store: CheckpointStore, world: World, *, from_scratch: bool = False) 
     # Rank 0 decides: ranks may see different listings of a shared file system. All of them compare hashes.
     if not world.is_first and not from_scratch:
         serve()
-    found: list[Any] = [_found(store, from_scratch) if world.is_first else None]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], dict):
-        raise UserError(**found[0])
-    return Start(*found[0])
+    chosen: list[Any] = [_chosen(store, from_scratch) if world.is_first else None]
+    dist.broadcast_object_list(chosen, src=0)
+    if isinstance(chosen[0], dict):
+        raise UserError(**chosen[0])
+    return Start(*chosen[0])
 
 
 def resume(engine: Engine, entry: Entry, world: World) -> Progress:
@@ -77,7 +77,7 @@ def resume(engine: Engine, entry: Entry, world: World) -> Progress:
     return progress
 
 
-def _found(store: CheckpointStore, from_scratch: bool) -> tuple[Entry | None, tuple[Note, ...]] | dict[str, Any]:
+def _chosen(store: CheckpointStore, from_scratch: bool) -> tuple[Entry | None, tuple[Note, ...]] | dict[str, Any]:
     """What rank 0 broadcasts: the checkpoint to resume from, or the arguments of the error that all ranks raise."""
     try:
         return _from_scratch(store) if from_scratch else _newest(store)
@@ -98,24 +98,24 @@ def _newest(store: CheckpointStore) -> tuple[Entry | None, tuple[Note, ...]]:
     if entry is None:
         require_none_saved(store.directory.parent, damaged)
         return None, ()
-    seen = {found.path for found in damaged}
-    damaged += [found for found in store.incomplete() if found.path not in seen]
-    return entry, tuple(_set_aside(store, found, entry.step) for found in damaged)
+    seen = {checkpoint.path for checkpoint in damaged}
+    damaged += [checkpoint for checkpoint in store.incomplete() if checkpoint.path not in seen]
+    return entry, tuple(_set_aside(store, checkpoint, entry.step) for checkpoint in damaged)
 
 
-def _set_aside(store: CheckpointStore, found: Damaged, step: int) -> Note:
+def _set_aside(store: CheckpointStore, damaged: Damaged, step: int) -> Note:
     try:
-        path = store.set_aside(found.path)
+        path = store.set_aside(damaged.path)
     except OSError as error:
         raise UserError(
             f"the damaged checkpoint cannot be renamed: {error.strerror}",
-            where=str(found.path),
+            where=str(damaged.path),
             rule="a damaged checkpoint is kept under another name, so that its step can be saved again",
             fix="move it away by hand, then run the same command",
             code=ExitCode.STOP,
         ) from error
-    logger.warning("checkpoint %s is damaged (%s); renamed to %s", found.path, found.reason, path.name)
-    details = {"checkpoint": found.path.name, "reason": found.reason, "path": str(path)}
+    logger.warning("checkpoint %s is damaged (%s); renamed to %s", damaged.path, damaged.reason, path.name)
+    details = {"checkpoint": damaged.path.name, "reason": damaged.reason, "path": str(path)}
     return Note(step=step, event="checkpoint_damaged", details=details, alarm=True)
 
 

@@ -57,7 +57,7 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
 
 
 def learnt(prepared: Prepared, loop: Loop, loss: float) -> list[str]:
-    """The model's bits per byte in a table of yardsticks.
+    """The model's bits per byte in a table of baselines.
 
     N-grams are only counted on a CPU: elsewhere, devices would wait for it.
 
@@ -78,8 +78,8 @@ def learnt(prepared: Prepared, loop: Loop, loss: float) -> list[str]:
             notes = [f"note: no n-grams were counted: {error}"]
     else:
         notes = ["n-gram models are compared on CPU runs only"]
-    head = "\nheld-out text, in bits per byte (8 as it is; less is better):"
-    return [head, *table(Yardstick(f"this model (loss {loss:.4f})", bits(loss)), others), *notes]
+    head = "\nheld-out text, bits per byte (8 = uncompressed, lower is better):"
+    return [head, *table(Baseline(f"this model (loss {loss:.4f})", bits(loss)), others), *notes]
 
 
 def sample_prompt(recipe: Recipe) -> str:
@@ -129,18 +129,18 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
 def _sample(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     tokenizer = prepared.tokenizer()
     prompt = sample_prompt(spec.recipe)
-    given, end = tokenizer.encode(prompt), tokenizer.eod
+    ids, end = tokenizer.encode(prompt), tokenizer.eod
     if spec.recipe.data.chat is not None:
-        asked = question(prepared, prompt)
-        prompt, given, end = asked.text, asked.ids, asked.end
-    ids = loop.engine.generate(
-        given,
+        chat = question(prepared, prompt)
+        prompt, ids, end = chat.text, chat.ids, chat.end
+    written = loop.engine.generate(
+        ids,
         max_new_tokens=SAMPLE_TOKENS,
         sampling=Sampling(seed=spec.recipe.train.seed),
         vocab_size=tokenizer.vocab_size,
         eod=end,
     )
-    console().print(f"\nsample:\n{prompt}{tokenizer.decode(list(ids))}", markup=False)
+    console().print(f"\nsample:\n{prompt}{tokenizer.decode(list(written))}", markup=False)
 
 
 COUNTED_TOKENS = 1 << 22
@@ -153,15 +153,15 @@ GZIP_WINDOW = 1 << 15
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class Baseline:
     """Something that predicts or compresses the held-out text."""
 
     name: str
     bits_per_byte: float
 
 
-def cheap(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float], float]) -> list[Yardstick]:
-    """What costs nothing at any size: guessing, and gzip of at most `COMPRESSED_BYTES`.
+def cheap(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float], float]) -> list[Baseline]:
+    """What costs nothing at any size: a uniform distribution, and gzip of at most `COMPRESSED_BYTES`.
 
     Args:
         recipe: gives the model's window.
@@ -171,16 +171,16 @@ def cheap(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float], f
     length = recipe.model.seq_length
     window = round(length * bytes_per_token(prepared, "valid", length))
     guess = bits_per_byte(math.log(prepared.manifest.tokenizer.vocab_size))
-    found = [Yardstick("guessing: every token equally likely", guess)]
+    baselines = [Baseline("uniform distribution over tokens", guess)]
     if window < GZIP_WINDOW:
         text = held_out_text(prepared, "valid", COMPRESSED_BYTES)
-        name = f"gzip -9 of pieces as long as the model's window, {window:,} bytes"
-        found.append(Yardstick(name, deflate_bits_per_byte(text, window)))
+        name = f"gzip -9 in pieces of the model's window, {window:,} bytes"
+        baselines.append(Baseline(name, deflate_bits_per_byte(text, window)))
     whole = gzip_bits_per_byte(prepared, "valid")
-    return [*found, Yardstick("gzip -9 of the whole text, which looks back 32 KiB", whole)]
+    return [*baselines, Baseline("gzip -9 of the whole text (window 32 KiB)", whole)]
 
 
-def counting(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float], float]) -> list[Yardstick]:
+def counting(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float], float]) -> list[Baseline]:
     """N-gram models of the sequences that the finished run was trained on, on those that it was evaluated on.
 
     Reads at most `COUNTED_TOKENS`, the first ones, and says so.
@@ -189,8 +189,8 @@ def counting(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float]
         recipe, prepared, bits_per_byte: as `cheap`.
 
     Raises:
-        UserError: the vocabulary is too large or the sequence too short for trigrams; or, as OSError, data that was
-            there a moment ago cannot be read.
+        UserError: the vocabulary is too large or the sequence too short for trigrams; or, as OSError, the data
+            can no longer be read.
     """
     vocab = prepared.manifest.tokenizer.vocab_size
     if vocab > MAX_VOCAB[3] or recipe.model.seq_length < 2:
@@ -203,14 +203,14 @@ def counting(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float]
     length = recipe.model.seq_length
     every = "the same" if len(seen) == drawn_samples(recipe, "train") else "the first"
     tokens = f"{every} {len(seen) * length:,} training tokens"
-    names = {1: f"how often each token occurs in {tokens}", 3: f"trigrams of {tokens}"}
+    names = {1: f"unigrams of {tokens}", 3: f"trigrams of {tokens}"}
     return [
-        Yardstick(name, bits_per_byte(float(-np.log(KneserNey(seen, vocab, order).probabilities(held_out)).mean())))
+        Baseline(name, bits_per_byte(float(-np.log(KneserNey(seen, vocab, order).probabilities(held_out)).mean())))
         for order, name in names.items()
     ]
 
 
-def table(model: Yardstick, others: list[Yardstick]) -> Iterator[str]:
+def table(model: Baseline, others: list[Baseline]) -> Iterator[str]:
     """Lines from the worst to the best, the model marked: what is above it, it has learnt to do better."""
     for row in sorted([model, *others], key=lambda row: -row.bits_per_byte):
         yield f"{'>' if row is model else ' '} {row.bits_per_byte:6.3f}  {row.name}"

@@ -65,13 +65,13 @@ def keep(uri: str, kept: Path) -> None:
         kept: the copy, on any file system.
     """
     path = _path(uri)
-    own = path.with_name(f".{path.name}.{os.getpid()}.copy")
-    # SQLite copies to the same disk: it needs locks there too.
-    with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(own)) as target:
+    copy = path.with_name(f".{path.name}.{os.getpid()}.copy")
+    # SQLite copies to the same disk: it needs locks on the target too.
+    with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
         source.backup(target)
     part = kept.with_name(f".{kept.name}.part")
-    shutil.copyfile(own, part)
-    own.unlink()
+    shutil.copyfile(copy, part)
+    copy.unlink()
     sync(part)
     part.replace(kept)
     sync(kept.parent)
@@ -99,7 +99,7 @@ def _create(path: Path, artifacts: str) -> None:
 
 
 LOCAL_DISK = "LLMRECIPES_LOCAL_DISK"
-"""Variable with a folder on the own disk of a pod, whose runs directory is on a file system of the network."""
+"""Variable with a folder on the local disk of a pod whose runs directory is on a network file system."""
 DATABASE = "mlflow.db"
 TRAINING_VIEW = "workflowType=machine_learning"
 """Parameter of pages of MLflow 3, which otherwise shows its pages for traces, whatever the kind of an experiment is."""
@@ -111,9 +111,9 @@ def tracking_uri(runs_dir: Path) -> str:
 
 
 def own_database(run_dir: Path) -> Path | None:
-    """Where a run without a server keeps its database while it trains: on the pod's own disk, else None.
+    """Where a run without a server keeps its database while it trains: on the pod's disk, else None.
 
-    SQLite relies on locks that file systems of a network do not always keep, and each point would wait for them.
+    SQLite relies on locks that network file systems do not always honor, and each point would wait for them.
     """
     disk = os.environ.get(LOCAL_DISK)
     if not disk or os.environ.get("MLFLOW_TRACKING_URI"):

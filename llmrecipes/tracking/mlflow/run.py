@@ -64,20 +64,22 @@ class MlflowRun:
 
     def _experiment(self) -> str:
         """Its id; it is marked as one of training, for UIs that choose their pages by an experiment's kind."""
-        found = self._client.get_experiment_by_name(self._config.experiment)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(self._config.experiment)
+        if experiment is None:
             kind = {KIND_TAG: TRAINING_KIND}
             return str(self._client.create_experiment(self._config.experiment, self._config.artifact_root, kind))
-        if KIND_TAG not in found.tags:  # of an earlier version; another kind is the user's choice
-            self._client.set_experiment_tag(found.experiment_id, KIND_TAG, TRAINING_KIND)
-        return str(found.experiment_id)
+        if KIND_TAG not in experiment.tags:  # of an earlier version; another kind is the user's choice
+            self._client.set_experiment_tag(experiment.experiment_id, KIND_TAG, TRAINING_KIND)
+        return str(experiment.experiment_id)
 
     def _find(self, experiment_id: str) -> Run:
         identity = self._identity()
         run = self._existing(identity.get("run_id"))
         if run is None:
-            found = self._client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{identity['key']}'", max_results=1)
-            run = found[0] if found else None
+            matches = self._client.search_runs(
+                [experiment_id], f"tags.`{KEY_TAG}` = '{identity['key']}'", max_results=1
+            )
+            run = matches[0] if matches else None
         if run is None:
             run = self._client.create_run(
                 experiment_id, run_name=self._config.run_name, tags={KEY_TAG: identity["key"]}

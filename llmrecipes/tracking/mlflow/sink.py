@@ -38,7 +38,7 @@ CUT = " ... [cut: the whole value is in the artifact recipe.yaml]"
 
 @dataclass(frozen=True, kw_only=True)
 class MlflowConfig(MirrorConfig):
-    """What the mirror of MLflow needs to know.
+    """Configuration of the MLflow mirror.
 
     Attributes:
         uri: MLflow store.
@@ -80,7 +80,7 @@ class MlflowSink(MirrorSink):
 
 
 def mlflow_config(start: RunStart) -> MlflowConfig:
-    """Configuration of the mirror; if the store is a local one, the user is told how to look at it."""
+    """Configuration of the mirror; for a local store, prints the command that opens it."""
     recipe, run_dir, runs_dir = start.recipe, start.run_dir, start.runs_dir
     database = own_database(run_dir)
     uri = tracking_uri(runs_dir) if database is None else sqlite_uri(database)
@@ -128,18 +128,18 @@ def add_metrics(run_dir: Path, runs_dir: Path, values: Mapping[str, float], step
         step: of all of them.
 
     Returns:
-        Why they are not there; None if they are.
+        Why they were not added; None if they were.
     """
     try:
         known = read_json(run_dir / RUN_FILE, root=run_dir, most=RECORD)
         uri, run_id = str(known["tracking_uri"]), str(known["run_id"])
     except (OSError, ValueError, KeyError, TypeError):
-        return "MLflow does not have this run: the results are in the run's directory alone"
+        return "MLflow does not have this run; the results are only in the run's directory"
     if not is_local(uri):  # without its password in the file
-        here = tracking_uri(runs_dir)
-        if redact(here) != uri:
-            return f"MLflow: the run is at {uri}; set MLFLOW_TRACKING_URI to add the results there"
-        uri = here
+        store = tracking_uri(runs_dir)
+        if redact(store) != uri:
+            return f"MLflow: the run is at {uri}; set MLFLOW_TRACKING_URI to add the results"
+        uri = store
     os.environ.update(process_environment())  # short timeouts, before the client is created
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
@@ -152,5 +152,7 @@ def add_metrics(run_dir: Path, runs_dir: Path, values: Mapping[str, float], step
             client.log_batch(run_id, metrics=metrics[start : start + 1000])
     except Exception as error:  # of MLflow, its database or its server
         reason = next(iter(str(error).splitlines()), "")[:200].replace(uri, redact(uri))
-        return f"MLflow does not have the results ({type(error).__name__}: {reason}); the run's directory has"
+        return (
+            f"the results were not sent to MLflow ({type(error).__name__}: {reason}); they are in the run's directory"
+        )
     return None

@@ -26,7 +26,7 @@ from llmrecipes.data.prepared import (
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train import summary
-from llmrecipes.train.summary import Yardstick, cheap, counting, table
+from llmrecipes.train.summary import Baseline, cheap, counting, table
 from tests.unit.data_recipes import corpus, recipe
 
 
@@ -85,10 +85,10 @@ def test_grams_are_counted_in_the_samples_of_the_run(made: tuple[Recipe, Prepare
         return np.array([[*s["tokens"].tolist(), int(s["labels"][-1])] for s in drawn])
 
     seen, held_out, vocab = rows("train"), rows("valid"), prepared.manifest.tokenizer.vocab_size
-    for yardstick, order in zip(counting(used, prepared, bits_of(made)), (1, 3), strict=True):
+    for baseline, order in zip(counting(used, prepared, bits_of(made)), (1, 3), strict=True):
         loss = -np.log(KneserNey(seen, vocab, order).probabilities(held_out)).mean()
-        assert yardstick.bits_per_byte == pytest.approx(bits_of(made)(loss))
-        assert f"the same {used.train.train_iters * used.train.global_batch_size * 64:,} " in yardstick.name
+        assert baseline.bits_per_byte == pytest.approx(bits_of(made)(loss))
+        assert f"the same {used.train.train_iters * used.train.global_batch_size * 64:,} " in baseline.name
 
 
 def test_a_long_run_is_not_read_to_its_end(made: tuple[Recipe, Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_long_run_is_not_read_to_its_end(made: tuple[Recipe, Prepared], monkey
 
 
 def test_the_table_goes_from_worst_to_best_and_marks_the_model() -> None:
-    model, others = Yardstick("this model", 2.0), [Yardstick("gzip", 1.6), Yardstick("guessing", 3.5)]
+    model, others = Baseline("this model", 2.0), [Baseline("gzip", 1.6), Baseline("guessing", 3.5)]
     assert [line.split() for line in table(model, others)] == [
         ["3.500", "guessing"],
         [">", "2.000", "this", "model"],
@@ -117,7 +117,7 @@ def test_devices_do_not_wait_for_counting(made: tuple[Recipe, Prepared], platfor
     assert any(line.startswith("n-gram") for line in lines) == (platform == "cuda")
 
 
-def test_a_finished_run_does_not_fail_over_its_yardsticks(
+def test_a_finished_run_does_not_fail_over_its_baselines(
     made: tuple[Recipe, Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreadable(*_args: object) -> None:
