@@ -23,9 +23,9 @@ import torch
 from torch.utils.data import Dataset
 
 from benchmarks.common import close, machine, parser, show
+from llmrecipes.data.conversations import best_fit
 from llmrecipes.data.dataset import build
 from llmrecipes.data.loader import batches
-from llmrecipes.data.packing import best_fit
 from llmrecipes.data.prepare import prepare
 from llmrecipes.engine.base import Batch, Engine
 from llmrecipes.engine.megatron.model.packing import attention_mask

@@ -24,8 +24,8 @@ from pathlib import Path
 import tokenizers
 
 from llmrecipes.data import checked, corpus, tokenizer
+from llmrecipes.data.corpus import EncoderSpec
 from llmrecipes.data.encode import load
-from llmrecipes.data.pool import EncoderSpec
 from llmrecipes.data.split import SplitRule
 from llmrecipes.data.steps import StepSpec
 from llmrecipes.data.write import write

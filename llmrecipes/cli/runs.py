@@ -184,9 +184,9 @@ def generate(
 
 def ui(port: PortOption = 5000, runs_dir: RunsOption = RUNS) -> None:
     """Open MLflow on all runs (localhost only)."""
-    from llmrecipes.tracking.ui import serve
+    from llmrecipes.tracking.web import serve_mlflow
 
-    serve(runs_dir, port)
+    serve_mlflow(runs_dir, port)
 
 
 def tensorboard(
@@ -204,9 +204,9 @@ def tensorboard(
     """Open TensorBoard on a run or on all runs (localhost only)."""
     from llmrecipes.rundir import Run
     from llmrecipes.tracking.runs import list_runs
-    from llmrecipes.tracking.tensorboard_ui import serve
+    from llmrecipes.tracking.web import serve_tensorboard
 
     run_dirs = [Path(found.path) for found in list_runs(runs_dir)] if run is None else [Run.find(run, runs_dir).path]
     if not run_dirs:
         raise UserError("no runs yet", where=str(runs_dir), fix="start one: llmrecipes train gpt-tiny")
-    serve(run_dirs, port)
+    serve_tensorboard(run_dirs, port)

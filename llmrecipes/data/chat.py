@@ -52,7 +52,7 @@ class Template:
         """Compile it, and try it where it can do no harm.
 
         Jinja's sandbox keeps a template from the machine, but lets it loop and allocate without limit. One that does so
-        for every conversation is seen here; one that does so for some texts only is not.
+        for every conversation is noticed; one that does so for some texts only is not.
 
         Raises:
             UserError: it is not a Jinja template, or takes too long or too much memory.
@@ -65,7 +65,7 @@ class Template:
                 lambda: (_render(self, asked), _render(self, asked, add_generation_prompt=True)),
                 TEMPLATE_SECONDS,
                 f"data.chat.chat_template: {self.origin}",
-                "a chat template writes a conversation of one message in an instant",
+                "a chat template renders a conversation of one message within seconds",
             )
             _render(self, asked)
         except UserError:
@@ -78,7 +78,7 @@ class Template:
             if type(error).__name__ != "TemplateSyntaxError":
                 return  # the template refuses this conversation, perhaps rightly
             raise UserError(
-                f"no chat template: {error}",
+                f"is not a chat template: {error}",
                 where=f"data.chat.chat_template: {self.origin}",
                 rule="a chat template is written in Jinja",
                 fix="correct it, or name another file in data.chat.chat_template",
@@ -108,13 +108,13 @@ class Template:
             limit: answers that begin at a later character may be missing.
 
         Raises:
-            UserError: what follows a message changes how it is written, so that answers cannot be told apart.
+            UserError: what follows a message changes how it is rendered, so that answers cannot be located.
             Exception: whatever the template raises.
         """
         if self.marks_answers:
             return _render(self, messages, marked=True)
         text, _ = _render(self, messages)
-        found = []
+        spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -122,18 +122,18 @@ class Template:
             whole, _ = _render(self, messages[: number + 1])
             if not (whole.startswith(before) and text.startswith(whole)):
                 raise UserError(
-                    f"it writes the first {number + 1} messages of a conversation of {len(messages)} differently than "
-                    "it writes them alone, so answers cannot be told from the rest",
+                    f"it renders the first {number + 1} of {len(messages)} messages differently from these messages "
+                    "by themselves, so answers cannot be located",
                     where=f"data.chat.chat_template: {self.origin}",
                     rule="a template marks answers with {% generation %}, or later messages do not change earlier ones",
                     fix="data.chat.template=qwen3 for a tokenizer of Qwen 3; or a copy of the template with "
                     "{% generation %} … {% endgeneration %} around what the assistant says, named in "
                     "data.chat.chat_template",
                 )
-            found.append((len(before), len(whole)))
+            spans.append((len(before), len(whole)))
             if len(whole) > limit:
                 break
-        return text, found
+        return text, spans
 
 
 def _render(
@@ -189,7 +189,7 @@ class Conversations(Encoded):
 
 
 def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[list[bytes]], Conversations]:
-    """Make the function that turns conversations (`rows.conversation`) into ids.
+    """Make the function that turns conversations (`sources.conversation`) into ids.
 
     Args:
         tokenizer_json: the tokenizer's `tokenizer.json`.

@@ -106,17 +106,17 @@ def require(
     Raises:
         UserError: the first file that is missing, differs, or has ids outside the vocabulary.
     """
-    found = {} if again else _known(folder, files)
-    if missing := {name: file for name, file in files.items() if name not in found}:
+    contents = {} if again else _known(folder, files)
+    if missing := {name: file for name, file in files.items() if name not in contents}:
         with _one_process(folder):
             if not again:
-                found = _known(folder, files)  # another process may have checked them
-                missing = {name: file for name, file in files.items() if name not in found}
+                contents = _known(folder, files)  # another process may have checked them
+                missing = {name: file for name, file in files.items() if name not in contents}
             if missing:
                 size = sum(file.bytes for file in missing.values())
                 log(f"checking {_size(size)} of prepared data in {folder}")
-                found |= _read(folder, missing, ids, log)
-    for name, content in found.items():
+                contents |= _read(folder, missing, ids, log)
+    for name, content in contents.items():
         if not 0 <= (content.smallest or 0) <= (content.largest or 0) < ids.vocab_size:
             raise _outside(folder / name, ids)
 
@@ -152,16 +152,16 @@ def hashes(folder: Path, files: Mapping[str, Path], log: Callable[[str], None]) 
                 stop.set()  # a signal need not wait for a large model
                 pool.shutdown(cancel_futures=True)
         _write(places, seen)
-        return known | {name: each.content.sha256 for name, each in seen.items()}
+        return known | {name: entry.content.sha256 for name, entry in seen.items()}
 
 
 def _hashed(places: Sequence[Path], files: Mapping[str, Path]) -> dict[str, str]:
     """Hashes of the files that have not changed since they were read."""
-    found: dict[str, str] = {}
+    hashed: dict[str, str] = {}
     for note in map(_load, places):
         same = (name for name, file in files.items() if name in note and note[name].is_same(_stat(file)))
-        found |= {name: note[name].content.sha256 for name in same}
-    return found
+        hashed |= {name: note[name].content.sha256 for name in same}
+    return hashed
 
 
 def _known(folder: Path, files: Mapping[str, File]) -> dict[str, Content]:
@@ -228,10 +228,10 @@ def _seen(stat: os.stat_result, content: Content) -> Seen:
     return Seen(mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino, content=content)
 
 
-def _another(file: Path, found: Content, expected: File) -> UserError:
-    what = f"SHA-256 is {found.sha256[:16]}…, it was written with {expected.sha256[:16]}…"
-    if found.bytes != expected.bytes:
-        what = f"has {found.bytes:,} bytes, it was written with {expected.bytes:,}"
+def _another(file: Path, content: Content, expected: File) -> UserError:
+    what = f"SHA-256 is {content.sha256[:16]}…, it was written with {expected.sha256[:16]}…"
+    if content.bytes != expected.bytes:
+        what = f"has {content.bytes:,} bytes, it was written with {expected.bytes:,}"
     return UserError(
         what,
         where=str(file),

@@ -1,20 +1,20 @@
-"""Samples of conversations: several in a sequence, or one and padding."""
+"""Samples of conversations: several in a sequence, or one and padding; and which ones share a sequence."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from llmrecipes.data import index, listing
-from llmrecipes.data.manifest import stem
-from llmrecipes.data.packing import Packed, alone, best_fit
-from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.documents import TokenFile
+from llmrecipes.data.manifest import open_array, stem
+from llmrecipes.data.prepared import Prepared, drawn_samples
 from llmrecipes.data.split import SPLITS, Split
-from llmrecipes.data.tokens import TokenFile
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -31,8 +31,8 @@ class ConversationFile:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each conversation; valid as long as this object."""
-        found: np.ndarray = self._index.sequence_lengths
-        return found
+        lengths: np.ndarray = self._index.sequence_lengths
+        return lengths
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of a conversation, and for each of them 1 if it is an answer's.
@@ -114,7 +114,7 @@ def write_order(recipe: Recipe, prepared: Prepared, split: Split, folder: Path, 
         sequences.append(len(packed))
         tokens, talks = tokens + int(positions.sum()), talks + len(positions)
     weights = [prepared.weights[number] for number in usable]
-    order = _order(sequences, weights, index.samples(recipe, split), (seed, SPLITS.index(split)))
+    order = _order(sequences, weights, drawn_samples(recipe, split), (seed, SPLITS.index(split)))
     np.save(folder / f"{split}-order.npy", order)
     filled = tokens / (sum(sequences) * length)
     how = "packed" if chat.packing else "padded, one in each (data.chat.packing is false)"
@@ -143,16 +143,16 @@ def _order(sequences: list[int], weights: list[float], samples: int, seed: tuple
     for number, count in enumerate(sequences):
         drawn = order[:, 0] == number
         passes, places = np.divmod(order[drawn, 1], count)
-        found = np.empty(len(places), np.int64)
-        for each in range(int(passes.max(initial=-1)) + 1):
-            shuffled = np.random.default_rng((*seed, number, each)).permutation(count)
-            found[passes == each] = shuffled[places[passes == each]]
-        order[drawn, 1] = found
+        sequence = np.empty(len(places), np.int64)
+        for turn in range(int(passes.max(initial=-1)) + 1):
+            shuffled = np.random.default_rng((*seed, number, turn)).permutation(count)
+            sequence[passes == turn] = shuffled[places[passes == turn]]
+        order[drawn, 1] = sequence
     return order
 
 
 def load(recipe: Recipe, prepared: Prepared, split: Split, folder: Path) -> ConversationDataset | None:
-    """Open a split: its arrays are mapped into memory, none is read as a whole.
+    """Open a split: its arrays are mapped into memory, no array is read completely.
 
     Args:
         recipe: gives the length of a sequence.
@@ -171,8 +171,94 @@ def load(recipe: Recipe, prepared: Prepared, split: Split, folder: Path) -> Conv
         return None
     files = [ConversationFile(prepared.path / stem(number, split), prepared.manifest.dtype) for number in usable]
     packed = [
-        Packed(*(listing.array(folder / f"{stem(number, split)}-{name}.npy") for name in ("members", "bounds")))
+        Packed(*(open_array(folder / f"{stem(number, split)}-{name}.npy") for name in ("members", "bounds")))
         for number in usable
     ]
-    order = listing.array(folder / f"{split}-order.npy")
+    order = open_array(folder / f"{split}-order.npy")
     return ConversationDataset(files, packed, order, recipe.model.seq_length, prepared.manifest.tokenizer.eod)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences of conversations.
+
+    Args:
+        members: numbers of conversations, sequence after sequence.
+        bounds: where each sequence begins in them, and their end.
+    """
+
+    members: np.ndarray
+    bounds: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+
+def alone(count: int) -> Packed:
+    """One conversation per sequence."""
+    return Packed(np.arange(count, dtype=np.int64), np.arange(count + 1, dtype=np.int64))
+
+
+def best_fit(lengths: np.ndarray, room: int, seed: int) -> Packed:
+    """Put conversations into as few sequences as best-fit decreasing finds.
+
+    Conversations are taken from the longest to the shortest, and each goes into the sequence with the least room that
+    is enough for it (Johnson 1974, "Fast algorithms for bin packing"). Sequences with the same room are
+    interchangeable, so all conversations of one length are placed together, and the work grows with the number of
+    different lengths instead of that of conversations (as in histogram packing: Krell et al., arXiv 2107.02027).
+
+    Args:
+        lengths: of each conversation, from 1 to `room`.
+        room: of a sequence.
+        seed: which of the conversations of one length share a sequence.
+    """
+    shuffled = np.random.default_rng(seed).permutation(len(lengths))
+    order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
+    sequence_of = np.empty(len(lengths), np.int64)  # in the order of `order`
+    sizes, counts = np.unique(-lengths, return_counts=True)
+    open_with: dict[int, np.ndarray] = {}  # room that is left -> sequences
+    rooms: list[int] = []  # its keys, in order
+    sequences = start = 0
+
+    def leave(room_left: int, numbers: np.ndarray) -> None:
+        if not room_left or not len(numbers):
+            return
+        if room_left not in open_with:
+            insort(rooms, room_left)
+            open_with[room_left] = numbers
+        else:
+            open_with[room_left] = np.concatenate([open_with[room_left], numbers])
+
+    def take(room_left: int, wanted: int) -> np.ndarray:
+        numbers = open_with[room_left]
+        if wanted >= len(numbers):
+            del open_with[room_left]
+            rooms.remove(room_left)
+            return numbers
+        open_with[room_left] = numbers[wanted:]
+        return numbers[:wanted]
+
+    for size, count in zip((-sizes).tolist(), counts.tolist(), strict=True):
+        left = count
+        while left:
+            place = bisect_left(rooms, size)
+            space = rooms[place] if place < len(rooms) else room
+            per_sequence = space // size  # one sequence after the other is filled: the fullest is the best fit
+            wanted = -(-left // per_sequence)
+            if place < len(rooms):
+                used = take(space, wanted)
+            else:
+                used = np.arange(sequences, sequences + wanted)
+                sequences += wanted
+            placed = min(left, per_sequence * len(used))
+            full, rest = divmod(placed, per_sequence)
+            sequence_of[start : start + placed] = np.repeat(used, per_sequence)[:placed]
+            leave(space - per_sequence * size, used[:full])
+            if rest:
+                leave(space - rest * size, used[full : full + 1])
+            start += placed
+            left -= placed
+    by_sequence = np.argsort(sequence_of, kind="stable")
+    bounds = np.zeros(sequences + 1, np.int64)
+    np.cumsum(np.bincount(sequence_of, minlength=sequences), out=bounds[1:])
+    return Packed(order[by_sequence].astype(np.int64), bounds)

@@ -1,8 +1,12 @@
-"""The documents of a prepared split one by one, and its tokens as one stream."""
+"""The tokens of a prepared split: slices of its files, documents one by one, or one stream."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -10,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from llmrecipes.data.manifest import stem
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import Split
-from llmrecipes.data.tokens import TokenFile
+from llmrecipes.untrusted import open_file
 
 CHUNK = 1 << 20
 """Tokens that are read at once."""
@@ -18,19 +22,19 @@ CHUNK = 1 << 20
 
 def token_files(prepared: Prepared, split: Split) -> list[IndexedDataset]:
     """The token files of a split: each a sequence of documents, which end with an end token."""
-    found = []
+    files = []
     for number, source in enumerate(prepared.manifest.sources):
         if source.splits[split].documents:
             name = stem(number, split)
             tokens = IndexedDataset(str(prepared.path / name), mmap=False)
             tokens.bin_reader = TokenFile(prepared.path / f"{name}.bin")
-            found.append(tokens)
-    return found
+            files.append(tokens)
+    return files
 
 
 def without_end(tokens: Sequence[int] | np.ndarray, eod: int) -> list[int]:
     """A document's token ids without its end token."""
-    ids = [int(each) for each in tokens]
+    ids = [int(token) for token in tokens]
     return ids[:-1] if ids and ids[-1] == eod else ids
 
 
@@ -59,3 +63,35 @@ def token_stream(prepared: Prepared, split: Split, overlap: int, size: int = CHU
         for start in range(0, total, size):
             first = max(0, start - overlap)
             yield file.read(kind, min(total, start + size) - first, first * kind.itemsize)
+
+
+class TokenFile:
+    """Reads slices of a `.bin` file, for megatron-core's `IndexedDataset.bin_reader`.
+
+    Not memory-mapped: if a mapped file is truncated or its disk fails, the process is killed by SIGBUS; this read
+    fails with an `OSError` that names the file. Forked processes share the open file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._stream = open_file(file)
+
+    def read(self, dtype: Any, count: int, offset: int) -> np.ndarray:
+        """`count` ids from a byte offset.
+
+        Raises:
+            OSError: they cannot be read, or the file is too short.
+        """
+        missing = int(count) * np.dtype(dtype).itemsize
+        parts: list[bytes] = []
+        while missing:
+            try:
+                part = os.pread(self._stream.fileno(), missing, int(offset))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._file)) from error
+            if not part:
+                raise OSError(errno.EIO, f"ends at byte {offset:,}", str(self._file))
+            parts.append(part)
+            missing -= len(part)
+            offset += len(part)
+        return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), dtype)

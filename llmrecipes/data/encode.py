@@ -1,6 +1,6 @@
 """Text to token ids, fast: what the worker processes of `prepare` run. Imports neither torch nor megatron.
 
-The byte-level BPE trained here splits text into words with `WORDS` before it merges bytes. A word's tokens depend only
+The byte-level BPE of `prepare` splits text into words with `WORDS` before it merges bytes. A word's tokens depend only
 on the word, so they are looked up in a table that the library fills: the same ids as `Tokenizer.encode`, three times
 as fast, because words repeat and the library tracks the origin of every byte. `WORDS` uses explicit ranges, so that
 Python's `re` and the tokenizer's Oniguruma agree on every character, independent of their Unicode versions.
@@ -69,11 +69,11 @@ def pieces(text: str, limit: int = _MAX_PIECE) -> Iterator[str]:
     """Split a long text where `WORDS` splits it anyway, so that memory stays bounded."""
     start = 0
     while len(text) - start > limit:
-        found = _CUT.search(text, start + limit)
-        if found is None:
+        cut = _CUT.search(text, start + limit)
+        if cut is None:
             break
-        yield text[start : found.start()]
-        start = found.start()
+        yield text[start : cut.start()]
+        start = cut.start()
     yield text[start:] if start else text
 
 
@@ -107,8 +107,8 @@ def _by_word(tokenizer: tokenizers.Tokenizer, eod: int, dtype: str) -> Encode:
 
 def _by_library(tokenizer: tokenizers.Tokenizer, eod: int, dtype: str) -> Encode:
     def encode(documents: list[bytes]) -> Encoded:
-        found = tokenizer.encode_batch_fast([document.decode() for document in documents], add_special_tokens=False)
-        rows = [np.array([*encoding.ids, eod], dtype) for encoding in found]
+        encodings = tokenizer.encode_batch_fast([document.decode() for document in documents], add_special_tokens=False)
+        rows = [np.array([*encoding.ids, eod], dtype) for encoding in encodings]
         return Encoded(b"".join(row.tobytes() for row in rows), [len(row) for row in rows])
 
     return encode

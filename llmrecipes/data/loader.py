@@ -1,9 +1,10 @@
-"""Micro-batches of a rank, in an order that depends only on the consumed samples."""
+"""Micro-batches of a rank, in an order that depends only on the consumed samples; and why a read has failed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Generator, Iterator
 from functools import partial
 from multiprocessing.connection import wait
@@ -13,8 +14,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from llmrecipes.data import manifest
+from llmrecipes.data.manifest import read_listing, require_listed
+from llmrecipes.data.prepared import Prepared, index_folder
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import end_with_parent
+from llmrecipes.recipe.schema import Recipe
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -155,7 +160,7 @@ class _Reads(Dataset[Any]):
             return error
         except IndexError as error:
             return UserError(
-                f"the order of samples names what is not there: {error}",
+                f"the order of samples names a sample that does not exist: {error}",
                 where=f"sample {number:,}",
                 rule="an index belongs to the tokens beside it",
                 fix="delete the index/ folder of the prepared data and prepare again",
@@ -205,3 +210,52 @@ def _begin_worker(trainer: int, _worker: int) -> None:
 
     signal.signal(signal.SIGTERM, first)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def read_error(error: ReaderLost | OSError, recipe: Recipe, prepared: Prepared) -> UserError:
+    """The error for it: `STOP` if prepared data has changed, `REQUEUE` if a restart may succeed.
+
+    Args:
+        error: what the loader raised.
+        recipe: of the run.
+        prepared: its data, whose files are checked again.
+    """
+    try:
+        folder = index_folder(recipe, prepared)
+        manifest.check_sizes(prepared.path, prepared.manifest)
+        require_listed(folder, read_listing(folder)[0])
+    except (UserError, OSError) as changed:
+        what, where = (changed.what, changed.where) if isinstance(changed, UserError) else (str(changed), "")
+        return UserError(
+            f"prepared data changed during the run: {what}",
+            where=where,
+            rule="prepared data stays as it is while a run reads it",
+            fix="copy the file again from where it was prepared, or delete the folder and prepare again; then resume",
+            code=ExitCode.STOP,
+        )
+    host = socket.gethostname()
+    if isinstance(error, OSError):
+        return UserError(
+            f"cannot read prepared data on {host}: {error.strerror or error}",
+            where=str(error.filename or prepared.path),
+            fix=f"look at the file system of {host} (dmesg), then resume",
+            code=ExitCode.REQUEUE,
+        )
+    return UserError(
+        f"data loader process {error.pid} on {host} {_end(error.exitcode)}",
+        where="data.num_workers",
+        fix=_FIXES.get(-error.exitcode, f"look at the log of {host} (dmesg), then resume"),
+        code=ExitCode.REQUEUE,
+    )
+
+
+_FIXES: dict[int, str] = {
+    signal.SIGKILL: "most often by the kernel, out of memory: more memory for the job, or a smaller data.num_workers "
+    "or data.prefetch_factor",
+    signal.SIGBUS: "most often /dev/shm is full: make it larger (docker run --shm-size), or a smaller data.num_workers "
+    "or data.prefetch_factor",
+}
+
+
+def _end(exitcode: int) -> str:
+    return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with exit code {exitcode}"

@@ -1,13 +1,20 @@
-"""The manifest of a prepared folder, and checks of the folder against it."""
+"""The manifest of a prepared folder, the listings of its sample indices, and checks of files against both.
+
+megatron-core would read the arrays of an index with `allow_pickle`, which can run code. Therefore every file of an
+index must be listed, and an array is opened only if its header declares plain integers.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from llmrecipes import untrusted
 from llmrecipes.data.split import Split
 from llmrecipes.errors import UserError
 from llmrecipes.untrusted import open_file, read
@@ -185,9 +192,9 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     """
     for name, expected in manifest.files.items():
         file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != expected.bytes:
-            size = "is missing" if found is None else f"has {found:,} bytes"
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != expected.bytes:
+            size = "is missing" if actual is None else f"has {actual:,} bytes"
             raise UserError(
                 f"{size}, the manifest says {expected.bytes:,}",
                 where=str(file),
@@ -227,13 +234,103 @@ def _check_index(file: Path, counts: Counts, dtype: str) -> None:
         except struct.error:
             magic = b""
     if magic != _IDX_MAGIC or version != 1:
-        raise UserError("no megatron-core index", where=str(file), fix=_AGAIN)
-    found = (_IDX_DTYPES.get(code), sequences, ends, pointer // itemsize + length)
-    if found != (dtype, documents, documents + 1, counts.tokens):
+        raise UserError("is not a megatron-core index", where=str(file), fix=_AGAIN)
+    indexed = (_IDX_DTYPES.get(code), sequences, ends, pointer // itemsize + length)
+    if indexed != (dtype, documents, documents + 1, counts.tokens):
         raise UserError(
-            f"indexes {sequences:,} documents and {found[3]:,} tokens of {found[0]}; "
+            f"indexes {sequences:,} documents and {indexed[3]:,} tokens of {indexed[0]}; "
             f"the manifest says {documents:,}, {counts.tokens:,} and {dtype}",
             where=str(file),
             rule="an index belongs to the .bin beside it",
             fix=_AGAIN,
         )
+
+
+LISTING = "index.json"
+_LISTING_RULE = "a folder of sample indices is what `prepare` wrote"
+
+_HASHED = TypeAdapter(dict[str, File])
+_SIZES = TypeAdapter(dict[str, int])  # the format before hashes were added
+
+
+def listing_text(files: dict[str, File]) -> str:
+    """A listing in its file format."""
+    return _HASHED.dump_json(files, indent=1).decode() + "\n"
+
+
+def read_listing(folder: Path) -> tuple[dict[str, int], dict[str, File] | None]:
+    """Sizes of the listed files, and their hashes; no hashes in a folder of an earlier version.
+
+    Raises:
+        OSError: there is no listing.
+        UserError: it is damaged.
+    """
+    content = untrusted.read(folder / LISTING, root=folder)
+    try:
+        files = _HASHED.validate_json(content)
+        return {name: file.bytes for name, file in files.items()}, files
+    except ValidationError as error:
+        try:
+            return _SIZES.validate_json(content), None
+        except ValidationError:
+            raise UserError(
+                "is not a file listing", where=str(folder / LISTING), rule=_LISTING_RULE, fix=_prepare_again(folder)
+            ) from error
+
+
+def listings(prepared: Path) -> Iterator[tuple[Path, dict[str, File]]]:
+    """All folders of sample indices in a prepared folder that have hashes, checked by `require_listed`."""
+    for mark in sorted(prepared.glob(f"index/*/{LISTING}")):
+        sizes, files = read_listing(mark.parent)
+        require_listed(mark.parent, sizes)
+        if files is not None:
+            yield mark.parent, files
+
+
+def require_listed(folder: Path, sizes: dict[str, int]) -> None:
+    """Every listed file has its size, arrays have a header of plain integers, and there is no other file.
+
+    Raises:
+        UserError: the first that is missing, truncated, not such an array or not listed.
+    """
+    # NFS renames a deleted file that is still open elsewhere to such a name.
+    present = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".nfs")} - {LISTING}
+    if foreign := sorted(present - set(sizes)):
+        raise UserError(
+            f"is not listed in {LISTING}",
+            where=str(folder / foreign[0]),
+            rule=_LISTING_RULE,
+            fix=_prepare_again(folder),
+        )
+    for name, size in sizes.items():
+        file = folder / name
+        actual = file.stat().st_size if name in present and file.is_file() else None
+        if actual != size:
+            what = f"is missing, expected {size} bytes" if actual is None else f"has {actual} bytes, expected {size}"
+            raise UserError(what, where=str(file), rule=_LISTING_RULE, fix=_prepare_again(folder))
+        if file.suffix != ".txt":
+            open_array(file)
+
+
+def open_array(file: Path) -> np.memmap:
+    """A memory-mapped array of an index; only its header is read.
+
+    Raises:
+        UserError: not a complete `.npy` file of plain integers.
+    """
+    try:
+        # It supports neither archives nor pickles.
+        opened = np.lib.format.open_memmap(untrusted.real(file), mode="r")
+        if opened.dtype.kind not in "iu" or opened.offset + opened.nbytes != file.stat().st_size:
+            raise ValueError(f"{opened.nbytes} bytes of {opened.dtype} in {file.stat().st_size}")
+    except Exception as error:  # of any kind: the header is the source of a Python literal
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+        fix = _prepare_again(file.parent)
+        raise UserError(
+            f"is not an index: {reason}", where=str(file), rule="an index is a .npy file of integers", fix=fix
+        ) from error
+    return opened
+
+
+def _prepare_again(folder: Path) -> str:
+    return f"delete {folder} and prepare again"

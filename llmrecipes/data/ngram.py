@@ -1,4 +1,4 @@
-"""An n-gram model as a baseline: what counting alone learns from the same tokens."""
+"""An n-gram model as a baseline: what counting learns from the same tokens."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class KneserNey:
         Returns:
             [samples, length - 1]; a token near the beginning of its row has a shorter context.
         """
-        found = np.full((rows.shape[0], rows.shape[1] - 1), 1.0 / self._vocab)
+        chances = np.full((rows.shape[0], rows.shape[1] - 1), 1.0 / self._vocab)
         for n, order in enumerate(self._orders, 1):
             first = max(0, n - 2)  # the first token with n - 1 others before it
             grams = _grams(rows if n > 1 else rows[:, 1:], self._vocab, n)
-            found[:, first:] = order.interpolate(grams, found[:, first:], self._vocab)
-        return found
+            chances[:, first:] = order.interpolate(grams, chances[:, first:], self._vocab)
+        return chances
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Order:
     """For each n-gram: its discounted count over the count of its context."""
     contexts: Ids
     left: Floats
-    """For each context: the probability mass given to the order below."""
+    """For each context: the probability mass left to the order below."""
 
     @classmethod
     def of(cls, grams: Ids, counts: Ids, vocab: int) -> _Order:

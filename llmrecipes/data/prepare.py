@@ -19,7 +19,16 @@ import llmrecipes
 from llmrecipes.data import checked, sources
 from llmrecipes.data import manifest as manifests
 from llmrecipes.data.manifest import ChatRecord, File, Manifest, TokenizerRecord
-from llmrecipes.data.prepared import TOKENIZER, Prepared, content, fingerprint, max_length, open_prepared
+from llmrecipes.data.prepared import (
+    TOKENIZER,
+    Prepared,
+    check_index,
+    content,
+    fingerprint,
+    index_usable,
+    max_length,
+    open_prepared,
+)
 from llmrecipes.data.steps import StepSpec, step_spec
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import transformer_engine_obstacle
@@ -55,16 +64,14 @@ def prepare(
     Raises:
         UserError: sources or tokenizer unusable, folder damaged or not writable.
     """
-    from llmrecipes.data import index
-
     log = progress or (lambda line: None)
     target = data_dir / fingerprint(recipe)
     if target.is_dir():
         prepared = open_prepared(recipe, data_dir)
         prepared.check(prepared.manifest.files, log)
         _warn_if_changed(recipe, prepared, log)
-        if index.usable(recipe, prepared):  # also where the folder is read-only
-            index.check(recipe, prepared, log)
+        if index_usable(recipe, prepared):  # also where the folder is read-only
+            check_index(recipe, prepared, log)
             log(f"data is prepared in {target}")
             return prepared
     transformer_engine_obstacle()  # before megatron-core is imported
@@ -72,9 +79,10 @@ def prepare(
         if not target.is_dir():
             _build(recipe, target, workers or max(1, int(cpu_cores())), log)
         prepared = open_prepared(recipe, data_dir)
-        from llmrecipes.data import build_index  # loads megatron-core, which costs seconds where all is prepared
+        # Loads megatron-core, which costs seconds where all is prepared.
+        from llmrecipes.data.dataset import build_order
 
-        build_index.build(recipe, prepared, log)
+        build_order(recipe, prepared, log)
     return prepared
 
 
@@ -102,7 +110,7 @@ def _fill(
     from megatron.core.datasets.indexed_dataset import DType
 
     from llmrecipes.data import templates
-    from llmrecipes.data.pool import EncoderSpec
+    from llmrecipes.data.corpus import EncoderSpec
     from llmrecipes.data.write import write
 
     every, steps = recipe.data.sources, step_spec(recipe.data)
@@ -158,7 +166,7 @@ def _chat(recipe: Recipe, part: Path) -> ChatSpec | None:
 
 def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str], None]) -> TokenizerRecord:
     from llmrecipes.data import corpus, tokenizer
-    from llmrecipes.data.marked import special_tokens
+    from llmrecipes.data.templates import special_tokens
 
     section, sample_bytes = recipe.data.tokenizer, None
     if section.type == "bpe":
@@ -189,7 +197,7 @@ def _warn_if_changed(recipe: Recipe, prepared: Prepared, log: Callable[[str], No
         try:
             now = sources.listing(source)
         except (UserError, OSError):
-            continue  # prepared elsewhere: the sources need not exist here
+            continue  # prepared elsewhere: the sources need not exist on this machine
         then = record.files
         if now and then and now.sha256 != then.sha256:
             log(

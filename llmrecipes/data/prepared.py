@@ -1,19 +1,28 @@
-"""A prepared folder, opened: found by the recipe's fingerprint, checked, and read."""
+"""A prepared folder: its fingerprint, its checks, the order of a run's samples, and held-out text for bits per byte.
+
+The order of samples is megatron-core's indices in `<prepared folder>/index/<key>/`. It depends on sequence length,
+seed, number of samples and weights; `prepare` builds it once, and training only loads it.
+"""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import importlib.metadata
 import json
 import logging
+import math
+import os
+import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmrecipes.commandline import command_line
-from llmrecipes.data import checked, listing
+from llmrecipes.data import checked
 from llmrecipes.data import manifest as manifests
-from llmrecipes.data.manifest import Manifest
+from llmrecipes.data.manifest import LISTING, Manifest, listings, read_listing, require_listed
 from llmrecipes.data.split import SPLITS, Split, check_disjoint
 from llmrecipes.data.steps import selected
 from llmrecipes.data.tokenizer import TextTokenizer, read
@@ -30,7 +39,7 @@ NOT_IN_TOKENS: dict[str, Any] = {
     "num_workers": True,
     "prefetch_factor": True,
     "pin_memory": True,
-    # How often a source is drawn from: part of the sample order (`index.folder`).
+    # How often a source is drawn from: part of the sample order (`index_folder`).
     "sources": {"__all__": {"weight"}},
     # How they are put into sequences: too.
     "chat": {"packing"},
@@ -97,7 +106,7 @@ class Prepared:
             UserError: the first difference.
         """
         self.check(self.manifest.files, logger.info, again=True)
-        for folder, files in listing.every(self.path):
+        for folder, files in listings(self.path):
             within = {f"{folder.relative_to(self.path)}/{name}": file for name, file in files.items()}
             checked.require(self.path, within, self.ids, logger.info, again=True)
         return check_disjoint(
@@ -120,17 +129,17 @@ def content(recipe: Recipe) -> dict[str, object]:
     data = recipe.data.model_dump(mode="json", exclude=NOT_IN_TOKENS)
     for source in data["sources"]:
         if source["max_tokens"] is None:
-            del source["max_tokens"]  # what was prepared before there was this key is found
+            del source["max_tokens"]  # data prepared before this key existed keeps its fingerprint
     chosen = selected(recipe.data)
     for name in declared(type(recipe.data), DataStep):
         if name not in chosen:
-            del data[name]  # what was prepared before there was this step is found
+            del data[name]  # likewise before this step existed
     if recipe.data.chat is None:
-        del data["chat"]  # what was prepared before there were conversations is found
+        del data["chat"]  # likewise before conversations
     else:
         data["chat"]["max_length"] = max_length(recipe)
         if recipe.data.chat.template is None:
-            del data["chat"]["template"]  # likewise what was prepared before there were names of templates
+            del data["chat"]["template"]  # likewise before named templates
     return {**data, "vocab_size": recipe.model.vocab_size}
 
 
@@ -175,3 +184,139 @@ def open_prepared(recipe: Recipe, data_dir: Path) -> Prepared:
         )
     manifests.check_sizes(path, manifest)
     return Prepared(path, manifest, tuple(source.weight for source in recipe.data.sources))
+
+
+HeldOutSplit = Literal["valid", "test"]
+
+
+def held_out_name(split: HeldOutSplit) -> str:
+    """File name of a held-out split's text."""
+    return f"{split}.txt.gz"
+
+
+def held_out_text(prepared: Prepared, split: HeldOutSplit = "valid", max_bytes: int | None = None) -> bytes:
+    """The split's documents, concatenated in order, as UTF-8; at most `max_bytes`."""
+    path: Path = prepared.path / held_out_name(split)
+    if split not in prepared.manifest.held_out:
+        return b""
+    with gzip.open(path) as stream:
+        return stream.read(-1 if max_bytes is None else max_bytes)
+
+
+def bytes_per_token(prepared: Prepared, split: HeldOutSplit = "valid", seq_length: int = 1) -> float:
+    """Bytes of text per token of the split, including end tokens, weighted by source like the samples.
+
+    Args:
+        prepared: the opened folder.
+        split: valid or test.
+        seq_length: sources shorter than one such sequence are excluded, as in training.
+
+    Returns:
+        Bytes per token; NaN if the split is empty.
+    """
+    counts = [prepared.manifest.sources[n].splits[split] for n in prepared.usable(split, seq_length)]
+    weights = [prepared.weights[n] for n in prepared.usable(split, seq_length)]
+    if not counts:
+        return math.nan
+    return sum(w * c.bytes / c.tokens for w, c in zip(weights, counts, strict=True)) / sum(weights)
+
+
+def bits_per_byte(loss: float, prepared: Prepared, split: HeldOutSplit = "valid", seq_length: int = 1) -> float:
+    """A mean loss in nats per token as bits per byte of text."""
+    return loss / math.log(2) / bytes_per_token(prepared, split, seq_length)
+
+
+def gzip_bits_per_byte(prepared: Prepared, split: HeldOutSplit = "valid") -> float:
+    """Bits per byte that `gzip -9` needs for the same text; NaN where the split is empty."""
+    held = prepared.manifest.held_out.get(split)
+    return 8 * held.gzip_bytes / held.bytes if held and held.bytes else math.nan
+
+
+def deflate_bits_per_byte(text: bytes, window: int) -> float:
+    """Bits per byte where each piece of the text is compressed by itself, as `gzip -9` does but without its header.
+
+    Args:
+        text: compressed in pieces, the last one of which may be shorter.
+        window: bytes of a piece.
+    """
+    pieces = (text[start : start + window] for start in range(0, len(text), window))
+    return 8 * sum(len(zlib.compress(piece, 9, wbits=-zlib.MAX_WBITS)) for piece in pieces) / len(text)
+
+
+def drawn_samples(recipe: Recipe, split: Split) -> int:
+    """Samples a run draws from a split; every evaluation uses the same ones."""
+    train = recipe.train
+    return (train.train_iters if split == "train" else train.eval_iters) * train.global_batch_size
+
+
+def index_folder(recipe: Recipe, prepared: Prepared) -> Path:
+    """Folder of this recipe's indices."""
+    identity = {
+        "seq_length": recipe.model.seq_length,
+        "seed": recipe.train.seed,
+        "samples": {split: drawn_samples(recipe, split) for split in SPLITS},
+        "weights": prepared.weights,
+        "megatron-core": importlib.metadata.version("megatron-core"),
+    }
+    if recipe.data.chat is not None:
+        identity["packing"] = recipe.data.chat.packing
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return prepared.path / "index" / name
+
+
+def index_usable(recipe: Recipe, prepared: Prepared) -> bool:
+    """Whether there is nothing to build: the indices exist, with hashes or on a read-only file system.
+
+    Raises:
+        UserError: the list of their files is damaged.
+    """
+    path = index_folder(recipe, prepared)
+    if not (path / LISTING).is_file():
+        return False
+    return read_listing(path)[1] is not None or not os.access(path.parent, os.W_OK)
+
+
+def check_index(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> Path:
+    """The folder of the indices, after checking that every file in it is as `prepare` wrote it.
+
+    Args:
+        recipe: whose indices.
+        prepared: the opened folder.
+        log: called when files are read.
+
+    Raises:
+        UserError: not built for this recipe, or a file is missing, changed, not a plain array or not listed.
+    """
+    path = index_folder(recipe, prepared)
+    try:
+        sizes, files = read_listing(path)
+    except OSError as error:
+        raise UserError(
+            f"the sample order of recipe {recipe.name!r} is not prepared for this length, seed and batch",
+            where=str(path),
+            fix=command_line("prepare", recipe.name, data_dir=prepared.path.parent) + ", with the same overrides",
+        ) from error
+    require_listed(path, sizes)
+    if files is None:
+        log(f"note: {path / LISTING} has no hashes; only sizes and headers of the sample order are checked")
+    else:
+        within = {f"{path.relative_to(prepared.path)}/{name}": file for name, file in files.items()}
+        checked.require(prepared.path, within, prepared.ids, log)
+    return path
+
+
+def require_training(recipe: Recipe, prepared: Prepared) -> None:
+    """Every source must hold one training sequence, or its weight could not be kept.
+
+    Raises:
+        UserError: the first one that does not.
+    """
+    usable = prepared.usable("train", recipe.model.seq_length)
+    for n, source in enumerate(prepared.manifest.sources):
+        if n not in usable:
+            raise UserError(
+                f"source {source.label!r} has {source.splits['train'].tokens:,} training tokens",
+                where=f"data.sources[{n}]",
+                rule=f"one sequence takes {recipe.model.seq_length + 1:,} (model.seq_length + 1)",
+                fix="add text to the source, take it out, or lower model.seq_length",
+            )

@@ -38,7 +38,7 @@ class StepSpec:
 
     Args:
         rule: assigns the split.
-        chat: the documents are conversations (`rows.conversation`).
+        chat: the documents are conversations (`sources.conversation`).
         steps: key, `module:name` and the key's value as JSON, in order.
     """
 

@@ -1,4 +1,4 @@
-"""Tokenizers, trained here or loaded from Hugging Face, stored as one `tokenizer.json` beside their tokens."""
+"""Tokenizers, trained by `prepare` or loaded from Hugging Face, stored as one `tokenizer.json` beside their tokens."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def read(file: Path, eod: int, identity: str) -> TextTokenizer:
         content = untrusted.read(file)
     except OSError as error:
         raise UserError(f"cannot read: {error.strerror}", where=str(file), fix=fix) from error
-    if (found := hashlib.sha256(content).hexdigest()) != identity:
+    if (digest := hashlib.sha256(content).hexdigest()) != identity:
         raise UserError(
-            f"SHA-256 is {found[:16]}…, the manifest says {identity[:16]}…",
+            f"SHA-256 is {digest[:16]}…, the manifest says {identity[:16]}…",
             where=str(file),
             rule="the tokenizer is the one that made the tokens",
             fix=fix,
         )
     try:
         return TextTokenizer(load(content.decode()), eod, identity)
-    except Exception as error:  # the library has no exceptions of its own
+    except Exception as error:  # the library defines no exceptions
         raise UserError(f"is not a tokenizer: {str(error)[:200]}", where=str(file), fix=fix) from error
 
 
@@ -146,9 +146,9 @@ def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Toke
         UserError: not found or not reachable, no end-of-text token, more ids than `vocab_size`.
     """
     where = "data.tokenizer"
-    found = _huggingface(section)
-    backend = tokenizers.Tokenizer.from_str(found.backend_tokenizer.to_str())
-    eod = found.eos_token_id if found.eos_token_id is not None else backend.token_to_id(EOD)
+    loaded = _huggingface(section)
+    backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    eod = loaded.eos_token_id if loaded.eos_token_id is not None else backend.token_to_id(EOD)
     if eod is None:
         raise UserError(
             f"tokenizer {section.path!r} has no end-of-text token",
@@ -172,11 +172,11 @@ def huggingface_template(section: Section) -> tuple[str | None, dict[str, str]]:
     Raises:
         UserError: not found or not reachable.
     """
-    found = _huggingface(section)
-    template = found.chat_template
+    loaded = _huggingface(section)
+    template = loaded.chat_template
     if isinstance(template, dict):  # several, by purpose
         template = template.get("default")
-    return template, {name: token for name, token in found.special_tokens_map.items() if isinstance(token, str)}
+    return template, {name: token for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
 
 
 def huggingface_special(section: Section) -> set[str]:
@@ -220,7 +220,7 @@ def require_bounded(section: Section) -> None:
         load_and_use,
         TOKENIZER_SECONDS,
         f"data.tokenizer: {section.path}",
-        "a tokenizer splits a short text in an instant",
+        "a tokenizer splits a short text within seconds",
     )
 
 
@@ -233,15 +233,15 @@ def _huggingface(section: Section) -> Any:
         raise UserError("a tokenizer of type huggingface has no path", where=where, fix="set data.tokenizer.path")
     require_bounded(section)
     try:
-        found = AutoTokenizer.from_pretrained(
+        loaded = AutoTokenizer.from_pretrained(
             section.path, revision=section.revision or "main", trust_remote_code=False
         )
-        found.backend_tokenizer.to_str()
-    except Exception as error:  # HTTP, DNS, missing files, unknown classes: each library below has its own errors
+        loaded.backend_tokenizer.to_str()
+    except Exception as error:  # HTTP, DNS, missing files, unknown classes: each library below raises other errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"cannot load tokenizer {section.path!r}: {reason}",
             where=where,
             fix="name a tokenizer with a tokenizer.json; check that this machine reaches the Hub (HF_ENDPOINT)",
         ) from error
-    return found
+    return loaded

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from llmrecipes.console import duration
-from llmrecipes.data import heldout, sources
+from llmrecipes.data import sources
 from llmrecipes.data.chat import REJECTED, Conversations
-from llmrecipes.data.corpus import Tally, batches
+from llmrecipes.data.corpus import EncoderSpec, Tally, Worked, batches, encode_all
 from llmrecipes.data.manifest import ChatCounts, Counts, HeldOut, SourceFiles, SourceRecord, stem
-from llmrecipes.data.pool import EncoderSpec, Worked, encode_all
+from llmrecipes.data.prepared import held_out_name
 from llmrecipes.data.split import SPLITS, Split
 from llmrecipes.data.steps import DUPLICATES, EMPTY, UNDECODABLE, Document
 from llmrecipes.errors import UserError
@@ -183,7 +183,7 @@ class _Output:
         self.parts[key].add(document, ids, answers or b"")
         if document.split != "train" and answers is None:
             if document.split not in self.texts:
-                file = self._folder / heldout.name(document.split)
+                file = self._folder / held_out_name(document.split)
                 self.texts[document.split] = _Text(file, self._stack)
             self.texts[document.split].add(document.text)
 

@@ -18,8 +18,7 @@ from lm_eval.api.task import ConfigurableTask
 
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.sandbox import bounded
-from llmrecipes.evaluation.task_files import checked, require_loader
-from llmrecipes.evaluation.task_schema import LOADERS, Task
+from llmrecipes.evaluation.task_files import LOADERS, Task, checked, require_loader
 
 READERS = (Arrow, Csv, Json, Parquet, Text)
 """What `datasets` reads the files with: the classes of `LOADERS`."""

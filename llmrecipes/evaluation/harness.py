@@ -23,15 +23,15 @@ from lm_eval.api.model import TemplateLM
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.lead import Interrupted, Lead
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.perplexity import windows
+from llmrecipes.evaluation.request import Result
 from llmrecipes.evaluation.sandbox import sandboxed_templates
 from llmrecipes.evaluation.tasks import Tasks
-from llmrecipes.evaluation.windows import windows
 
 SEED = 1234
 """Of few-shot examples: the harness's default."""
 BOOTSTRAP = 1000
-"""Resamples for the standard error of metrics that are no mean; the harness takes 100,000, in processes of its own."""
+"""Resamples for the standard error of metrics that are not a mean; the harness takes 100,000, in separate processes."""
 ANSWER = 256
 """Most tokens of an answer where the task does not say: the harness's default for models of transformers."""
 
@@ -39,7 +39,7 @@ ANSWER = 256
 class HarnessModel(TemplateLM):
     """The harness's interface of a model, on the first rank; see `Lead`.
 
-    Contexts lose tokens on the left where they do not fit, as with the harness's own models. Texts are encoded without
+    Contexts lose tokens on the left where they do not fit, as with the harness's models. Texts are encoded without
     special tokens; an empty context is the end-of-document token, before every document in training.
 
     Args:
@@ -105,13 +105,13 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continuations of contexts up to a stop text."""
         del disable_tqdm
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items(), key=str)), []).append(number)
         for numbers in groups.values():
-            found |= self._generate(numbers, [requests[n].args[0] for n in numbers], requests[numbers[0]].args[1])
-        return [found[number] for number in range(len(requests))]
+            texts |= self._generate(numbers, [requests[n].args[0] for n in numbers], requests[numbers[0]].args[1])
+        return [texts[number] for number in range(len(requests))]
 
     def _generate(self, numbers: list[int], contexts: list[str], options: dict[str, Any]) -> dict[int, str]:
         stops = options.get("until") or []
@@ -156,7 +156,7 @@ def run_tasks(lead: Lead, tasks: Tasks, *, limit: int | None, num_fewshot: int |
     """
     with _undisturbed():
         try:
-            found = lm_eval.evaluator.simple_evaluate(
+            output = lm_eval.evaluator.simple_evaluate(
                 model=HarnessModel(lead),
                 tasks=list(tasks.built),
                 num_fewshot=num_fewshot,
@@ -179,9 +179,9 @@ def run_tasks(lead: Lead, tasks: Tasks, *, limit: int | None, num_fewshot: int |
             raise UserError(
                 f"a task failed: {type(error).__name__}: {error}", where=", ".join(tasks.names), fix="correct the task"
             ) from error
-    samples, versions = found.get("n-samples", {}), found.get("versions", {})
-    shots = found.get("n-shot", {})
-    results = {**found["results"], **found.get("groups", {})}
+    samples, versions = output.get("n-samples", {}), output.get("versions", {})
+    shots = output.get("n-shot", {})
+    results = {**output["results"], **output.get("groups", {})}
     return [
         Result(name, metrics_of(values), _settings(name, samples, versions, shots)) for name, values in results.items()
     ]
@@ -189,12 +189,12 @@ def run_tasks(lead: Lead, tasks: Tasks, *, limit: int | None, num_fewshot: int |
 
 def metrics_of(values: dict[str, Any]) -> dict[str, float]:
     """The harness's numbers: `acc,none` is acc, and `exact_match,strict-match` is exact_match.strict-match."""
-    found = {}
+    metrics = {}
     for key, value in values.items():
         name, _, how = key.partition(",")
         if how and isinstance(value, int | float) and not isinstance(value, bool):
-            found[name if how == "none" else f"{name}.{how}"] = float(value)
-    return found
+            metrics[name if how == "none" else f"{name}.{how}"] = float(value)
+    return metrics
 
 
 def _settings(name: str, samples: dict[str, Any], versions: dict[str, Any], shots: dict[str, Any]) -> dict[str, Any]:

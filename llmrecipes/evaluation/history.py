@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock
 
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.request import Result
 from llmrecipes.io import write_atomic
 from llmrecipes.redact import redacted
 from llmrecipes.runfiles import RunFiles
@@ -72,7 +72,7 @@ def append(run_dir: Path, new: Sequence[dict[str, Any]]) -> None:
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """The records of a run, oldest first; lines that cannot be read are left out."""
     path = RunFiles(run_dir).evaluations
-    found = []
+    results = []
     try:
         for line in lines(path, root=run_dir):
             try:
@@ -80,10 +80,10 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
             except ValueError:
                 continue
             if _is_record(record):
-                found.append(record)
+                results.append(record)
     except FileNotFoundError:
         return []
-    return found
+    return results
 
 
 def _is_record(value: Any) -> bool:

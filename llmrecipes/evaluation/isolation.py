@@ -58,7 +58,7 @@ def command(words: Sequence[str]) -> list[str]:
     """
     for program in ("unshare", "setpriv"):
         if shutil.which(program) is None:
-            raise _refusal(f"there is no program {program}")
+            raise _refusal(f"program {program} is not installed")
     made = [*NAMESPACES, sys.executable, "-I", "-c", _ENTER, *map(str, hidden()), "--"]
     try:
         tried = subprocess.run(
@@ -92,7 +92,7 @@ def hidden() -> list[Path]:
 
 
 def run(module: str, arguments: Sequence[str]) -> int:
-    """Run a module of Python there, and wait; returns its exit code. A signal ends it.
+    """Run a Python module in such a process, and wait; returns its exit code. A signal ends it.
 
     Raises:
         UserError: see `command`.
@@ -131,7 +131,7 @@ def require_isolated() -> None:
 
 def _refusal(reason: str) -> UserError:
     return UserError(
-        f"a process without network cannot be made here: {reason}",
+        f"cannot start a process without network: {reason}",
         where=OPTION,
         rule="code of a task file runs without network, variables and credentials, by Linux's user namespaces",
         fix="a machine that allows them (sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces), or a task "

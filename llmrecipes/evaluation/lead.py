@@ -26,7 +26,7 @@ BATCHES_AT_ONCE = 32
 
 
 class Interrupted(Exception):
-    """Some rank was told to stop, and nothing of the evaluation is kept; raised on every rank."""
+    """Some rank was asked to stop, and nothing of the evaluation is kept; raised on every rank."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Lead:
         world: this rank.
         tokenizer: of the model, on every rank.
         batch_size: rows of one data-parallel rank in a forward pass.
-        stop: whether this rank was told to stop.
+        stop: whether this rank was asked to stop.
         progress: shows what is done; on the first rank.
     """
 
@@ -101,7 +101,7 @@ class Lead:
             Its result; None on the other ranks, also if the task raises on the first.
 
         Raises:
-            Interrupted: a rank was told to stop.
+            Interrupted: a rank was asked to stop.
         """
         if not self._world.is_first:
             self._follow()
@@ -127,7 +127,7 @@ class Lead:
             self.begin(len(rows))
         source = iter(rows)
         while block := list(islice(source, BATCHES_AT_ONCE * self._rows)):
-            found: dict[int, Row] = {}
+            scored: dict[int, Row] = {}
             order = sorted(range(len(block)), key=lambda number: -len(block[number][0]))
             for start in range(0, len(order), self._rows):
                 batch = order[start : start + self._rows]
@@ -136,9 +136,9 @@ class Lead:
                     tokens, last = block[number]
                     part = slice(len(tokens) - 1 - last, len(tokens) - 1)
                     same = scores.greedy[place, part] == torch.tensor(tokens[-last:])
-                    found[number] = Row(scores.logprobs[place, part].tolist(), bool(same.all()))
+                    scored[number] = Row(scores.logprobs[place, part].tolist(), bool(same.all()))
                 self.count(len(batch) if counted else 0)
-            yield from (found[number] for number in range(len(block)))
+            yield from (scored[number] for number in range(len(block)))
 
     def extend(
         self,
@@ -155,22 +155,22 @@ class Lead:
             sampling: how to draw.
             until: a continuation ends with the first of these texts, which its tokens may have more of.
         """
-        found: dict[int, list[int]] = {}
+        written: dict[int, list[int]] = {}
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
         self.begin(len(prompts))
         for start in range(0, len(order), self._rows):
             batch = order[start : start + self._rows]
-            asked = _Extend(
+            question = _Extend(
                 [list(prompts[number]) for number in batch],
                 [limits[number] for number in batch],
                 [sampling.seed + number for number in batch],
                 sampling,
                 tuple(until),
             )
-            found |= dict(zip(batch, self._ask(asked), strict=True))
+            written |= dict(zip(batch, self._ask(question), strict=True))
             self.count(len(batch))
         eod = self.tokenizer.eod
-        return [new[:-1] if new and new[-1] == eod else new for new in (found[n] for n in range(len(prompts)))]
+        return [new[:-1] if new and new[-1] == eod else new for new in (written[n] for n in range(len(prompts)))]
 
     def _ask(self, question: _Score | _Extend) -> Any:
         self._send(question)
@@ -194,13 +194,13 @@ class Lead:
         return question
 
     def _answer(self, question: _Score | _Extend) -> Any:
-        if self._told_to_stop():
+        if self._stop_requested():
             raise Interrupted
         if isinstance(question, _Score):
             width = max(map(len, question.rows))
             tokens = torch.zeros(len(question.rows), width, dtype=torch.long)
-            for row, given in zip(tokens, question.rows, strict=True):
-                row[: len(given)] = torch.tensor(given)
+            for row, ids in zip(tokens, question.rows, strict=True):
+                row[: len(ids)] = torch.tensor(ids)
             return self._scorer.score(tokens)
         tokenizer, until = self.tokenizer, question.until
 
@@ -211,7 +211,7 @@ class Lead:
 
         return self._scorer.extend(question.prompts, question.limits, question.seeds, question.sampling, ended)
 
-    def _told_to_stop(self) -> bool:
+    def _stop_requested(self) -> bool:
         if self._world.size == 1:
             return self._stop()
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"

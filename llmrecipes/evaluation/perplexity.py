@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.lead import Lead
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.request import Result
 from llmrecipes.evaluation.texts import Text
-from llmrecipes.evaluation.windows import windows
 
 
 def perplexity(
@@ -63,3 +62,27 @@ def perplexity(
     }
     settings = {"documents": documents, "tokens": tokens, "bytes": size, "window": length, "stride": stride}
     return Result(name, metrics, settings)
+
+
+def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[tuple[list[int], int]]:
+    """Rows that together score each token of a document, but the first, exactly once.
+
+    The first row scores up to `length` tokens. Each further one scores the next `stride`, after as many earlier tokens
+    as fit: a token there is predicted from at least `length` - `stride` + 1 others. With a stride of `length` the rows
+    are those of lm-evaluation-harness's `loglikelihood_rolling`.
+
+    Args:
+        tokens: of the document, after one that is only read.
+        length: tokens that the model can read at once.
+        stride: 1 to `length`.
+
+    Yields:
+        A row of 2 to `length` + 1 tokens, and how many of its last ones it scores.
+    """
+    end = 1  # tokens[:end] are read or scored
+    size = length
+    while end < len(tokens):
+        scored = min(size, len(tokens) - end)
+        end += scored
+        yield list(tokens[max(0, end - length - 1) : end]), scored
+        size = stride

@@ -1,16 +1,18 @@
-"""What is to be evaluated. Imports neither torch nor the harness."""
+"""What is to be evaluated, and the result. Imports neither torch nor the harness."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmrecipes.evaluation import Check
 
 DATA = "valid"
-"""Data of perplexity where nothing is asked for, and of the check `repetition`."""
+"""Data of perplexity by default, and of the check `repetition`."""
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -54,3 +56,20 @@ class Request(BaseModel):
     samples: Positive = 200
     temperature: Annotated[float, Field(ge=0)] = 1.0
     seed: Annotated[int, Field(ge=0)] = 1234
+
+
+@dataclass(frozen=True)
+class Result:
+    """One task.
+
+    Attributes:
+        task: its name.
+        metrics: numbers by name, of which the tracker gets those that are finite as `eval/<task>/<metric>`.
+        settings: what the numbers depend on, besides model and task.
+        examples: what the numbers were computed from, for people.
+    """
+
+    task: str
+    metrics: dict[str, float]
+    settings: dict[str, Any] = field(default_factory=dict)
+    examples: Sequence[dict[str, Any]] = ()

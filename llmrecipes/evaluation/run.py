@@ -9,13 +9,10 @@ from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.tokenizer import TextTokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.bias import bias
+from llmrecipes.evaluation.checks import bias, memorisation, repetition
 from llmrecipes.evaluation.lead import Lead
-from llmrecipes.evaluation.memorisation import memorisation
 from llmrecipes.evaluation.perplexity import perplexity
-from llmrecipes.evaluation.repetition import repetition
-from llmrecipes.evaluation.request import DATA, Request
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.request import DATA, Request, Result
 from llmrecipes.evaluation.tasks import Tasks, load_tasks
 from llmrecipes.evaluation.texts import Texts
 
@@ -78,8 +75,8 @@ class Prepare:
         needed = (*texts, *((Texts.parse(DATA),) if writes and not (texts and texts[0].source) else ()))
         if "memorisation" in request.checks:
             needed = (*needed, Texts.parse("train"), Texts.parse(DATA))
-        for each in needed:
-            each.require(prepared)
+        for source in needed:
+            source.require(prepared)
         tasks = None
         if request.tasks:
             tasks = load_tasks(request.tasks, request.include_path, trust_code=request.trust_code)
@@ -91,7 +88,7 @@ class Prepare:
         Raises:
             UserError: see the tasks.
         """
-        request, found = self.request, list[Result]()
+        request, results = self.request, list[Result]()
         for texts in self.texts:
             logger.info("perplexity on %s", texts.name)
             lead.name = texts.name
@@ -99,7 +96,7 @@ class Prepare:
             stride = request.stride or max(1, self.window // 2)
             size = texts.bytes(self.prepared)
             count, window = texts.count(self.prepared), self.window
-            found.append(
+            results.append(
                 perplexity(lead, texts.name, documents, length=window, stride=stride, text_bytes=size, count=count)
             )
         if self.tasks is not None:
@@ -107,12 +104,12 @@ class Prepare:
 
             logger.info("tasks: %s", ", ".join(self.tasks.names))
             lead.name = "tasks"
-            found += run_tasks(lead, self.tasks, limit=request.limit, num_fewshot=request.num_fewshot)
+            results += run_tasks(lead, self.tasks, limit=request.limit, num_fewshot=request.num_fewshot)
         for check in request.checks:
             logger.info("check: %s", check)
             lead.name = check
-            found.append(self._check(lead, check))
-        return found
+            results.append(self._check(lead, check))
+        return results
 
     def _check(self, lead: Lead, check: str) -> Result:
         request = self.request

@@ -30,7 +30,7 @@ LARGEST_WIDTH = 10_000
 LOOPS = 2
 """Loops inside each other."""
 CPU_SECONDS = 10.0
-"""For one template or metric of one document; regular expressions and loops end there."""
+"""For one template or metric of one document; regular expressions and loops end after it."""
 _STATEMENTS = (
     nodes.AssignBlock, nodes.Block, nodes.CallBlock, nodes.Extends, nodes.FilterBlock, nodes.Import, nodes.FromImport,
     nodes.Include, nodes.Macro,
@@ -138,7 +138,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             for node in tree.find_all(_STATEMENTS):
                 raise SecurityError(f"line {node.lineno}: {type(node).__name__} in the template of a task")
             _require_few_loops(tree, 0)
-            with bounded():  # filters of constants are computed here
+            with bounded():  # computes filters of constants
                 return super().from_string(source)
         except RecursionError as error:
             raise SecurityError("a template is nested too deeply") from error

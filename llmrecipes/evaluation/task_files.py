@@ -1,8 +1,8 @@
 """Task files of users: read once, merged with what they include, and turned into plain values, which are what runs.
 
 The harness reads a file again for each purpose, follows links, and imports the Python code that `!function` names.
-Here, a file is parsed by a loader without functions, from its real place; code is a value of its own (`Code`), which
-only `--trust-code` turns into a function; everything else has to be a key of `task_schema`, whose types hold data only.
+This loader has no functions and reads the real file; code becomes a `Code`, which only `--trust-code` turns into a
+function; everything else has to be a key of `Task`, `Group` or `Override`, whose types hold data only.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from llmrecipes import untrusted
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.task_schema import LOADERS, Override, Section, Task
 
 LARGEST = 256 * 1024
 """Bytes of a task file."""
@@ -44,8 +43,8 @@ class Code:
     """Python code that a task file names.
 
     Attributes:
-        name: `module.function`, as it stands there.
-        folder: of the file, without links; the harness looks there first.
+        name: `module.function`, as in the file.
+        folder: of the file, without links; the harness looks in it first.
         line: of the file.
         file: for messages.
     """
@@ -61,7 +60,7 @@ class TaskFile:
     """A task or group, with all that it includes.
 
     Attributes:
-        path: as given, or of the folder's file.
+        path: as the user wrote it, or of the folder's file.
         values: by key; plain, except for `Code`.
     """
 
@@ -75,7 +74,7 @@ class TaskFile:
 
     @property
     def tags(self) -> list[str]:
-        """Names under which it is found together with others."""
+        """Names of lists of tasks that it belongs to."""
         tags = self.values.get("tag") or []
         return [tags] if isinstance(tags, str) else [str(tag) for tag in tags]
 
@@ -96,10 +95,10 @@ def read_task_file(path: Path, where: str) -> TaskFile:
 
 
 def read_folder(folder: Path, where: str) -> list[TaskFile]:
-    """The tasks and groups in a folder and below it; other files there are for `include`.
+    """The tasks and groups in a folder and below it; other files are for `include`.
 
     Raises:
-        UserError: there is no such folder, or a file cannot be read or is damaged.
+        UserError: the folder does not exist, or a file cannot be read or is damaged.
     """
     if not folder.is_dir():
         raise UserError("no such folder", where=f"--include-path {folder}", fix="a folder with task files")
@@ -115,7 +114,7 @@ def read_folder(folder: Path, where: str) -> list[TaskFile]:
 
 
 def require_data(file: TaskFile) -> None:
-    """Refuse a file that is not data, whether or not its task is asked for.
+    """Refuse a file that is not data, whether or not its task is requested.
 
     Raises:
         UserError: see `checked`; of a group, only code.
@@ -126,7 +125,7 @@ def require_data(file: TaskFile) -> None:
 
 
 def checked(kind: type[Section], values: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Values that are data, as they are given to the harness.
+    """Values that are data, as they are passed to the harness.
 
     Args:
         kind: which keys there are.
@@ -178,7 +177,7 @@ def _invalid(error: ValidationError, kind: type[Section], file: Path) -> UserErr
     )
     if kind is Override:
         rule = "a group changes only the examples and delimiters of a task of the harness, which may be code"
-        fix = "a task of your own, with its data and templates"
+        fix = "a separate task, with its data and templates"
     elif first["type"] == "extra_forbidden":
         rule = "the keys of a task are those of lm-evaluation-harness that are data"
         fix = f"remove it; or {TRUST}"
@@ -239,7 +238,7 @@ class _Reader:
     _seen: set[Path] = field(default_factory=set)
 
     def merged(self, path: Path, above: Path | None = None) -> dict[str, Any]:
-        """Values of a file; its own take precedence over what it includes, and later included ones over earlier."""
+        """Values of a file; they take precedence over those of included files, and later included ones over earlier."""
         try:
             real = untrusted.real(path.expanduser())
             data = untrusted.read(real, most=LARGEST)
@@ -308,3 +307,147 @@ def _code(loader: _Plain, node: yaml.Node) -> Code:
 
 
 _Plain.add_constructor("!function", _code)
+
+
+LOADERS = ("json", "csv", "parquet", "text", "arrow")
+"""Loaders of the `datasets` library that read plain data, and nothing else."""
+Text = Annotated[str, Field(max_length=64 * 1024)]
+"""A template, or a name."""
+Texts = str | list[str]
+
+
+class Section(BaseModel):
+    """Keys that are not listed are refused, and values have exactly these types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class DatasetKwargs(Section):
+    """Arguments of the loader, without those with which `datasets` or fsspec would open something else."""
+
+    data_files: Texts | dict[str, Texts] | None = None
+    data_dir: str | None = None
+    revision: str | None = None
+    field: str | None = None
+    encoding: str | None = None
+    sep: str | None = None
+    delimiter: str | None = None
+    quotechar: str | None = None
+    header: int | None = None
+    names: list[str] | None = None
+    column_names: list[str] | None = None
+    columns: list[str] | None = None
+    keep_linebreaks: bool | None = None
+    sample_by: Literal["line", "paragraph", "document"] | None = None
+
+
+class Metric(Section):
+    """One of the harness's, with the arguments of `exact_match`."""
+
+    metric: str
+    aggregation: str | None = None
+    higher_is_better: bool | None = None
+    ignore_case: bool | None = None
+    ignore_punctuation: bool | None = None
+    ignore_numbers: bool | None = None
+    regexes_to_ignore: list[Text] | None = None
+
+
+class FilterStep(BaseModel):
+    """A function of the harness on answers, with its plain arguments."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, JsonValue]
+
+    function: Literal[
+        "take_first", "take_first_k", "majority_vote", "regex", "regex_pos", "multi_choice_regex", "remove_whitespace",
+        "lowercase", "uppercase", "map", "format_span",
+    ]  # fmt: skip
+
+
+class Filters(Section):
+    """Steps, and the name of what they give."""
+
+    name: str
+    filter: list[FilterStep]
+
+
+class FewshotConfig(Section):
+    """Examples in the context."""
+
+    sampler: Literal["default", "first_n"] | None = None
+    split: str | None = None
+    fewshot_indices: list[int] | None = None
+    samples: list[dict[str, JsonValue]] | None = None
+    doc_to_text: Text | int | None = None
+    doc_to_choice: Text | list[str] | dict[str, str] | None = None
+    doc_to_target: Text | int | None = None
+    gen_prefix: Text | None = None
+    fewshot_delimiter: str | None = None
+    target_delimiter: str | None = None
+
+
+class Task(Section):
+    """A task: the fields of the harness's `TaskConfig` that are data."""
+
+    task: str
+    task_alias: str | None = None
+    tag: Texts | None = None
+    dataset_path: str
+    dataset_name: str | None = None
+    dataset_kwargs: DatasetKwargs | None = None
+    training_split: str | None = None
+    validation_split: str | None = None
+    test_split: str | None = None
+    fewshot_split: str | None = None
+    doc_to_text: Text | int | None = None
+    doc_to_target: Text | int | list[str] | None = None
+    doc_to_choice: Text | list[str] | dict[str, str] | None = None
+    description: Text | None = None
+    target_delimiter: str | None = None
+    fewshot_delimiter: str | None = None
+    fewshot_config: FewshotConfig | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    metric_list: list[Metric] | None = None
+    output_type: Literal["generate_until", "loglikelihood", "loglikelihood_rolling", "multiple_choice"] | None = None
+    generation_kwargs: dict[str, JsonValue] | None = None
+    repeats: Annotated[int, Field(ge=1, le=1000)] | None = None
+    filter_list: list[Filters] | None = None
+    should_decontaminate: bool | None = None
+    doc_to_decontamination_query: Text | None = None
+    gen_prefix: Text | None = None
+    metadata: JsonValue = None
+
+
+class Override(Section):
+    """What a group may change of a task of the harness: its functions would take anything else for theirs."""
+
+    task: str | None = None
+    group: str | None = None
+    task_alias: str | None = None
+    group_alias: str | None = None
+    tag: Texts | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    description: Text | None = None
+    target_delimiter: str | None = None
+    fewshot_delimiter: str | None = None
+
+
+class Aggregate(Section):
+    """A metric of a group."""
+
+    metric: str
+    filter_list: Texts | None = None
+    aggregation: Literal["mean"] | None = None
+    weight_by_size: bool | None = None
+
+
+class Group(Section):
+    """Keys of a group itself; the others are for its tasks."""
+
+    group: str
+    group_alias: str | None = None
+    task: Any = None
+    aggregate_metric_list: Aggregate | list[Aggregate] | None = None
+    metadata: JsonValue = None
+    tag: Texts | None = None

@@ -18,8 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.sandbox import sandboxed_templates
-from llmrecipes.evaluation.task_files import Code, TaskFile, checked, read_folder, read_task_file, require_data
-from llmrecipes.evaluation.task_schema import LOADERS, Group, Override
+from llmrecipes.evaluation.task_files import (
+    LOADERS,
+    Code,
+    Group,
+    Override,
+    TaskFile,
+    checked,
+    read_folder,
+    read_task_file,
+    require_data,
+)
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -37,7 +46,7 @@ class Tasks:
     """Loaded tasks.
 
     Attributes:
-        names: as given.
+        names: as the user wrote them.
         built: the harness's tasks and groups.
         manager: of the harness's own tasks.
     """
@@ -88,8 +97,10 @@ def load_tasks(
         for file in (*files.values(), *folder.values()):
             require_data(file)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default that a task relies on
-    alone = include is None and len(files) == len(names) and not any("group" in file.values for file in files.values())
-    manager = _manager(not alone)
+    files_only = (
+        include is None and len(files) == len(names) and not any("group" in file.values for file in files.values())
+    )
+    manager = _manager(not files_only)
     for name, file in folder.items():
         if name in manager.task_index:
             raise UserError(
@@ -101,16 +112,16 @@ def load_tasks(
     builder = _Builder(manager, folder, where, trust_code)
     with sandboxed_templates():
         built = [
-            each
+            task
             for name in names
-            for each in (builder.file(files[name], {}, ()) if name in files else builder.named(name, {}, ()))
+            for task in (builder.file(files[name], {}, ()) if name in files else builder.named(name, {}, ()))
         ]
     return Tasks(tuple(names), tuple(built), manager)
 
 
 @cache
 def _manager(defaults: bool) -> TaskManager:
-    """The index of the harness's own tasks, which takes seconds to read; without `defaults`, an empty one."""
+    """The index of the harness's tasks, which takes seconds to read; without `defaults`, an empty one."""
     import lm_eval.tasks
 
     if defaults:
@@ -120,7 +131,7 @@ def _manager(defaults: bool) -> TaskManager:
 
 @dataclass
 class _Builder:
-    """Makes the harness's objects from parsed files, and from its own tasks.
+    """Makes the harness's objects from parsed files, and from its tasks.
 
     Args:
         manager: of the harness's own tasks.
@@ -166,15 +177,15 @@ class _Builder:
         from lm_eval.config.group import GroupConfig
 
         if name in above:
-            raise UserError(f"group {name!r} contains itself", where=str(file), fix="remove it from its own tasks")
-        own = {key: values[key] for key in values.keys() & (Group.model_fields.keys() - {"task", "tag"})}
-        config = checked(Group, own, file)
+            raise UserError(f"group {name!r} contains itself", where=str(file), fix="remove it from its tasks")
+        section = {key: values[key] for key in values.keys() & (Group.model_fields.keys() - {"task", "tag"})}
+        config = checked(Group, section, file)
         children = values.get("task") or []
         group = HarnessGroup.from_config(GroupConfig(**{**config, "group": name}))
         common = {key: value for key, value in values.items() if key not in Group.model_fields} | overrides
         for child in children if isinstance(children, list) else [children]:
-            for each in self._child(child, name, common, file, (*above, name)):
-                group.add(each)
+            for task in self._child(child, name, common, file, (*above, name)):
+                group.add(task)
         return group
 
     def _child(self, child: Any, group: str, common: dict[str, Any], file: Path, above: tuple[str, ...]) -> list[Any]:
@@ -189,12 +200,12 @@ class _Builder:
                 fix="task: my_task",
             )
         known = name in self.folder or name in self.manager.task_index
-        own = {key: value for key, value in child.items() if key not in ("task", "group") or not known}
+        section = {key: value for key, value in child.items() if key not in ("task", "group") or not known}
         if known:
-            return self.named(name, common | own, above, file)
+            return self.named(name, common | section, above, file)
         if "group" in child:
-            return [self._group(f"{group}::{name}", own, common, file, above)]
-        return [self._task({**common, **own, "task": f"{group}::{name}"}, file)]
+            return [self._group(f"{group}::{name}", section, common, file, above)]
+        return [self._task({**common, **section, "task": f"{group}::{name}"}, file)]
 
     def _task(self, values: Mapping[str, Any], file: Path) -> Any:
         self._count += 1
@@ -249,7 +260,7 @@ class _Builder:
 
 
 def _trusted(values: Mapping[str, Any]) -> Any:
-    """A task with its own code, as the harness makes it."""
+    """A task with code, as the harness makes it."""
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._factory import _ctor_accepts_config
 
@@ -305,8 +316,8 @@ def _data(config: dict[str, Any], name: str, where: str) -> str | None:
     """The data set of a task of the harness on the Hub; None if its data is local.
 
     Raises:
-        UserError: a task that runs generated code, or whose metric is code from the Hub; or a folder here has the name
-            of its data set, and would be read in its place.
+        UserError: a task that runs generated code, or whose metric is code from the Hub; or a folder in the
+            working directory has the name of its data set, and would be read in its place.
     """
     _require_no_written_code(config, name, where)
     for metric in () if config.get("process_results") else config.get("metric_list") or ():
@@ -316,7 +327,7 @@ def _data(config: dict[str, Any], name: str, where: str) -> str | None:
         return None
     if Path(path).exists():
         raise UserError(
-            f"{path} is a folder here, and the data set of task {name!r} on the Hub",
+            f"{path} is a folder in the working directory, and the data set of task {name!r} on the Hub",
             where=where,
             rule="a task of the harness runs on its own data: its code trusts that data, and its numbers are compared",
             fix="start in another folder",
@@ -329,7 +340,7 @@ def _require_no_written_code(config: Mapping[str, Any], name: str, where: str) -
         raise UserError(
             f"task {name!r} runs code that the model writes",
             where=where,
-            rule="nothing that a model writes is executed here",
+            rule="text that a model writes is never executed",
             fix="another task",
         )
 
@@ -364,7 +375,7 @@ def _reaches_hub() -> bool:
 
 @contextmanager
 def _quiet(*, offline: bool) -> Iterator[None]:
-    """A block in which `datasets` draws no bars, and, offline, uses its cache alone, so that it never retries."""
+    """A block in which `datasets` draws no bars, and, offline, uses only its cache, so that it never retries."""
     import datasets.config
     from huggingface_hub import constants
 

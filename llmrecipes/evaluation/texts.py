@@ -1,4 +1,4 @@
-"""The documents of an evaluation: a split of the run's own data, or any source that a recipe could have."""
+"""The documents of an evaluation: a split of the run's data, or any source that a recipe could have."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Texts:
     """Documents of an evaluation.
 
     Attributes:
-        name: as given, such as `valid` or `jsonl:questions.jsonl`.
-        split: of the run's own data; None for another source.
+        name: as the user wrote it, such as `valid` or `jsonl:questions.jsonl`.
+        split: of the run's data; None for another source.
         source: None for a split.
         limit: documents at most; None for all.
     """
@@ -75,7 +75,7 @@ class Texts:
                 raise UserError(
                     f"{self.name!r} is a split of a run's data, and none is prepared",
                     where=OPTION,
-                    rule="a model that was imported has no data of its own",
+                    rule="an imported model has no training data",
                     fix=f"{OPTION} stdlib, or {OPTION} text:PATH",
                 )
             if not any(source.splits[self.split].documents for source in prepared.manifest.sources):
@@ -93,15 +93,15 @@ class Texts:
             UserError: data that cannot be read.
         """
         if self.source is not None:
-            found = (Text(tokenizer.encode(text), len(text.encode())) for text in _read(self.source))
+            texts = (Text(tokenizer.encode(text), len(text.encode())) for text in _read(self.source))
         elif self.split is not None and prepared is not None:
             from llmrecipes.data.documents import documents  # imports megatron-core
 
             ids = documents(prepared, self.split)
-            found = (Text(tokens, len(tokenizer.decode(tokens).encode())) for tokens in ids)
+            texts = (Text(tokens, len(tokenizer.decode(tokens).encode())) for tokens in ids)
         else:
-            raise ValueError(f"{self.name}: a split of what?")
-        return islice((text for text in found if text.tokens), self.limit)
+            raise ValueError(f"{self.name} is a split, and no prepared data was passed")
+        return islice((text for text in texts if text.tokens), self.limit)
 
     def count(self, prepared: Prepared | None) -> int | None:
         """Documents of a split, as many as the limit lets through; None if they are not known before they are read."""
@@ -111,7 +111,7 @@ class Texts:
         return number if self.limit is None else min(number, self.limit)
 
     def bytes(self, prepared: Prepared | None) -> int | None:
-        """Bytes of a whole split, counted when it was prepared; None if they are not known before it is read."""
+        """Bytes of a split, counted when it was prepared; None if they are not known before it is read."""
         if self.split is None or prepared is None or self.limit is not None:
             return None
         return sum(source.splits[self.split].bytes for source in prepared.manifest.sources)

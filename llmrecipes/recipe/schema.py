@@ -485,7 +485,7 @@ class Tracking(Section):
     wandb: Annotated[
         bool,
         MetricSink(
-            target="llmrecipes.tracking.wandb.sink:WandbSink",
+            target="llmrecipes.tracking.wandb:WandbSink",
             rehearsal=False,
             keeps_steps=True,
             extra="wandb",

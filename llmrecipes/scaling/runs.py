@@ -19,9 +19,9 @@ from llmrecipes.recipe.schema import Model
 from llmrecipes.recipe.shape import shape
 from llmrecipes.scaling.law import Point
 from llmrecipes.tracking.mirror import tracker_name
+from llmrecipes.tracking.mlflow.database import is_local, process_environment, redact, tracking_uri
 from llmrecipes.tracking.mlflow.sink import flatten
 from llmrecipes.tracking.runs import summary
-from llmrecipes.tracking.store import is_local, process_environment, redact, tracking_uri
 
 FINISHED = "finished"
 TEXT = ("data.sources", "data.tokenizer", "data.split", "model.vocab_size")

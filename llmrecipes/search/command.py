@@ -266,7 +266,7 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result
     from llmrecipes.search.storage import address
     from llmrecipes.search.study import require_section
     from llmrecipes.search.trials import STANDARD_ERRORS, own_trials
-    from llmrecipes.tracking.store import redact
+    from llmrecipes.tracking.mlflow.database import redact
 
     section = require_section(recipe)
     best = [

@@ -14,7 +14,7 @@ from llmrecipes import untrusted
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.mirror import tracker_name
-from llmrecipes.tracking.store import process_environment, redact
+from llmrecipes.tracking.mlflow.database import process_environment, redact
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

@@ -36,7 +36,7 @@ from llmrecipes.hardware.process import Watch
 from llmrecipes.io import sync
 from llmrecipes.recipe.search import Search
 from llmrecipes.redact import redacted
-from llmrecipes.tracking.store import redact
+from llmrecipes.tracking.mlflow.database import redact
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -24,8 +24,14 @@ from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.metrics import find_run
 from llmrecipes.search.space import Values
 from llmrecipes.search.study import Place, require_section
-from llmrecipes.tracking.mlflow.database import require_database
-from llmrecipes.tracking.store import artifact_root, is_local, process_environment, redact, tracking_uri
+from llmrecipes.tracking.mlflow.database import (
+    artifact_root,
+    is_local,
+    process_environment,
+    redact,
+    require_database,
+    tracking_uri,
+)
 from llmrecipes.untrusted import RECORD, read_json
 
 if TYPE_CHECKING:

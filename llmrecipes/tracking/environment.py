@@ -69,13 +69,13 @@ def capture(root: Path | None) -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
@@ -99,8 +99,8 @@ def _cpu_model() -> str:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
         return platform.processor() or platform.machine()
-    found = re.search(r"^(?:model name|Processor)\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+    model = re.search(r"^(?:model name|Processor)\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1].strip() if model else platform.machine()
 
 
 def _gpus() -> list[dict[str, Any]]:

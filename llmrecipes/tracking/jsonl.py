@@ -8,6 +8,7 @@ When a run is resumed, lines after the checkpoint are dropped, and lost or chang
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -18,18 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.io import write_atomic
 from llmrecipes.runfiles import RunFiles
-from llmrecipes.tracking import sums
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
-from llmrecipes.tracking.sums import Sums
 from llmrecipes.units import MIB
-from llmrecipes.untrusted import lines, number, parse_json
+from llmrecipes.untrusted import lines, number, parse_json, read_json
 
 logger = logging.getLogger(__name__)
 
 _NUMBERS = {each.name for kind in (StepMetrics, EvalMetrics) for each in fields(kind)} - {"skipped", "experts"}
 BACKLOG_BYTES = 64 * MIB
 """Bytes kept in memory while the disk is full; about 200,000 steps."""
+SUMS = "metrics.sums.json"
+SUMMED_LINES = 100
+"""Lines per digest."""
 
 
 def record(event: StepMetrics | EvalMetrics | Note) -> dict[str, Any]:
@@ -73,6 +76,70 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 @dataclass
+class Sums:
+    """Checksums of metrics.jsonl, kept in `logs/metrics.sums.json`, to detect lost or changed lines.
+
+    The file is written with every checkpoint, at the end and after a resume, and covers the lines that exist then. A
+    digest covers `SUMMED_LINES` lines, which costs 20 bytes; the last may cover fewer. Lines written after the last
+    checkpoint of a killed process are not covered; a resume drops most of them anyway.
+    """
+
+    lines: int = 0
+    step: int = 0
+    """Step up to which a resume has checked for gaps."""
+    chunks: list[str] = field(default_factory=list)
+    _running: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
+
+    def add(self, line: bytes) -> None:
+        """Count one more line."""
+        if self.lines % SUMMED_LINES == 0:
+            self._running = hashlib.blake2b(digest_size=8)
+            self.chunks.append("")
+        self._running.update(line)
+        self.lines += 1
+        self.chunks[-1] = self._running.hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Replace the file at `path`.
+
+        Raises:
+            OSError: it stays as it was.
+        """
+        write_atomic(
+            path, json.dumps({"lines": self.lines, "step": self.step, "chunks": self.chunks}) + "\n", durable=False
+        )
+
+    def changed(self, recorded: Sums) -> list[tuple[int, int]]:
+        """First and last line of every range in which the digests differ, among the lines that both have.
+
+        Args:
+            recorded: the earlier sums; this one has no more lines.
+        """
+        whole = self.lines // SUMMED_LINES if self.lines < recorded.lines else len(self.chunks)
+        ranges: list[tuple[int, int]] = []
+        for chunk in range(whole):
+            if self.chunks[chunk] == recorded.chunks[chunk]:
+                continue
+            first, last = chunk * SUMMED_LINES + 1, min((chunk + 1) * SUMMED_LINES, self.lines)
+            if ranges and ranges[-1][1] == first - 1:
+                first = ranges.pop()[0]
+            ranges.append((first, last))
+        return ranges
+
+
+def read_sums(path: Path) -> Sums | None:
+    """What `Sums.write` wrote; None if it is missing or damaged, as in a run of an older version."""
+    try:
+        values = read_json(path, root=path.parent)
+        lines, step, chunks = values["lines"], values["step"], values["chunks"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if type(lines) is not int or type(step) is not int or not isinstance(chunks, list):
+        return None
+    return Sums(lines, step, chunks) if len(chunks) == -(-lines // SUMMED_LINES) else None
+
+
+@dataclass
 class Rewound:
     """Result of `rewind`: lines dropped, the sums of the lines kept, and problems found in them."""
 
@@ -91,7 +158,7 @@ def rewind(path: Path, step: int, recorded: Sums | None = None) -> Rewound:
         step: step of the checkpoint to resume from.
         recorded: the sums of the expected lines; None if unknown.
     """
-    found = Rewound()
+    rewound = Rewound()
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     steps, seen, torn = _Steps(), Sums(), False
     if path.exists():
@@ -106,22 +173,22 @@ def rewind(path: Path, step: int, recorded: Sums | None = None) -> Rewound:
                         steps.problems.append((place, f"line {place} cannot be read"))
                     if values is not None and values["step"] <= step:
                         new.write(line)
-                        found.sums.add(line)
+                        rewound.sums.add(line)
                         steps.see(place, values)
                     else:
-                        found.dropped += 1
+                        rewound.dropped += 1
                         steps.beyond = steps.beyond or values is not None
                 new.flush()
                 os.fsync(new.fileno())
-            if found.dropped:
+            if rewound.dropped:
                 temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
     if torn:
         logger.warning("%s: dropped 1 unreadable line, left by a process that was killed", path)
     if step:
-        found.problems = steps.end(step, recorded, seen)
-    return found
+        rewound.problems = steps.end(step, recorded, seen)
+    return rewound
 
 
 class _Steps:
@@ -132,7 +199,7 @@ class _Steps:
         self.beyond = False
         """Whether there are steps after the one to resume from."""
         self.problems: list[tuple[float, str]] = []
-        """Line, and what is wrong there."""
+        """Line, and what is wrong in it."""
 
     def see(self, number: int, values: dict[str, Any]) -> None:
         if "grad_norm" not in values:
@@ -165,7 +232,7 @@ class _Steps:
 class JsonlSink:
     """Appends events to metrics.jsonl.
 
-    A full disk does not stop the training: lines are kept in memory and written when there is space again.
+    A full disk does not stop the training: lines are kept in memory and written once there is space.
     `problems` lists earlier lines that are lost or changed.
 
     Args:
@@ -177,9 +244,9 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        self._path, self._sums_path = path, RunFiles(path.parent).logs / sums.FILE
+        self._path, self._sums_path = path, RunFiles(path.parent).logs / SUMS
         try:
-            found = rewind(path, resumed_step, sums.read(self._sums_path))
+            rewound = rewind(path, resumed_step, read_sums(self._sums_path))
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UserError(
@@ -188,7 +255,7 @@ class JsonlSink:
                 rule="metrics are written to the run directory",
                 fix="make the directory writable or choose another one with --runs-dir",
             ) from error
-        self.problems, self._sums = found.problems, found.sums
+        self.problems, self._sums = rewound.problems, rewound.sums
         self._sums.step = resumed_step
         self._write_sums()
         self._waiting = bytearray()

@@ -3,7 +3,7 @@
 It is a separate process, started by a `MirrorSink`, for four reasons: training neither waits for the tracker nor shares
 the GIL with it; importing the tracker's library (about a second) delays no step; data loader processes can be forked at
 any time; and if the training process is killed, this one can still report it. metrics.jsonl is its buffer: points that
-an unreachable server missed are read from there again, during this run or when it is resumed.
+an unreachable server missed are read from it again, during this run or when it is resumed.
 
 Standard input has one JSON line with the configuration, and later one with the final status; EOF without a status means
 that the training died. Either way this process delivers what it can within `LAST_DELIVERY_SECONDS`, and exits.
@@ -175,7 +175,7 @@ class Mirror(ABC, Generic[C, R]):
         return None
 
     def _count_lost(self) -> int:
-        """Undelivered points; if this attempt never reached the tracker, only its own points."""
+        """Undelivered points; if this attempt never reached the tracker, only the points of this attempt."""
         known = self._config.resumed_step if self._run is None else -1
         return sum(values["step"] > known for _, values in self._points(self._offset))
 
@@ -207,7 +207,7 @@ class Mirror(ABC, Generic[C, R]):
 def tracker_name(key: str) -> str:
     """Name in MLflow and W&B of a key of metrics.jsonl: `train/loss`, `valid/valid_loss`, as in TensorBoard.
 
-    What was consumed has a group of its own, which is shown after `train`.
+    What was consumed is in a separate group, shown after `train`.
     """
     group = "usage" if key in OF_THE_STEP else "valid" if key in VALID or key == "eval_seconds" else "train"
     return f"{group}/{key}"

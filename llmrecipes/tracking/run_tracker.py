@@ -92,7 +92,7 @@ class RunTracker:
             resumed_step: the step the run resumes from, 0 for a new run. Later records are dropped.
             total_steps: the last step.
             tags: more tags for MLflow, such as the layout in words.
-            console: where progress is shown; standard output if not given.
+            console: where progress is shown; default: standard output.
 
         Raises:
             UserError: the run directory cannot be written, or a library that the recipe needs is missing.
@@ -143,7 +143,7 @@ class RunTracker:
         return tracker
 
     def step(self, metrics: StepMetrics) -> None:
-        """Report one optimizer step. Call it at every step; intervals are applied here."""
+        """Report one optimizer step. Call it at every step; it applies the intervals."""
         self._record.step(metrics)
         self._tell_others(lambda sink: sink.step(metrics))
 
@@ -173,7 +173,7 @@ class RunTracker:
                 call(sink)
             except Exception as error:  # a bug or a full disk in one of them must not stop the training
                 del self._others[name]
-                logger.warning("%s is disabled from here on: %s: %s", name, type(error).__name__, error)
+                logger.warning("%s is disabled for the rest of this run: %s: %s", name, type(error).__name__, error)
 
     def __enter__(self) -> Self:
         return self
@@ -203,7 +203,7 @@ def _record_document(run_dir: Path, name: str, text: str, resumed_step: int) -> 
     """Write a document of the run; a previous version that differs is kept in logs/, named by `resumed_step`.
 
     Returns:
-        A note, if the previous one was damaged.
+        A note, if the previous one was corrupt.
     """
     path = run_dir / name
     try:
@@ -217,7 +217,7 @@ def _record_document(run_dir: Path, name: str, text: str, resumed_step: int) -> 
         kept = RunFiles(run_dir).logs / f"{path.stem}.{what}-step-{resumed_step:08d}{path.suffix}"
         path.replace(kept)
         if damaged:
-            logger.warning("%s was damaged; renamed to %s and written anew", path, kept)
+            logger.warning("%s was corrupt; moved to %s and rewritten", path, kept)
             note = Note(step=resumed_step, event="document_damaged", details={"file": name, "path": str(kept)})
     write_atomic(path, text)
     return note

@@ -1,4 +1,4 @@
-"""The runs in a directory, as their files tell; no database is asked."""
+"""The runs in a directory, read from their files, without a database."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class RunSummary:
 
 def list_runs(runs_dir: Path) -> list[RunSummary]:
     """All runs under `runs_dir`, oldest first; none if the directory does not exist."""
-    found = [
+    runs = [
         summary(entry)
         for recipe in _directories(runs_dir)
         for entry in _directories(recipe)
         if (run := RunFiles(entry)).exists() or run.status_file.is_file()
     ]
-    return sorted(found, key=lambda run: (run.started or 0.0, run.recipe, run.run_id))
+    return sorted(runs, key=lambda run: (run.started or 0.0, run.recipe, run.run_id))
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def measured(folder: Path, most: int) -> list[Measured]:
         most: number of runs that are read.
     """
     newest = sorted(_directories(folder), key=_changed, reverse=True)[:most]
-    found = (_measured(run) for run in newest)
-    return [each for each in found if each is not None]
+    runs = (_measured(run) for run in newest)
+    return [run for run in runs if run is not None]
 
 
 def _changed(run_dir: Path) -> float:
@@ -113,7 +113,7 @@ def _directories(parent: Path) -> list[Path]:
 
 
 def summary(run_dir: Path) -> RunSummary:
-    """One run as its files tell; all of it unknown where there are none."""
+    """One run, read from its files; a field without a file is unknown."""
     values = status.read(run_dir)
     last = {"valid_loss": number(values.get("valid_loss")), "loss": None}
     step = number(values.get("step"))

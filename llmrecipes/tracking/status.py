@@ -39,12 +39,12 @@ def read(run_dir: Path) -> dict[str, Any]:
 
 def _has_ended(values: dict[str, Any]) -> bool:
     """Whether the process of a run is known to have ended; one of another machine or container cannot be seen."""
-    pid, then, here = values.get("pid"), Machine.of(values), this_machine()
+    pid, then, this = values.get("pid"), Machine.of(values), this_machine()
     if "boot_id" not in values:  # of an older version
-        return then.host == here.host and not _runs_since(values)
+        return then.host == this.host and not _runs_since(values)
     if then.is_this:
         return type(pid) is not int or start_ticks(pid) != values.get("pid_ticks")
-    return then.host == here.host and then.boot_id != here.boot_id  # the machine was restarted
+    return then.host == this.host and then.boot_id != this.boot_id  # the machine was restarted
 
 
 def _runs_since(values: dict[str, Any]) -> bool:

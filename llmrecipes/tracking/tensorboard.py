@@ -6,8 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Self
 
-from llmrecipes.tracking.events import TASKS_EVALUATED, EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
-from llmrecipes.tracking.experts import expert_metrics
+from llmrecipes.tracking.events import (
+    TASKS_EVALUATED,
+    EvalMetrics,
+    Note,
+    RunStart,
+    RunStatus,
+    Sink,
+    StepMetrics,
+    expert_metrics,
+)
 
 TRAIN = (
     "loss",

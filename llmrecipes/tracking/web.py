@@ -1,4 +1,4 @@
-"""Web servers of other programs, on localhost only."""
+"""Web servers of other programs, on localhost only: MLflow's and TensorBoard's pages of runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from tempfile import TemporaryFile
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
 from llmrecipes.errors import UserError
+from llmrecipes.runfiles import RunFiles
+from llmrecipes.tracking.mlflow.database import (
+    DATABASE,
+    TRAINING_VIEW,
+    artifact_root,
+    is_local,
+    process_environment,
+    redact,
+    require_database,
+    tracking_uri,
+)
 
 HOST = "127.0.0.1"
 START_SECONDS = 180.0
@@ -143,3 +155,90 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             continue
         if sign is signal.SIGKILL:
             return
+
+
+MLFLOW = "the MLflow server"
+MLFLOW_PAGE = f"#/experiments?{TRAINING_VIEW}"
+
+
+@contextmanager
+def mlflow_server(runs_dir: Path, port: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A running MLflow server on the runs' store; yields its address and process once it responds, stops it at the end.
+
+    Raises:
+        UserError: there are no runs, or MLflow does not start.
+    """
+    uri = tracking_uri(runs_dir)
+    if is_local(uri) and not runs_dir.is_dir():
+        raise UserError("no runs yet", where=str(runs_dir), fix="train something first: make train")
+    if is_local(uri):
+        if not (runs_dir / DATABASE).exists():  # takes seconds
+            print(f"creating {runs_dir / DATABASE} ...", file=sys.stderr, flush=True)
+        require_database(uri, artifact_root(runs_dir))
+    environment = process_environment() | {"MLFLOW_BACKEND_STORE_URI": uri}  # may hold a password: not an argument
+    with reserved(port) as port:
+        command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+        command += ["--default-artifact-root", artifact_root(runs_dir), "--uvicorn-opts", "--log-level warning"]
+        with started(MLFLOW, command, port, "/health", environment) as process:
+            yield f"http://{HOST}:{port}", process
+
+
+def serve_mlflow(runs_dir: Path, port: int = 5000) -> None:
+    """Show the runs until Ctrl-C; with a remote `MLFLOW_TRACKING_URI` print its address instead."""
+    uri = tracking_uri(runs_dir)
+    if uri.startswith(("http://", "https://")):
+        print(f"runs are tracked by a server; open {redact(uri).rstrip('/')}/{MLFLOW_PAGE}")
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
+    with mlflow_server(runs_dir, port) as (address, process):
+        print(f"MLflow shows {runs_dir} at {address}/{MLFLOW_PAGE} (Ctrl-C ends it)", flush=True)
+        until_interrupted(MLFLOW, process)
+
+
+TENSORBOARD = "TensorBoard"
+EVENT_FILES = "tensorboard"
+
+
+@contextmanager
+def tensorboard_server(run_dirs: Sequence[Path], port: int) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
+    """A running TensorBoard; yields its address, the number of runs it shows, and its process; stops it at the end.
+
+    Args:
+        run_dirs: runs; those without event files are skipped.
+        port: preferred port; another one if it is in use.
+
+    Raises:
+        UserError: none of the runs has event files, or TensorBoard does not start.
+    """
+    shown = [run_dir for run_dir in run_dirs if any((run_dir / EVENT_FILES).glob("events.out.tfevents.*"))]
+    if not shown:
+        one = len(run_dirs) == 1
+        raise UserError(
+            "no TensorBoard files" if one else "no run has TensorBoard files",
+            where=str(run_dirs[0]) if one else "",
+            rule="a run writes them if its recipe has tracking.tensorboard: true",
+            fix="llmrecipes ui shows runs in MLflow, llmrecipes compare in the terminal",
+        )
+    # A folder of links: TensorBoard scans everything below its folder, and the checkpoints of a run can be a hundred
+    # thousand files.
+    with TemporaryDirectory(prefix="llmrecipes-tensorboard-") as folder:
+        for run_dir in shown:
+            link = Path(folder, RunFiles(run_dir.resolve()).name)
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to((run_dir / EVENT_FILES).resolve(), target_is_directory=True)
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONWARNINGS": "ignore"}
+        with reserved(port) as port:
+            command = [sys.executable, "-m", "tensorboard.main", "--logdir", folder, "--host", HOST]
+            # Use the Python reader: the Rust one does not follow links.
+            command += ["--port", str(port), "--load_fast", "false", "--reload_interval", "10"]
+            with started(TENSORBOARD, command, port, "/data/environment", environment) as process:
+                yield f"http://{HOST}:{port}", len(shown), process
+
+
+def serve_tensorboard(run_dirs: Sequence[Path], port: int) -> None:
+    """Show runs until Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
+    with tensorboard_server(run_dirs, port) as (address, number, process):
+        what = str(run_dirs[0]) if len(run_dirs) == 1 else f"{number} runs"
+        print(f"TensorBoard shows {what} at {address}/#scalars (Ctrl-C ends it)", flush=True)
+        until_interrupted(TENSORBOARD, process)

@@ -68,7 +68,7 @@ def is_deleted(run_dir: Path) -> bool:
 def _left(run_dir: Path) -> str:
     entries = Run(run_dir).store().entries()
     if not entries:
-        return "nothing of the run is left; start a new one with another --run-id"
+        return "nothing of the run is left; start a new run with another --run-id"
     return f"its state was saved again, in {entries[-1].path}: the same command with this --run-id resumes from there"
 
 

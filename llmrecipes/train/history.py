@@ -53,12 +53,12 @@ def require_none_saved(run_dir: Path, damaged: Sequence[Damaged]) -> None:
     if step is None and not damaged:
         return
     checkpoints = Run(run_dir).checkpoints
-    found = [str(each) for each in damaged] or [f"{checkpoints} has no checkpoint"]
+    reasons = [str(checkpoint) for checkpoint in damaged] or [f"{checkpoints} has no checkpoint"]
     newest = "" if step is None else f" (the last one at step {step})"
     raise UserError(
-        f"this run has saved checkpoints{newest}, and none can be used:\n    " + "\n    ".join(found),
+        f"this run has saved checkpoints{newest}, and none can be used:\n    " + "\n    ".join(reasons),
         where=str(run_dir),
-        rule="a run that has saved a checkpoint is never restarted from step 0 without being asked",
+        rule="a run that has saved a checkpoint is restarted from step 0 only with --from-scratch",
         fix="restore a checkpoint from a backup, use another --run-id, or pass --from-scratch, which moves this run's "
         f"history to {run_dir / ASIDE}<time> and starts at step 0",
         code=ExitCode.STOP,

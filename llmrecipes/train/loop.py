@@ -17,14 +17,11 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import LossWatch
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
-from llmrecipes.tracking.experts import is_measured
-from llmrecipes.train.finite import require_finite
-from llmrecipes.train.loaders import DataLoaders
-from llmrecipes.train.pending import is_evaluated
-from llmrecipes.train.reading import HeldOut, ReadAhead, first_failure
+from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics, is_measured
+from llmrecipes.train.debug import require_finite
+from llmrecipes.train.evaluations import TaskEvaluations, is_evaluated
+from llmrecipes.train.loaders import DataLoaders, HeldOut, ReadAhead, first_failure
 from llmrecipes.train.saves import Saves
-from llmrecipes.train.testing import TaskEvaluations
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +74,7 @@ class Loop:
         after_step: called after every step.
     tasks: tasks of the recipe; None for none.
         stop_after: save and stop after this step, as after a signal.
-        evaluation_due: whether the step to resume from still has to be evaluated (see `pending`).
+        evaluation_due: whether the step to resume from still has to be evaluated (see `evaluations.evaluation_due`).
         watch: raises an alarm at a loss spike.
         losses: training loss of every step of this start.
         valid_loss: the last one, in nats per token.
@@ -103,7 +100,7 @@ class Loop:
     unread: UserError | None = None
 
     def run(self, progress: Progress) -> Outcome:
-        """Train from `progress` to the last step, or until told to stop.
+        """Train from `progress` to the last step, or until a stop is requested.
 
         Raises:
             NonFinite: a loss or gradient norm is not finite.
@@ -140,7 +137,7 @@ class Loop:
             if saving or stopping:
                 saves.save(progress)
             saves.poll()
-            # When told to stop, an evaluation is left for the resumed run, even that of the last step.
+            # When a stop is requested, an evaluation is left for the resumed run, even that of the last step.
             if stopping and (evaluating or not last):
                 saves.require(progress)
                 return self._stopped(progress)
@@ -228,7 +225,7 @@ class Loop:
             )
 
     def _evaluate(self, progress: Progress) -> bool:
-        """Evaluate and report; False if a rank was told to stop meanwhile, or could not read its data."""
+        """Evaluate and report; False if a rank was asked to stop meanwhile, or could not read its data."""
         if self.loaders.valid is None:
             return True
         started = time.perf_counter()

@@ -1,24 +1,29 @@
-"""Proof that ranks of several nodes reach each other over the site's fabric, before the model is built.
+"""Check that ranks of several nodes reach each other over the site's fabric, before the model is built.
 
-NCCL falls back to TCP in silence; a run would then train several times slower than it costs.
+NCCL falls back to TCP silently, and the run would then train several times slower. Its choice is read from its output.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from llmrecipes.engine.base import Platform
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.nccl_log import fault, read
+from llmrecipes.hardware.nccl_log import FILE, LEVEL, SUBSYSTEMS, fault, log_of, proving, read, shown
 from llmrecipes.hardware.nics import CHOICE, LINK_LAYERS, Port
 from llmrecipes.launch.environment import FABRIC
-from llmrecipes.train.nccl_output import NcclOutput
+from llmrecipes.redact import redact
 
 MOST_NAMED = 8
 """Nodes that a message names."""
@@ -26,7 +31,7 @@ MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank found; `fault` and `lines` are empty where nothing is wrong."""
+    """What one rank reports; `fault` and `lines` are empty where nothing is wrong."""
 
     host: str
     network: str
@@ -59,23 +64,23 @@ def prove(platform: Platform, output: NcclOutput | None, *, allow_socket: bool) 
     platform.synchronize()
     output.restore()
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
-    own = report(kind, platform.backend, output.text(), socket.gethostname(), output.where, leads=leads)
-    everybody: list[Report] = [own] * dist.get_world_size()
-    dist.all_gather_object(everybody, own)
-    return judge(everybody, kind, allow_socket=allow_socket)
+    mine = report(kind, platform.backend, output.text(), socket.gethostname(), output.where, leads=leads)
+    reports: list[Report] = [mine] * dist.get_world_size()
+    dist.all_gather_object(reports, mine)
+    return judge(reports, kind, allow_socket=allow_socket)
 
 
-def leave_out_other_adapters(found: Sequence[Port]) -> None:
-    """Let NCCL use the ports with the site's link layer alone, where a node has others too and nobody named them.
+def leave_out_other_adapters(ports: Sequence[Port]) -> None:
+    """Let NCCL use only ports with the site's link layer, where a node has others too and the user named none.
 
     NCCL itself uses InfiniBand and Ethernet ports together; those of the other kind are for storage.
 
     Args:
-        found: ports of this node.
+        ports: of this node.
     """
     layer = LINK_LAYERS.get(os.environ.get(FABRIC, ""))
-    ours = [f"{port.device}:{port.number}" for port in found if port.link_layer == layer]
-    if 0 < len(ours) < len(found) and layer in ("InfiniBand", "Ethernet"):
+    ours = [f"{port.device}:{port.number}" for port in ports if port.link_layer == layer]
+    if 0 < len(ours) < len(ports) and layer in ("InfiniBand", "Ethernet"):
         os.environ.setdefault(CHOICE, f"={','.join(ours)}")
 
 
@@ -92,13 +97,13 @@ def report(kind: str, backend: str, log: str, host: str, where: str, *, leads: b
     """
     if "nccl" not in backend:
         return Report(host, f"sockets ({backend})", 0, f"sockets ({backend})")
-    found = read(log)
-    wrong = fault(found, kind)
+    choice = read(log)
+    wrong = fault(choice, kind)
     if wrong is None:
-        return Report(host, found.described(), found.connections)
-    if not found.names:
+        return Report(host, choice.described(), choice.connections)
+    if not choice.names:
         wrong += f" ({where}, {len(log):,} characters)"
-    return Report(host, found.described(), found.connections, wrong, found.lines if leads else ())
+    return Report(host, choice.described(), choice.connections, wrong, choice.lines if leads else ())
 
 
 def judge(reports: Sequence[Report], kind: str, *, allow_socket: bool) -> str:
@@ -112,19 +117,19 @@ def judge(reports: Sequence[Report], kind: str, *, allow_socket: bool) -> str:
     Raises:
         UserError: a rank has a fault, or no rank is connected to another node.
     """
-    wrong = [each for each in reports if each.fault]
+    faulty = [report for report in reports if report.fault]
     if not allow_socket:
-        if wrong:
-            where = _named(list(dict.fromkeys(each.host for each in wrong)))
-            said = next((each.lines for each in wrong if each.lines), ())
-            what = f"ranks of different nodes use {wrong[0].fault}, on {where} ({len(wrong)} of {len(reports)} ranks)"
+        if faulty:
+            where = _named(list(dict.fromkeys(report.host for report in faulty)))
+            said = next((report.lines for report in faulty if report.lines), ())
+            what = f"ranks of different nodes use {faulty[0].fault}, on {where} ({len(faulty)} of {len(reports)} ranks)"
             raise _refused("\n    ".join((what, *said)), kind)
-        if not any(each.connections for each in reports):
+        if not any(report.connections for report in reports):
             raise _refused("NCCL's log shows no connection between nodes", kind)
     # A rank without a connection to another node knows only which network was chosen.
     hosts: dict[str, str] = {}
-    for each in sorted(reports, key=lambda report: (bool(report.fault), report.connections)):
-        hosts[each.host] = each.network
+    for report in sorted(reports, key=lambda report: (bool(report.fault), report.connections)):
+        hosts[report.host] = report.network
     by_network: dict[str, list[str]] = {}
     for host, network in sorted(hosts.items()):
         by_network.setdefault(network, []).append(host)
@@ -143,5 +148,130 @@ def _refused(what: str, kind: str) -> UserError:
         where="network",
         rule=f"inter_node.kind of the profile is {kind}: ranks of different nodes use it, with GPUDirect RDMA",
         fix="llmrecipes doctor --cluster on these nodes; /dev/infiniband and the NCCL plugin in the container; unset "
-        "NCCL_NET and NCCL_IB_DISABLE; --allow-socket trains over what there is",
+        "NCCL_NET and NCCL_IB_DISABLE; --allow-socket accepts any network",
     )
+
+
+SECONDS = 1.0
+"""Between looks at the file: a warning is shown so much later than NCCL itself would."""
+
+
+class NcclOutput:
+    """Follows the file that NCCL writes in this process, from before NCCL starts."""
+
+    def __init__(self, environment: MutableMapping[str, str]) -> None:
+        """Set NCCL's variables, until `restore`.
+
+        Raises:
+            UserError: no file can be made on this node.
+        """
+        host = socket.gethostname()
+        try:
+            handle, name = tempfile.mkstemp(prefix="llmrecipes-nccl-", suffix=".log")
+        except OSError as error:
+            raise UserError(
+                f"no file in {tempfile.gettempdir()} on {host}: {error.strerror}",
+                where="TMPDIR",
+                rule="each rank writes NCCL's log to its node, to show which network it uses",
+                fix="TMPDIR=DIR, a local disk of the node that can be written",
+            ) from error
+        os.close(handle)
+        self.path = Path(name)
+        self.where = f"{host}:{name}"
+        self._target = log_of(environment, host, os.getpid())
+        self._level = environment.get(LEVEL)
+        self._place, self._lock, self._told = 0, threading.Lock(), False
+        self._environment = environment
+        self._before = {name: environment.get(name) for name in (LEVEL, SUBSYSTEMS, FILE)}
+        environment.update({**proving(environment), FILE: name.replace("%", "%%")})
+
+    @property
+    def level(self) -> str:
+        """What is shown, in words."""
+        return f"what {LEVEL}={self._level} asks for" if self._level else "warnings"
+
+    def restore(self) -> None:
+        """Restore the user's values: NCCL has read its variables."""
+        for name, value in self._before.items():
+            if value is None:
+                self._environment.pop(name, None)
+            else:
+                self._environment[name] = value
+
+    def text(self) -> str:
+        """All of the file; empty if it no longer exists."""
+        try:
+            return self.path.read_text("utf-8", "replace")
+        except OSError:
+            return ""
+
+    def pass_on(self) -> None:
+        """Show complete lines that NCCL has written since, as far as the user's level asks for them."""
+        with self._lock:
+            try:
+                with self.path.open("rb") as file:
+                    file.seek(self._place)
+                    new = file.read()
+            except OSError:
+                return
+            whole = new[: new.rfind(b"\n") + 1]
+            self._place += len(whole)
+            if lines := shown(whole.decode("utf-8", "replace").splitlines(), self._level):
+                self._show("".join(f"{line}\n" for line in lines))
+
+    def tell(self) -> None:
+        """After an error: everything that was not shown yet, and where the rest is; once."""
+        self.pass_on()
+        if not self._told:
+            self._told = True
+            print(f"NCCL's log is {self.where}", file=sys.stderr, flush=True)
+
+    def _show(self, text: str) -> None:
+        if self._target is not None:
+            try:
+                with self._target.open("a", encoding="utf-8") as file:
+                    file.write(redact(text))
+                return
+            except OSError:
+                self._target = None
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+@contextmanager
+def nccl_output() -> Iterator[NcclOutput | None]:
+    """Follow this rank's output in a thread, if the site has a fabric to check; otherwise do nothing.
+
+    The file is removed, after an error it stays.
+    """
+    if FABRIC not in os.environ:
+        yield None
+        return
+    output, ended = NcclOutput(os.environ), threading.Event()
+    if os.environ.get("RANK", "0") == "0":
+        print(f"NCCL shows {output.level}; its INFO, which names the network, goes to {output.where}", flush=True)
+
+    def follow() -> None:
+        while not ended.wait(SECONDS):
+            output.pass_on()
+
+    threading.Thread(target=follow, name="nccl-output", daemon=True).start()
+    try:
+        with told(output):
+            yield output
+    finally:
+        ended.set()
+        output.restore()
+    output.pass_on()
+    output.path.unlink(missing_ok=True)
+
+
+@contextmanager
+def told(output: NcclOutput | None) -> Iterator[None]:
+    """Show what NCCL has said before an error is handled further: the process may end without closing anything."""
+    try:
+        yield
+    except Exception:
+        if output is not None:
+            output.tell()
+        raise

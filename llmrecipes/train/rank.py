@@ -27,7 +27,7 @@ S = TypeVar("S", bound=RankSpec)
 
 SECONDS_BEHIND_THE_FIRST = 2.0
 CRASHED = 1
-"""Exit code after an error that is no `UserError`, as Python's own."""
+"""Exit code after an error that is not a `UserError`, as Python's."""
 _REPORTED = "_llmrecipes_exit_code"
 
 

@@ -38,10 +38,10 @@ def describe(
     train = recipe.train
     counts, talks = prepared.manifest.counts("train"), prepared.manifest.chat
     tokens = counts.tokens
-    data = f"{number(tokens)} training tokens, read {plan.total_tokens / max(tokens, 1):.2f} times"
+    data = f"{number(tokens)} training tokens, {plan.total_tokens / max(tokens, 1):.2f} epochs"
     if talks is not None:
-        every = sum(each.tokens for each in talks.sources)
-        answers = sum(each.answer_tokens for each in talks.sources) / max(every, 1)
+        chat_tokens = sum(source.tokens for source in talks.sources)
+        answers = sum(source.answer_tokens for source in talks.sources) / max(chat_tokens, 1)
         data = f"{counts.documents:,} conversations, {number(tokens)} tokens, {answers:.0%} of them answers"
     layers = f"{implementation.name} layers ({implementation.reason})"
     rows = {

@@ -1,10 +1,12 @@
-"""Resuming from the newest valid checkpoint."""
+"""Where a run starts: the newest valid checkpoint, or initial weights."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -16,6 +18,11 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.runfiles import run_of
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.history import move_aside, require_none_saved
+from llmrecipes.train.spec import RunSpec
+
+if TYPE_CHECKING:
+    from llmrecipes.hf.weights import FolderWeights
+
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +52,11 @@ def choose(store: CheckpointStore, world: World, *, from_scratch: bool = False) 
     # Rank 0 decides: ranks may see different listings of a shared file system. All of them compare hashes.
     if not world.is_first and not from_scratch:
         serve()
-    found: list[Any] = [_found(store, from_scratch) if world.is_first else None]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], dict):
-        raise UserError(**found[0])
-    return Start(*found[0])
+    chosen: list[Any] = [_chosen(store, from_scratch) if world.is_first else None]
+    dist.broadcast_object_list(chosen, src=0)
+    if isinstance(chosen[0], dict):
+        raise UserError(**chosen[0])
+    return Start(*chosen[0])
 
 
 def resume(engine: Engine, entry: Entry, world: World) -> Progress:
@@ -71,7 +78,7 @@ def resume(engine: Engine, entry: Entry, world: World) -> Progress:
     return progress
 
 
-def _found(store: CheckpointStore, from_scratch: bool) -> tuple[Entry | None, tuple[Note, ...]] | dict[str, Any]:
+def _chosen(store: CheckpointStore, from_scratch: bool) -> tuple[Entry | None, tuple[Note, ...]] | dict[str, Any]:
     """What rank 0 broadcasts: the checkpoint to resume from, or the arguments of the error that all ranks raise."""
     try:
         return _from_scratch(store) if from_scratch else _newest(store)
@@ -92,22 +99,48 @@ def _newest(store: CheckpointStore) -> tuple[Entry | None, tuple[Note, ...]]:
     if entry is None:
         require_none_saved(run_of(store.directory).path, damaged)
         return None, ()
-    seen = {found.path for found in damaged}
-    damaged += [found for found in store.incomplete() if found.path not in seen]
-    return entry, tuple(_set_aside(store, found, entry.step) for found in damaged)
+    seen = {checkpoint.path for checkpoint in damaged}
+    damaged += [checkpoint for checkpoint in store.incomplete() if checkpoint.path not in seen]
+    return entry, tuple(_set_aside(store, checkpoint, entry.step) for checkpoint in damaged)
 
 
-def _set_aside(store: CheckpointStore, found: Damaged, step: int) -> Note:
+def _set_aside(store: CheckpointStore, damaged: Damaged, step: int) -> Note:
     try:
-        path = store.set_aside(found.path)
+        path = store.set_aside(damaged.path)
     except OSError as error:
         raise UserError(
             f"the damaged checkpoint cannot be renamed: {error.strerror}",
-            where=str(found.path),
+            where=str(damaged.path),
             rule="a damaged checkpoint is kept under another name, so that its step can be saved again",
             fix="move it away by hand, then run the same command",
             code=ExitCode.STOP,
         ) from error
-    logger.warning("checkpoint %s is damaged (%s); renamed to %s", found.path, found.reason, path.name)
-    details = {"checkpoint": found.path.name, "reason": found.reason, "path": str(path)}
+    logger.warning("checkpoint %s is damaged (%s); renamed to %s", damaged.path, damaged.reason, path.name)
+    details = {"checkpoint": damaged.path.name, "reason": damaged.reason, "path": str(path)}
     return Note(step=step, event="checkpoint_damaged", details=details, alarm=True)
+
+
+@contextmanager
+def initial_weights(spec: RunSpec, *, resumed: bool = False) -> Iterator[FolderWeights | None]:
+    """Open the weights that `train.pretrained` names; None: the recipe names none, or a checkpoint has all weights.
+
+    Args:
+        spec: of the run.
+        resumed: a checkpoint is loaded next; one with adapters has nothing else.
+
+    Raises:
+        UserError: they are not those of the recipe's model.
+    """
+    if spec.recipe.train.pretrained is None or (resumed and spec.recipe.lora is None):
+        yield None
+        return
+    from llmrecipes.hf.reading import resolve
+    from llmrecipes.hf.weights import open_weights
+
+    # A rank that was started without the folder finds what the Hub's cache has.
+    path = spec.pretrained or resolve(spec.recipe.train.pretrained).path
+    weights = open_weights(path, spec.recipe.model)
+    try:
+        yield weights
+    finally:
+        weights.close()

@@ -80,8 +80,8 @@ class Saves:
         raise UserError(
             f"the checkpoint of step {progress.step} could not be written{since}: {self._failed[progress.step]}",
             where=where,
-            rule="a run ends only when its state is saved, or cannot be: after checkpoint.max_failed_saves="
-            f"{self._plan.recipe.checkpoint.max_failed_saves} failures in a row",
+            rule="the final checkpoint must be written before a run ends; a run stops after "
+            f"checkpoint.max_failed_saves={self._plan.recipe.checkpoint.max_failed_saves} failures in a row",
             fix="free some disk space, then run the same command with the same --run-id",
             code=ExitCode.STOP,
         )

@@ -1,20 +1,33 @@
-"""The summary at the end of a run: held-out loss, and a text sample."""
+"""The summary at the end of a run: held-out loss beside baselines, and a text sample."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
 
 from llmrecipes.commandline import command_line
 from llmrecipes.console import console
-from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.dataset import build
+from llmrecipes.data.ngram import MAX_VOCAB, Ids, KneserNey
+from llmrecipes.data.prepared import (
+    Prepared,
+    bytes_per_token,
+    deflate_bits_per_byte,
+    drawn_samples,
+    gzip_bits_per_byte,
+    held_out_text,
+)
+from llmrecipes.data.split import Split
 from llmrecipes.data.templates import question
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.train.yardsticks import Yardstick, cheap, counting, table
 
 PROMPTS = {"stdlib": "def ", "docstrings": "What does shutil.movefile(src, dst) do?"}
 SAMPLE_TOKENS = 120
@@ -44,7 +57,7 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
 
 
 def learnt(prepared: Prepared, loop: Loop, loss: float) -> list[str]:
-    """The model's bits per byte in a table of yardsticks.
+    """The model's bits per byte in a table of baselines.
 
     N-grams are only counted on a CPU: elsewhere, devices would wait for it.
 
@@ -65,8 +78,8 @@ def learnt(prepared: Prepared, loop: Loop, loss: float) -> list[str]:
             notes = [f"note: no n-grams were counted: {error}"]
     else:
         notes = ["n-gram models are compared on CPU runs only"]
-    head = "\nheld-out text, in bits per byte (8 as it is; less is better):"
-    return [head, *table(Yardstick(f"this model (loss {loss:.4f})", bits(loss)), others), *notes]
+    head = "\nheld-out text, bits per byte (8 = uncompressed, lower is better):"
+    return [head, *table(Baseline(f"this model (loss {loss:.4f})", bits(loss)), others), *notes]
 
 
 def sample_prompt(recipe: Recipe) -> str:
@@ -116,15 +129,101 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
 def _sample(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     tokenizer = prepared.tokenizer()
     prompt = sample_prompt(spec.recipe)
-    given, end = tokenizer.encode(prompt), tokenizer.eod
+    ids, end = tokenizer.encode(prompt), tokenizer.eod
     if spec.recipe.data.chat is not None:
-        asked = question(prepared, prompt)
-        prompt, given, end = asked.text, asked.ids, asked.end
-    ids = loop.engine.generate(
-        given,
+        chat = question(prepared, prompt)
+        prompt, ids, end = chat.text, chat.ids, chat.end
+    written = loop.engine.generate(
+        ids,
         max_new_tokens=SAMPLE_TOKENS,
         sampling=Sampling(seed=spec.recipe.train.seed),
         vocab_size=tokenizer.vocab_size,
         eod=end,
     )
-    console().print(f"\nsample:\n{prompt}{tokenizer.decode(list(ids))}", markup=False)
+    console().print(f"\nsample:\n{prompt}{tokenizer.decode(list(written))}", markup=False)
+
+
+COUNTED_TOKENS = 1 << 22
+"""Training tokens whose n-grams are counted, at most: two seconds and 300 MB on one core."""
+SCORED_TOKENS = 1 << 18
+"""Held-out tokens that an n-gram model predicts, at most."""
+COMPRESSED_BYTES = 1 << 20
+"""Held-out text that is compressed window by window, at most."""
+GZIP_WINDOW = 1 << 15
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Something that predicts or compresses the held-out text."""
+
+    name: str
+    bits_per_byte: float
+
+
+def cheap(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float], float]) -> list[Baseline]:
+    """What costs nothing at any size: a uniform distribution, and gzip of at most `COMPRESSED_BYTES`.
+
+    Args:
+        recipe: gives the model's window.
+        prepared: its prepared data, with a validation split.
+        bits_per_byte: turns a loss in nats per token into bits per byte.
+    """
+    length = recipe.model.seq_length
+    window = round(length * bytes_per_token(prepared, "valid", length))
+    guess = bits_per_byte(math.log(prepared.manifest.tokenizer.vocab_size))
+    baselines = [Baseline("uniform distribution over tokens", guess)]
+    if window < GZIP_WINDOW:
+        text = held_out_text(prepared, "valid", COMPRESSED_BYTES)
+        name = f"gzip -9 in pieces of the model's window, {window:,} bytes"
+        baselines.append(Baseline(name, deflate_bits_per_byte(text, window)))
+    whole = gzip_bits_per_byte(prepared, "valid")
+    return [*baselines, Baseline("gzip -9 of the whole text (window 32 KiB)", whole)]
+
+
+def counting(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float], float]) -> list[Baseline]:
+    """N-gram models of the sequences that the finished run was trained on, on those that it was evaluated on.
+
+    Reads at most `COUNTED_TOKENS`, the first ones, and says so.
+
+    Args:
+        recipe, prepared, bits_per_byte: as `cheap`.
+
+    Raises:
+        UserError: the vocabulary is too large or the sequence too short for trigrams; or, as OSError, the data
+            can no longer be read.
+    """
+    vocab = prepared.manifest.tokenizer.vocab_size
+    if vocab > MAX_VOCAB[3] or recipe.model.seq_length < 2:
+        raise UserError(
+            f"{vocab:,} token ids, sequences of {recipe.model.seq_length}",
+            rule=f"trigrams are counted for at most {MAX_VOCAB[3]:,} ids, in sequences of at least 2 tokens",
+        )
+    seen = _first_samples(recipe, prepared, "train", COUNTED_TOKENS)
+    held_out = _first_samples(recipe, prepared, "valid", SCORED_TOKENS)
+    length = recipe.model.seq_length
+    every = "the same" if len(seen) == drawn_samples(recipe, "train") else "the first"
+    tokens = f"{every} {len(seen) * length:,} training tokens"
+    names = {1: f"unigrams of {tokens}", 3: f"trigrams of {tokens}"}
+    return [
+        Baseline(name, bits_per_byte(float(-np.log(KneserNey(seen, vocab, order).probabilities(held_out)).mean())))
+        for order, name in names.items()
+    ]
+
+
+def table(model: Baseline, others: list[Baseline]) -> Iterator[str]:
+    """Lines from the worst to the best, the model marked: what is above it, it has learnt to do better."""
+    for row in sorted([model, *others], key=lambda row: -row.bits_per_byte):
+        yield f"{'>' if row is model else ' '} {row.bits_per_byte:6.3f}  {row.name}"
+
+
+def _first_samples(recipe: Recipe, prepared: Prepared, split: Split, tokens: int) -> Ids:
+    """[samples, seq_length + 1]: the run's first samples of a split, in their order, of at most so many tokens."""
+    dataset = build(recipe, prepared, split)
+    if dataset is None:
+        raise ValueError(f"no {split} split")
+    samples = min(drawn_samples(recipe, split), max(1, tokens // recipe.model.seq_length))
+    rows = np.empty((samples, recipe.model.seq_length + 1), np.int64)
+    for number in range(samples):
+        sample = dataset[number]
+        rows[number, :-1], rows[number, -1] = sample["tokens"], sample["labels"][-1]
+    return rows

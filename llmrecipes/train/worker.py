@@ -35,17 +35,14 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.recipe.load import recipe_hash
     from llmrecipes.tracking.events import Note
     from llmrecipes.train.debug import anomaly_mode, profiled
+    from llmrecipes.train.evaluations import TaskEvaluations, evaluation_due, load_tasks
     from llmrecipes.train.folder import require_exists, stop_when_deleted
-    from llmrecipes.train.given import given_weights
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, Outcome
-    from llmrecipes.train.nccl_output import nccl_output, told
-    from llmrecipes.train.network import leave_out_other_adapters, prove
-    from llmrecipes.train.pending import evaluation_due
+    from llmrecipes.train.network import leave_out_other_adapters, nccl_output, prove, told
     from llmrecipes.train.reporting import describe, open_tracker
-    from llmrecipes.train.resume import choose, resume
+    from llmrecipes.train.resume import choose, initial_weights, resume
     from llmrecipes.train.summary import print_summary
-    from llmrecipes.train.testing import TaskEvaluations, load_tasks
 
     recipe = spec.recipe
     tasks = load_tasks(recipe)
@@ -76,7 +73,7 @@ def run(spec: RunSpec) -> ExitCode:
         stack.callback(store.release)
         claim(store, group)
         start = choose(store, world, from_scratch=spec.from_scratch)
-        with given_weights(spec, resumed=start.entry is not None) as weights:
+        with initial_weights(spec, resumed=start.entry is not None) as weights:
             engine = (engines.build if start.entry is None else engines.construct)(plan, platform, weights)
         stack.callback(engine.close)
         saver = stack.enter_context(

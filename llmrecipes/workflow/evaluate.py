@@ -17,8 +17,7 @@ from llmrecipes import untrusted
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.evaluation import history, isolation
-from llmrecipes.evaluation.request import DATA, Request
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.request import DATA, Request, Result
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.environment import detected_environment
@@ -295,7 +294,7 @@ def _track(recipe: Recipe, run_dir: Path, runs_dir: Path, records: Sequence[dict
     """Add the metrics to the run's own MLflow run; returns what went wrong, which does not undo an evaluation."""
     if not recipe.tracking.mlflow:
         return ()
-    from llmrecipes.tracking.mlflow.later import add_metrics
+    from llmrecipes.tracking.mlflow.sink import add_metrics
 
     values = {name: value for record in records for name, value in history.metric_names(record).items()}
     problem = add_metrics(run_dir, runs_dir, values, step=records[0]["step"] if records else 0)

@@ -23,10 +23,9 @@ from llmrecipes.faults.numerics import NonFinite
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import Note
-from llmrecipes.train.finite import require_finite
-from llmrecipes.train.loaders import DataLoaders
+from llmrecipes.train.debug import require_finite
+from llmrecipes.train.loaders import DataLoaders, first_failure
 from llmrecipes.train.loop import Loop, NoTracker
-from llmrecipes.train.reading import first_failure
 from llmrecipes.train.resume import choose, resume
 from tests.dist.table import Row, Sections
 from tests.dist.training import loaders, training

@@ -18,10 +18,10 @@ import pytest
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
-from llmrecipes.data import dataset, index
-from llmrecipes.data.loader import KEYS, ReaderLost, batches, sample_ids
+from llmrecipes.data import dataset
+from llmrecipes.data.loader import KEYS, ReaderLost, batches, read_error, sample_ids
 from llmrecipes.data.prepare import Prepared, open_prepared, prepare
-from llmrecipes.data.unreadable import explain
+from llmrecipes.data.prepared import drawn_samples, index_folder
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow.stored_recipe import Order, sample_order
@@ -156,7 +156,7 @@ def test_tokens_that_are_cut_off_meanwhile_are_an_error_with_the_file(
         with pytest.raises(OSError, match="ends at byte") as error:
             list(stream)
     assert error.value.filename == str(file)
-    explained = explain(error.value, made[0], prepared)
+    explained = read_error(error.value, made[0], prepared)
     assert explained.code == ExitCode.STOP
     assert explained.where == str(file)
 
@@ -177,12 +177,12 @@ def test_an_order_of_samples_that_names_what_is_not_there_stops_the_run(
 
 
 def test_what_ended_a_process_decides_whether_to_start_again(made: tuple[Recipe, Prepared]) -> None:
-    killed = explain(ReaderLost(7, -signal.SIGKILL), *made)
+    killed = read_error(ReaderLost(7, -signal.SIGKILL), *made)
     assert killed.code == ExitCode.REQUEUE
     assert "SIGKILL" in killed.what
-    assert "shm" in explain(ReaderLost(7, -signal.SIGBUS), *made).fix
-    assert explain(ReaderLost(7, 1), *made).code == ExitCode.REQUEUE
-    stale = explain(OSError(errno.ESTALE, os.strerror(errno.ESTALE), "x.bin"), *made)
+    assert "shm" in read_error(ReaderLost(7, -signal.SIGBUS), *made).fix
+    assert read_error(ReaderLost(7, 1), *made).code == ExitCode.REQUEUE
+    stale = read_error(OSError(errno.ESTALE, os.strerror(errno.ESTALE), "x.bin"), *made)
     assert (stale.code, stale.where) == (ExitCode.REQUEUE, "x.bin")
 
 
@@ -212,7 +212,7 @@ def test_held_out_splits_and_their_sizes(made: tuple[Recipe, Prepared]) -> None:
     for split in ("valid", "test"):
         held_out = dataset.build(*made, split)
         assert held_out is not None
-        assert len(held_out) >= index.samples(made[0], split) == 16
+        assert len(held_out) >= drawn_samples(made[0], split) == 16
         assert all(_same(a, b) for a, b in zip(_batches(held_out), _batches(held_out), strict=True))
 
 
@@ -264,7 +264,7 @@ def test_a_missing_or_damaged_index_is_reported(made: tuple[Recipe, Prepared], t
         dataset.build(recipe(*made[0].data.sources, train_iters=26), made[1], "train")
     shutil.copytree(made[1].path.parent, tmp_path / "data")
     prepared = open_prepared(made[0], tmp_path / "data")
-    file = next(index.folder(made[0], prepared).glob("*-train-shuffle_index.npy"))
+    file = next(index_folder(made[0], prepared).glob("*-train-shuffle_index.npy"))
     os.truncate(file, file.stat().st_size - 4)
     size = file.stat().st_size
     with refused(file, rule=(f"{size}", f"{size + 4}")):

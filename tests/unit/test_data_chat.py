@@ -20,13 +20,12 @@ import transformers
 
 from llmrecipes.data import chat, sources, tokenizer
 from llmrecipes.data.chat import ChatSpec, Conversations, Template, chat_encoder
+from llmrecipes.data.conversations import best_fit
 from llmrecipes.data.dataset import build
-from llmrecipes.data.marked import CHATML, SPECIAL, TEMPLATES
-from llmrecipes.data.packing import best_fit
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.prepared import fingerprint
-from llmrecipes.data.rows import conversation
-from llmrecipes.data.templates import question
+from llmrecipes.data.sources import conversation
+from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, question
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer
 from tests.helpers import tiny

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.data import checked, dataset, index, listing, pool, write
+from llmrecipes.data import checked, dataset, write
 from llmrecipes.data import corpus as corpus_module
-from llmrecipes.data.manifest import sha256
+from llmrecipes.data.manifest import LISTING, read_listing, sha256
 from llmrecipes.data.prepare import Prepared, open_prepared, prepare
+from llmrecipes.data.prepared import check_index, index_folder
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
@@ -91,13 +92,13 @@ def test_every_rank_finds_what_it_would_read(copied: tuple[Recipe, Path, Path]) 
 def test_a_changed_sample_order_is_found(copied: tuple[Recipe, Path, Path]) -> None:
     used, data, _ = copied
     prepared = prepare(used, data)
-    for file in sorted(index.folder(used, prepared).glob("*-train-*_index.npy")):
+    for file in sorted(index_folder(used, prepared).glob("*-train-*_index.npy")):
         whole = file.read_bytes()
         flip(file, -1)
         with refused(file, rule="SHA-256"):
-            index.check(used, prepared, print)
+            check_index(used, prepared, print)
         file.write_bytes(whole)
-    index.check(used, prepared, print)
+    check_index(used, prepared, print)
 
 
 def test_the_command_ends_with_2_and_one_message(
@@ -141,7 +142,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(copied: tuple[Recipe
 def test_files_are_read_once_and_a_copy_once_more(copied: tuple[Recipe, Path, Path], reads: Reads) -> None:
     used, data, _ = copied
     prepared = prepare(used, data)
-    assert set(reads) == {*prepared.manifest.files, *listing.read(index.folder(used, prepared))[0]}
+    assert set(reads) == {*prepared.manifest.files, *read_listing(index_folder(used, prepared))[0]}
     assert len(reads) == len(set(reads))
     reads.clear()
     prepare(used, data)
@@ -233,7 +234,7 @@ def test_verify_reads_everything_whatever_is_remembered(copied: tuple[Recipe, Pa
     prepared = prepare(used, data)
     reads.clear()
     prepared.verify()
-    assert set(reads) == {*prepared.manifest.files, *listing.read(index.folder(used, prepared))[0]}
+    assert set(reads) == {*prepared.manifest.files, *read_listing(index_folder(used, prepared))[0]}
     # As an attacker would do it: the note says that the changed file is the one that was checked.
     file = path / "00-train.bin"
     flip(file, 3)
@@ -266,7 +267,7 @@ def test_a_sample_order_runs_no_code(
 ) -> None:
     used, data, _ = copied
     prepared, marker = open_prepared(used, data), tmp_path / "marker"
-    folder = index.folder(used, prepared)
+    folder = index_folder(used, prepared)
     file = next(folder.glob("*-GPTDataset-train-shuffle_index.npy"))
     if listed == "another":
         file = file.with_name(f"x-{file.name}")
@@ -274,7 +275,7 @@ def test_a_sample_order_runs_no_code(
         file.write_bytes(pickle.dumps(Code(marker)))
     else:
         np.save(file, np.array([Code(marker)], dtype=object), allow_pickle=True)
-    mark = folder / listing.NAME
+    mark = folder / LISTING
     files = json.loads(mark.read_text())
     if listed == "nothing":
         mark.write_text("{}")
@@ -297,24 +298,24 @@ def test_a_sample_order_runs_no_code(
 def test_an_empty_list_of_no_files_is_refused(copied: tuple[Recipe, Path, Path]) -> None:
     used, data, _ = copied
     prepared = open_prepared(used, data)
-    folder = index.folder(used, prepared)
+    folder = index_folder(used, prepared)
     for file in folder.iterdir():
         file.unlink()
-    (folder / listing.NAME).write_text("{}")
+    (folder / LISTING).write_text("{}")
     with refused(folder):
         dataset.build(used, prepared, "train")
-    assert [file.name for file in folder.iterdir()] == [listing.NAME]
+    assert [file.name for file in folder.iterdir()] == [LISTING]
 
 
 def test_an_archive_in_place_of_an_array_is_refused(copied: tuple[Recipe, Path, Path]) -> None:
     used, data, _ = copied
-    folder = index.folder(used, open_prepared(used, data))
+    folder = index_folder(used, open_prepared(used, data))
     file = next(folder.glob("*-train-shuffle_index.npy"))
     with file.open("wb") as stream:
         np.savez(stream, a=np.arange(3))
-    files = json.loads((folder / listing.NAME).read_text())
+    files = json.loads((folder / LISTING).read_text())
     files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    (folder / listing.NAME).write_text(json.dumps(files))
+    (folder / LISTING).write_text(json.dumps(files))
     with refused(file, rule=".npy"):
         prepare(used, data, workers=1)
 
@@ -324,9 +325,9 @@ def test_a_sample_order_without_hashes_is_built_again_and_is_the_same(
 ) -> None:
     used, data, _ = copied
     prepared = open_prepared(used, data)
-    folder = index.folder(used, prepared)
-    before = (folder / listing.NAME).read_text()
-    (folder / listing.NAME).write_text(json.dumps(listing.read(folder)[0]))
+    folder = index_folder(used, prepared)
+    before = (folder / LISTING).read_text()
+    (folder / LISTING).write_text(json.dumps(read_listing(folder)[0]))
     said: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)
@@ -335,7 +336,7 @@ def test_a_sample_order_without_hashes_is_built_again_and_is_the_same(
     assert any("only sizes and headers" in line for line in said)
     prepare(used, data, progress=said.append)
     assert any("written without hashes" in line for line in said)
-    assert (folder / listing.NAME).read_text() == before
+    assert (folder / LISTING).read_text() == before
 
 
 # -- a prepare that is stopped ---------------------------------------------------------------------------------------
@@ -361,7 +362,7 @@ def test_a_stopped_prepare_leaves_no_part_and_no_process(
 
     add = write._Output.add
     monkeypatch.setattr(write._Output, "add", stopped)
-    monkeypatch.setattr(pool, "_ALONE", 0)
+    monkeypatch.setattr(corpus_module, "_ALONE", 0)
     monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
     with pytest.raises(SystemExit) as caught:
         prepare(made[0], tmp_path, workers=workers)
@@ -381,7 +382,7 @@ def test_a_process_of_prepare_that_is_killed_is_one_message(
 
     add = write._Output.add
     monkeypatch.setattr(write._Output, "add", kill)
-    monkeypatch.setattr(pool, "_ALONE", 0)
+    monkeypatch.setattr(corpus_module, "_ALONE", 0)
     monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
     with refused("--workers", rule="--workers 2"):
         prepare(made[0], tmp_path, workers=2)

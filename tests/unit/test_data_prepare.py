@@ -20,9 +20,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from pydantic import create_model
 
 from llmrecipes.data import corpus as corpus_module
-from llmrecipes.data import heldout, index, pool, write
+from llmrecipes.data import write
 from llmrecipes.data.manifest import FORMAT, stem
 from llmrecipes.data.prepare import Prepared, fingerprint, open_prepared, prepare
+from llmrecipes.data.prepared import bits_per_byte, bytes_per_token, gzip_bits_per_byte, held_out_text, index_usable
 from llmrecipes.data.split import SPLITS, SplitRule, check_disjoint, digest
 from llmrecipes.data.steps import StepSpec, pipeline, selected
 from llmrecipes.data.tokenizer import EOD
@@ -126,14 +127,14 @@ def test_held_out_text_and_its_gzip_size(made: tuple[Recipe, Prepared]) -> None:
     rule = SplitRule(used.data.split)
     files = [f for s in used.data.sources for f in sorted(Path(str(s.path)).glob("[0-9]*.txt"))]
     expected = b"".join(f.read_bytes() for f in files if rule.of(digest(f.read_bytes())) == "valid")
-    assert heldout.text(prepared) == expected
-    assert heldout.text(prepared, "valid", max_bytes=100) == expected[:100]
+    assert held_out_text(prepared) == expected
+    assert held_out_text(prepared, "valid", max_bytes=100) == expected[:100]
     assert prepared.manifest.held_out["valid"].gzip_bytes == pytest.approx(len(gzip.compress(expected, 9)), abs=32)
     bits = 8 * prepared.manifest.held_out["valid"].gzip_bytes / len(expected)
-    assert heldout.gzip_bits_per_byte(prepared) == pytest.approx(bits)
+    assert gzip_bits_per_byte(prepared) == pytest.approx(bits)
     share = [s.splits["valid"].bytes / s.splits["valid"].tokens for s in prepared.manifest.sources]
-    assert heldout.bytes_per_token(prepared) == pytest.approx(sum(share) / 2)
-    assert heldout.bits_per_byte(np.log(2) * 3.0, prepared) == pytest.approx(3.0 / (sum(share) / 2))
+    assert bytes_per_token(prepared) == pytest.approx(sum(share) / 2)
+    assert bits_per_byte(np.log(2) * 3.0, prepared) == pytest.approx(3.0 / (sum(share) / 2))
 
 
 def test_preparing_again_does_nothing_and_warns_if_sources_have_changed(tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_preparing_again_does_nothing_and_warns_if_sources_have_changed(tmp_path
 def test_the_files_do_not_depend_on_the_number_of_workers(
     tmp_path: Path, made: tuple[Recipe, Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_ALONE", 1)
+    monkeypatch.setattr(corpus_module, "_ALONE", 1)
     monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
     prepared = prepare(made[0], tmp_path, workers=2)
     assert prepared.manifest == made[1].manifest
@@ -162,7 +163,7 @@ def test_the_files_do_not_depend_on_the_number_of_workers(
 def test_a_source_is_read_up_to_its_max_tokens_whatever_the_number_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_ALONE", 1)
+    monkeypatch.setattr(corpus_module, "_ALONE", 1)
     monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
     first, second = corpus(tmp_path / "first"), corpus(tmp_path / "second", seed=1, word="Wörter")
     # What the limit cuts off is not a duplicate in a later source; what is kept is.
@@ -196,7 +197,7 @@ def with_step(source: Source, word: str | None, **data: Any) -> Recipe:
 
 def test_a_data_step_is_one_function_and_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs in the workers; hash, split, duplicates, held-out text and tokenizer are those of what it returns."""
-    monkeypatch.setattr(pool, "_ALONE", 1)
+    monkeypatch.setattr(corpus_module, "_ALONE", 1)
     monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
     source = corpus(tmp_path / "text", word="Wörter ")
     texts = sorted(path.read_text().replace("Wörter", "") for path in (tmp_path / "text").iterdir())
@@ -215,7 +216,7 @@ def test_a_data_step_is_one_function_and_one_key(tmp_path: Path, monkeypatch: py
         tokens = IndexedDataset(str(prepared.path / stem(0, split)))
         decoded = sorted(tokenizer.decode(tokens[n].tolist()) for n in range(len(tokens)))
         assert decoded == [text for text in texts if rule.of(digest(text.encode())) == split]
-    assert "Wörter" not in heldout.text(prepared).decode()
+    assert "Wörter" not in held_out_text(prepared).decode()
     assert fingerprint(with_step(source, None)) == fingerprint(recipe(source))
     assert len({fingerprint(with_step(source, word)) for word in (None, "a", "b")}) == 3
     with refused("data.sources[0]", rule=("204 by max_characters", "0 empty")):
@@ -389,7 +390,7 @@ def test_a_killed_prepare_leaves_nothing_and_no_workers(tmp_path: Path) -> None:
         """
 import os, pathlib, signal, sys
 from tests.unit.data_recipes import recipe
-from llmrecipes.data import pool, write
+from llmrecipes.data import corpus as corpus_module, write
 from llmrecipes.data.prepare import prepare
 from llmrecipes.recipe.schema import Source
 
@@ -398,7 +399,7 @@ def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)  # the workers wait for more
 
 add, write._Output.add = write._Output.add, die
-pool._ALONE = 0
+corpus_module._ALONE = 0
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     prepare(recipe(Source(type="text", path="text")), pathlib.Path("data"), workers=2)
@@ -471,7 +472,7 @@ def test_a_split_too_short_for_a_sequence_is_reported(tmp_path: Path) -> None:
     prepared = prepare(used, tmp_path / "data", workers=1, progress=lines.append)
     assert prepared.usable("train", 512) == [0]
     assert any("the test split has fewer than 513 tokens" in line for line in lines)
-    assert index.usable(used, prepared)
+    assert index_usable(used, prepared)
 
 
 def test_a_hugging_face_tokenizer_from_a_folder(tmp_path: Path, made: tuple[Recipe, Prepared]) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmrecipes.data.conversations import ConversationDataset
-from llmrecipes.data.packing import alone, best_fit
+from llmrecipes.data.conversations import ConversationDataset, alone, best_fit
 from llmrecipes.engine.base import Batch
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 from llmrecipes.engine.megatron.model.packing import attention_mask

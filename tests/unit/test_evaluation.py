@@ -38,20 +38,17 @@ from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation import history, isolation, memorisation
+from llmrecipes.evaluation import checks, history, isolation
 from llmrecipes.evaluation import task_files as task_files_module
-from llmrecipes.evaluation.bias import bias
+from llmrecipes.evaluation.checks import bias, distinct, rep, repetition
 from llmrecipes.evaluation.harness import BOOTSTRAP, HarnessModel, metrics_of, run_tasks
 from llmrecipes.evaluation.lead import Interrupted, Lead
-from llmrecipes.evaluation.perplexity import perplexity
-from llmrecipes.evaluation.repetition import distinct, rep, repetition
-from llmrecipes.evaluation.request import Request
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.perplexity import perplexity, windows
+from llmrecipes.evaluation.request import Request, Result
 from llmrecipes.evaluation.run import Prepare
 from llmrecipes.evaluation.sandbox import bounded, sandbox
 from llmrecipes.evaluation.tasks import load_tasks
 from llmrecipes.evaluation.texts import Text, Texts
-from llmrecipes.evaluation.windows import windows
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hf.family import config_of, family_of
 from llmrecipes.hf.safetensors import write
@@ -60,7 +57,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.progress import Counted
-from llmrecipes.train.testing import TaskEvaluations
+from llmrecipes.train.evaluations import TaskEvaluations
 from llmrecipes.workflow import evaluate
 from tests.helpers import ROOMY, built, tiny, tiny_on
 from tests.refusals import refused, require_refusal
@@ -724,10 +721,10 @@ def test_ngrams_are_found_in_training_data_exactly(prepared: Prepared, monkeypat
     every = {tuple(ids[at : at + 5]) for ids in documents(prepared, "train") for at in range(len(ids) - 4)}
     missing = {(1, *gram[:4]) for gram in list(every)[:200]} - every
     assert missing
-    assert memorisation.found_in_training(prepared, every | missing, 5) == every
-    monkeypatch.setattr(memorisation, "BASE", np.uint64(1))  # a sum: order does not matter
+    assert checks.found_in_training(prepared, every | missing, 5) == every
+    monkeypatch.setattr(checks, "BASE", np.uint64(1))  # a sum: order does not matter
     swapped = {(*gram[1:], gram[0]) for gram in every} - every
-    assert memorisation.found_in_training(prepared, swapped, 5) == set()
+    assert checks.found_in_training(prepared, swapped, 5) == set()
 
 
 class Parrot:
@@ -754,13 +751,13 @@ class Parrot:
 def test_a_model_that_has_its_training_data_by_heart_is_found_out(prepared: Prepared) -> None:
     parrot: Any = Parrot(list(documents(prepared, "train")))
     lead = Lead(parrot, HERE, prepared.tokenizer(), 4)
-    result = memorisation.memorisation(lead, prepared, prefix=10, length=12, samples=6, seed=1)
+    result = checks.memorisation(lead, prepared, prefix=10, length=12, samples=6, seed=1)
     assert result.metrics["train_extractable"] == 1
     assert result.metrics["train_agreeing_tokens"] == 12
     assert result.metrics["heldout_extractable"] == 0
     assert result.metrics["generated_in_train_12"] == 0
     with refused("--check memorisation"):
-        memorisation.memorisation(lead, prepared, prefix=5000, length=12, samples=6, seed=1)
+        checks.memorisation(lead, prepared, prefix=5000, length=12, samples=6, seed=1)
 
 
 def test_bias_is_the_difference_of_log_probabilities(lead: Lead, tokenizer: TextTokenizer) -> None:

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from llmrecipes.cli.app import run
-from llmrecipes.data.marked import SPECIAL
+from llmrecipes.data.templates import SPECIAL
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.hardware.cluster import Cluster, Gpu

@@ -24,10 +24,9 @@ from safetensors import safe_open
 import llmrecipes
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME
 from llmrecipes.cli.app import run
-from llmrecipes.data.marked import CHATML, SPECIAL
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import open_prepared
-from llmrecipes.data.templates import of_prepared
+from llmrecipes.data.templates import CHATML, SPECIAL, of_prepared
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.engine.sampling import Sampling

@@ -21,7 +21,7 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nccl_log import fault, log_of, proving, read, shown
 from llmrecipes.hardware.nics import Port
 from llmrecipes.launch.environment import FABRIC, environment
-from llmrecipes.train import nccl_output, network
+from llmrecipes.train import network
 from llmrecipes.train.network import Report, judge, report
 from tests.refusals import refused
 from tests.unit.test_clusters import plan_on
@@ -267,7 +267,7 @@ def say(text: str) -> None:
 def test_nothing_is_proven_without_a_fabric(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FABRIC, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    with nccl_output.nccl_output() as output:
+    with network.nccl_output() as output:
         assert network.prove(world("gloo"), output, allow_socket=False) is None
         assert os.environ["NCCL_DEBUG"] == "WARN"
 
@@ -278,12 +278,12 @@ def test_ranks_prove_their_network_at_the_start(
 ) -> None:
     """A site that exports WARN is not refused: INFO goes to a file, WARN is what is seen."""
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    with refused("network", rule="inter_node.kind"), nccl_output.nccl_output() as output:
+    with refused("network", rule="inter_node.kind"), network.nccl_output() as output:
         network.prove(world("gloo"), output, allow_socket=False)
-    with nccl_output.nccl_output() as output:
+    with network.nccl_output() as output:
         assert output is not None
         assert network.prove(world("gloo"), output, allow_socket=True) == "sockets (gloo) on 1 nodes"
-    with nccl_output.nccl_output() as output:
+    with network.nccl_output() as output:
         assert output is not None
         assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET")
         capsys.readouterr()
@@ -297,11 +297,11 @@ def test_ranks_prove_their_network_at_the_start(
 @pytest.mark.usefixtures("fabric")
 def test_warnings_are_shown_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Such as those of NCCL's asynchronous InfiniBand events, where the user wants them."""
-    monkeypatch.setattr(nccl_output, "SECONDS", 0.01)
+    monkeypatch.setattr(network, "SECONDS", 0.01)
     monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/mine-%p")
     os.mkfifo(tmp_path / f"mine-{os.getpid()}")
     reader = os.open(tmp_path / f"mine-{os.getpid()}", os.O_RDWR)
-    with nccl_output.nccl_output() as output:
+    with network.nccl_output() as output:
         assert output is not None and os.environ["NCCL_DEBUG_FILE"] == str(output.path)
         say(f"{INFINIBAND}{WARNING}\n")
         assert os.read(reader, 1000).decode() == f"{WARNING}\n"  # waits for the thread
@@ -310,9 +310,9 @@ def test_warnings_are_shown_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("fabric")
 def test_after_an_error_nccls_warnings_come_first_and_its_log_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError), nccl_output.nccl_output() as output:
+    with pytest.raises(RuntimeError), network.nccl_output() as output:
         assert output is not None
-        with nccl_output.told(output):
+        with network.told(output):
             say(f"{INFINIBAND}{WARNING}\n")
             raise RuntimeError("NCCL error")
     assert output is not None
@@ -324,7 +324,7 @@ def test_after_an_error_nccls_warnings_come_first_and_its_log_stays(capsys: pyte
 @pytest.mark.usefixtures("fabric")
 def test_a_node_without_room_for_the_log_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
-    with refused("TMPDIR", rule=str(tmp_path / "none")), nccl_output.nccl_output():
+    with refused("TMPDIR", rule=str(tmp_path / "none")), network.nccl_output():
         pass
 
 

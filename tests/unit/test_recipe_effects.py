@@ -18,9 +18,8 @@ from pydantic import create_model
 from rich.console import Console
 
 from llmrecipes.checkpoint.saver import SaveReport
-from llmrecipes.data import index
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import fingerprint, open_prepared
+from llmrecipes.data.prepared import fingerprint, index_folder, open_prepared
 from llmrecipes.engine import registry
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.deepspeed.config import deepspeed_config
@@ -39,13 +38,12 @@ from llmrecipes.recipe.plugins import resolve
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.tracking import run_tracker
-from llmrecipes.train import loaders, testing, worker
-from llmrecipes.train.given import given_weights
+from llmrecipes.train import evaluations, loaders, worker
+from llmrecipes.train.evaluations import TaskEvaluations
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
-from llmrecipes.train.resume import Start
+from llmrecipes.train.resume import Start, initial_weights
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.train.testing import TaskEvaluations
 from llmrecipes.workflow import train as workflow
 from llmrecipes.workflow.start import Machine, PreparedStart
 from tests.helpers import MODEL, ROOMY, TRAIN, RandomTokens, built, engine_of, random_batches, tiny
@@ -130,7 +128,7 @@ def batch_mask(recipe: Recipe, *_: Any) -> bool:
 
 
 def order(recipe: Recipe, folder: Path, _: pytest.MonkeyPatch) -> str:
-    return index.folder(recipe, open_prepared(recipe, folder / "data")).name
+    return index_folder(recipe, open_prepared(recipe, folder / "data")).name
 
 
 class Recorded(Exception):
@@ -199,7 +197,7 @@ def given(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str 
     monkeypatch.setattr(
         "llmrecipes.hf.weights.open_weights", lambda path, _: SimpleNamespace(path=str(path), close=lambda: None)
     )
-    with given_weights(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder, runs_dir=folder)) as found:
+    with initial_weights(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder, runs_dir=folder)) as found:
         return None if found is None else str(vars(found)["path"])
 
 
@@ -300,7 +298,7 @@ def harness_asked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch)
     here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_size=1)
     nothing: Any = None
     each = TaskEvaluations(
-        recipe, engine, here, nothing, testing.load_tasks(recipe), nothing, StopRequest(), folder / "metrics.jsonl"
+        recipe, engine, here, nothing, evaluations.load_tasks(recipe), nothing, StopRequest(), folder / "metrics.jsonl"
     )
     each.run(1)
     return asked, [step for step in range(1, 13) if each.due(step)]

@@ -18,7 +18,7 @@ from rich.console import Console
 from llmrecipes import console
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.history import append, read, records
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.request import Result
 from llmrecipes.recipe.load import load
 from llmrecipes.redact import HIDDEN, Guarded, address, has_secret, redact, redacted, remember
 from llmrecipes.search.command import quiet

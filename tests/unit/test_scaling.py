@@ -24,9 +24,8 @@ from llmrecipes.scaling.fit import fit
 from llmrecipes.scaling.law import Law, Point
 from llmrecipes.scaling.runs import Selection
 from llmrecipes.tracking.mirror import tracker_name
-from llmrecipes.tracking.mlflow.database import require_database
+from llmrecipes.tracking.mlflow.database import artifact_root, require_database, tracking_uri
 from llmrecipes.tracking.mlflow.sink import flatten
-from llmrecipes.tracking.store import artifact_root, tracking_uri
 from llmrecipes.workflow.scaling import COEFFICIENTS, ScalingLaw
 from tests.helpers import tiny
 from tests.refusals import refused, require_message

@@ -14,8 +14,7 @@ from mlflow.tracking import MlflowClient
 from llmrecipes.cli.app import run
 from llmrecipes.search.command import quiet
 from llmrecipes.tracking.mirror import tracker_name
-from llmrecipes.tracking.mlflow.database import require_database
-from llmrecipes.tracking.store import tracking_uri
+from llmrecipes.tracking.mlflow.database import require_database, tracking_uri
 from tests.helpers import write_recipe
 from tests.refusals import require_message
 from tests.unit.search_lab import searched

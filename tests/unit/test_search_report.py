@@ -25,7 +25,7 @@ from llmrecipes.search.report import plots, write_report
 from llmrecipes.search.storage import open_storage
 from llmrecipes.search.trials import return_to_queue
 from llmrecipes.search.worker import Worker
-from llmrecipes.tracking.store import tracking_uri
+from llmrecipes.tracking.mlflow.database import tracking_uri
 from tests.helpers import tiny_on, write_recipe
 from tests.refusals import refused, require_message
 from tests.unit.search_lab import LR, Curves, bowl, curves, searched, worker

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.tracking import tensorboard_ui
+from llmrecipes.tracking import web
 from llmrecipes.tracking.events import StepMetrics
 from llmrecipes.tracking.tensorboard import TensorBoardSink
 from tests.refusals import require_message
@@ -45,7 +45,7 @@ def test_tensorboard_shows_the_runs_that_have_files_on_loopback_and_ends(
     runs_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dirs = [runs_dir / "tiny" / run_id for run_id in ("one", "two", "none")]
-    with tensorboard_ui.server(run_dirs, 0) as (address, number, process):
+    with web.tensorboard_server(run_dirs, 0) as (address, number, process):
         assert address.startswith("http://127.0.0.1:") and number == 2
         with urllib.request.urlopen(f"{address}/data/plugin/scalars/tags", timeout=10) as answer:  # noqa: S310
             tags = json.load(answer)

@@ -14,11 +14,10 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
-from llmrecipes.tracking.events import LayerBalance, StepMetrics
-from llmrecipes.tracking.experts import expert_metrics, is_measured
+from llmrecipes.tracking.events import LayerBalance, StepMetrics, expert_metrics, is_measured
+from llmrecipes.tracking.mlflow.database import tracking_uri
 from llmrecipes.tracking.mlflow.run import METRICS_IN_A_BATCH
 from llmrecipes.tracking.run_tracker import RunTracker
-from llmrecipes.tracking.store import tracking_uri
 
 
 def layer(number: int, *tokens: int, **changes: Any) -> LayerBalance:

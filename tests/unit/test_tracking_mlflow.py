@@ -30,13 +30,12 @@ from mlflow.tracking import MlflowClient
 from rich.console import Console
 
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
-from llmrecipes.tracking import ui, web
+from llmrecipes.tracking import web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
 from llmrecipes.tracking.mirror_sink import MirrorSink
-from llmrecipes.tracking.mlflow.config import LOCK
-from llmrecipes.tracking.mlflow.database import require_database
+from llmrecipes.tracking.mlflow.database import artifact_root, redact, require_database, sqlite_uri, tracking_uri
+from llmrecipes.tracking.mlflow.sink import LOCK
 from llmrecipes.tracking.run_tracker import RunTracker
-from llmrecipes.tracking.store import artifact_root, redact, sqlite_uri, tracking_uri
 from tests.helpers import ROOT, not_waiting_for
 from tests.refusals import refused
 
@@ -372,7 +371,7 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
 ) -> None:
     experiment, server_dir, runs = "remote", tmp_path / "server", tmp_path / "runs"
     server_dir.mkdir()
-    with ui.server(server_dir, 0) as (address, process):
+    with web.mlflow_server(server_dir, 0) as (address, process):
         printed = capfd.readouterr()
         # Neither notices of libraries nor an address that does not answer yet.
         assert not printed.out and {line.split()[0] for line in printed.err.splitlines()} == {"creating", "starting"}
@@ -417,7 +416,7 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
         assert len((runs / "tiny" / "r" / "metrics.jsonl").read_text().splitlines()) == 30
 
         monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the server's own store is the local one
-        again, _ = stack.enter_context(ui.server(server_dir, port))
+        again, _ = stack.enter_context(web.mlflow_server(server_dir, port))
         assert again == address
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         with start(runs, recipe(experiment, system_metrics_interval=None), "r", resumed_step=25) as tracker:
@@ -477,10 +476,13 @@ def test_the_page_of_a_remote_store_is_named_and_no_runs_is_the_users_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with refused(tmp_path / "missing"):
-        ui.serve(tmp_path / "missing")
+        web.serve_mlflow(tmp_path / "missing")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:sesame@tracking.example.org")
-    ui.serve(tmp_path / "missing")
-    assert capsys.readouterr().out == f"runs are tracked by a server; open https://tracking.example.org/{ui.TRAINING}\n"
+    web.serve_mlflow(tmp_path / "missing")
+    assert (
+        capsys.readouterr().out
+        == f"runs are tracked by a server; open https://tracking.example.org/{web.MLFLOW_PAGE}\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.evaluation import isolation
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import TASKS_EVALUATED
-from llmrecipes.tracking.mlflow.database import require_database
-from llmrecipes.tracking.store import artifact_root, sqlite_uri
+from llmrecipes.tracking.mlflow.database import artifact_root, require_database, sqlite_uri
 from tests.helpers import curve, lines, start_command, tiny_on, write_recipe
 from tests.refusals import refused, require_message
 

@@ -6,11 +6,10 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from llmrecipes.tracking.events import TASKS_EVALUATED
-from llmrecipes.tracking.experts import expert_metrics
+from llmrecipes.tracking.events import TASKS_EVALUATED, expert_metrics
 from llmrecipes.tracking.mirror import Ending, Mirror, numbers, serve
-from llmrecipes.tracking.mlflow.config import MlflowConfig
-from llmrecipes.tracking.store import TRAINING_VIEW, redact
+from llmrecipes.tracking.mlflow.database import TRAINING_VIEW, redact
+from llmrecipes.tracking.mlflow.sink import MlflowConfig
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, RunTag
@@ -62,7 +61,7 @@ class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
         self._offset = end
 
     def _sample(self, run: MlflowRun) -> None:
-        """Sample system metrics with MLflow's own collectors, without their thread and retries."""
+        """Sample system metrics with MLflow's collectors, without their thread and retries."""
         from mlflow.entities import Metric
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
@@ -97,8 +96,8 @@ def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
         return [], [RunTag(f"note.{values['event']}"[:250], text[:5000])]
     when = int(values.get("time", 0) * 1000)
     # Experts first: a step counts as delivered once its loss has arrived.
-    found = expert_metrics(values.get("experts", ())) | numbers(values)
-    return [Metric(key, value, when, values["step"]) for key, value in found.items()], []
+    points = expert_metrics(values.get("experts", ())) | numbers(values)
+    return [Metric(key, value, when, values["step"]) for key, value in points.items()], []
 
 
 if __name__ == "__main__":

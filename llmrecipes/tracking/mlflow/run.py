@@ -15,18 +15,17 @@ from mlflow.tracking import MlflowClient
 
 from llmrecipes.io import write_atomic
 from llmrecipes.tracking.mirror import tracker_name
-from llmrecipes.tracking.mlflow.database import keep, require_database, restore
-from llmrecipes.tracking.store import is_local, redact, sqlite_uri
+from llmrecipes.tracking.mlflow.database import is_local, keep, redact, require_database, restore, sqlite_uri
+from llmrecipes.tracking.mlflow.sink import RUN_FILE
 from llmrecipes.untrusted import RECORD, read_json
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from llmrecipes.tracking.mlflow.config import MlflowConfig
+    from llmrecipes.tracking.mlflow.sink import MlflowConfig
 
 logger = logging.getLogger(__name__)
 
-FILE = "mlflow.json"
 KEY_TAG = "llmrecipes.key"
 KIND_TAG = "mlflow.experimentKind"
 TRAINING_KIND = "custom_model_development"
@@ -47,7 +46,7 @@ class MlflowRun:
 
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
-        self._file = Path(config.run_dir) / FILE
+        self._file = Path(config.run_dir) / RUN_FILE
         if config.kept_database is not None:
             restore(config.uri, Path(config.kept_database))
         if is_local(config.uri):
@@ -65,20 +64,22 @@ class MlflowRun:
 
     def _experiment(self) -> str:
         """Its id; it is marked as one of training, for UIs that choose their pages by an experiment's kind."""
-        found = self._client.get_experiment_by_name(self._config.experiment)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(self._config.experiment)
+        if experiment is None:
             kind = {KIND_TAG: TRAINING_KIND}
             return str(self._client.create_experiment(self._config.experiment, self._config.artifact_root, kind))
-        if KIND_TAG not in found.tags:  # of an earlier version; another kind is the user's choice
-            self._client.set_experiment_tag(found.experiment_id, KIND_TAG, TRAINING_KIND)
-        return str(found.experiment_id)
+        if KIND_TAG not in experiment.tags:  # of an earlier version; another kind is the user's choice
+            self._client.set_experiment_tag(experiment.experiment_id, KIND_TAG, TRAINING_KIND)
+        return str(experiment.experiment_id)
 
     def _find(self, experiment_id: str) -> Run:
         identity = self._identity()
         run = self._existing(identity.get("run_id"))
         if run is None:
-            found = self._client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{identity['key']}'", max_results=1)
-            run = found[0] if found else None
+            matches = self._client.search_runs(
+                [experiment_id], f"tags.`{KEY_TAG}` = '{identity['key']}'", max_results=1
+            )
+            run = matches[0] if matches else None
         if run is None:
             run = self._client.create_run(
                 experiment_id, run_name=self._config.run_name, tags={KEY_TAG: identity["key"]}

@@ -1,9 +1,13 @@
-"""The training process's side of MLflow."""
+"""MLflow, seen from our processes: the sink, the configuration of its mirror, and metrics added after a training."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from llmrecipes.commandline import command_line
@@ -11,9 +15,9 @@ from llmrecipes.nested import leaves
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import redacted
 from llmrecipes.tracking.events import RunStart
+from llmrecipes.tracking.mirror import MirrorConfig
 from llmrecipes.tracking.mirror_sink import MirrorSink
-from llmrecipes.tracking.mlflow.config import MlflowConfig
-from llmrecipes.tracking.store import (
+from llmrecipes.tracking.mlflow.database import (
     DATABASE,
     artifact_root,
     is_local,
@@ -23,9 +27,34 @@ from llmrecipes.tracking.store import (
     sqlite_uri,
     tracking_uri,
 )
+from llmrecipes.untrusted import RECORD, read_json
 
+RUN_FILE = "mlflow.json"
+"""File of the run directory that names its MLflow run."""
+LOCK = ".mlflow.lock"
 LONGEST_PARAM = 6000  # MLflow's limits, in characters
 CUT = " ... [cut: the whole value is in the artifact recipe.yaml]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlflowConfig(MirrorConfig):
+    """Configuration of the MLflow mirror.
+
+    Attributes:
+        uri: MLflow store.
+        artifact_root: place for artifacts of a new experiment; None lets the server choose.
+        kept_database: copy of the SQLite database in the run directory, restored at the start and renewed at the end of
+            an attempt; None if the database is where it stays.
+        experiment: MLflow experiment.
+        params: parameters, already text.
+    """
+
+    uri: str
+    artifact_root: str | None
+    experiment: str
+    kept_database: str | None = None
+    params: dict[str, str] = field(default_factory=dict)
+    lock: str = LOCK
 
 
 class MlflowSink(MirrorSink):
@@ -51,7 +80,7 @@ class MlflowSink(MirrorSink):
 
 
 def mlflow_config(start: RunStart) -> MlflowConfig:
-    """Configuration of the mirror; if the store is a local one, the user is told how to look at it."""
+    """Configuration of the mirror; for a local store, prints the command that opens it."""
     recipe, run_dir, runs_dir = start.recipe, start.run_dir, start.runs_dir
     database = own_database(run_dir)
     uri = tracking_uri(runs_dir) if database is None else sqlite_uri(database)
@@ -87,3 +116,43 @@ def flatten(recipe: Recipe) -> dict[str, str]:
         text = value if isinstance(value, str) else json.dumps(value)
         flat[name] = text if len(text) <= LONGEST_PARAM else text[: LONGEST_PARAM - len(CUT)] + CUT
     return flat
+
+
+def add_metrics(run_dir: Path, runs_dir: Path, values: Mapping[str, float], step: int) -> str | None:
+    """Add points to the MLflow run of a run directory, whose status and times stay as they are.
+
+    Args:
+        run_dir: the run, whose mlflow.json names the MLflow run.
+        runs_dir: where runs are kept.
+        values: by name of the metric.
+        step: of all of them.
+
+    Returns:
+        Why they were not added; None if they were.
+    """
+    try:
+        known = read_json(run_dir / RUN_FILE, root=run_dir, most=RECORD)
+        uri, run_id = str(known["tracking_uri"]), str(known["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "MLflow does not have this run; the results are only in the run's directory"
+    if not is_local(uri):  # without its password in the file
+        store = tracking_uri(runs_dir)
+        if redact(store) != uri:
+            return f"MLflow: the run is at {uri}; set MLFLOW_TRACKING_URI to add the results"
+        uri = store
+    os.environ.update(process_environment())  # short timeouts, before the client is created
+    from mlflow.entities import Metric
+    from mlflow.tracking import MlflowClient
+
+    now = int(time.time() * 1000)
+    metrics = [Metric(name, value, now, step) for name, value in values.items()]
+    try:
+        client = MlflowClient(uri)
+        for start in range(0, len(metrics), 1000):
+            client.log_batch(run_id, metrics=metrics[start : start + 1000])
+    except Exception as error:  # of MLflow, its database or its server
+        reason = next(iter(str(error).splitlines()), "")[:200].replace(uri, redact(uri))
+        return (
+            f"the results were not sent to MLflow ({type(error).__name__}: {reason}); they are in the run's directory"
+        )
+    return None

@@ -12,14 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmrecipes.data import heldout, index
 from llmrecipes.data.dataset import build
 from llmrecipes.data.ngram import KneserNey
 from llmrecipes.data.prepare import Prepared, prepare
+from llmrecipes.data.prepared import (
+    bits_per_byte,
+    bytes_per_token,
+    deflate_bits_per_byte,
+    drawn_samples,
+    gzip_bits_per_byte,
+    held_out_text,
+)
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train import summary, yardsticks
-from llmrecipes.train.yardsticks import Yardstick, cheap, counting, table
+from llmrecipes.train import summary
+from llmrecipes.train.summary import Baseline, cheap, counting, table
 from tests.unit.data_recipes import corpus, recipe
 
 
@@ -31,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Prepared]:
 
 
 def bits_of(made: tuple[Recipe, Prepared]) -> Any:
-    return partial(heldout.bits_per_byte, prepared=made[1], split="valid", seq_length=made[0].model.seq_length)
+    return partial(bits_per_byte, prepared=made[1], split="valid", seq_length=made[0].model.seq_length)
 
 
 def test_each_window_is_compressed_by_itself() -> None:
@@ -45,26 +52,26 @@ def test_each_window_is_compressed_by_itself() -> None:
     pieces = [text[n : n + 300] for n in range(0, len(text), 300)]
     assert len(text) % 300
     expected = 8 * sum(map(deflate, pieces)) / len(text)
-    assert heldout.deflate_bits_per_byte(text, 300) == pytest.approx(expected)
-    assert heldout.deflate_bits_per_byte(text, 1 << 20) == pytest.approx(8 * deflate(text) / len(text))
-    assert heldout.deflate_bits_per_byte(text, 100) > expected > heldout.deflate_bits_per_byte(text, 3000)
+    assert deflate_bits_per_byte(text, 300) == pytest.approx(expected)
+    assert deflate_bits_per_byte(text, 1 << 20) == pytest.approx(8 * deflate(text) / len(text))
+    assert deflate_bits_per_byte(text, 100) > expected > deflate_bits_per_byte(text, 3000)
 
 
 def test_the_window_is_the_models_in_bytes_and_guessing_is_the_vocabularys(made: tuple[Recipe, Prepared]) -> None:
     used, prepared = made
     guess, pieces, whole = cheap(used, prepared, bits_of(made))
     vocab = prepared.manifest.tokenizer.vocab_size
-    per_token = heldout.bytes_per_token(prepared, "valid", 64)
+    per_token = bytes_per_token(prepared, "valid", 64)
     assert guess.bits_per_byte == pytest.approx(math.log2(vocab) / per_token)
-    text = heldout.text(prepared)
-    assert pieces.bits_per_byte == pytest.approx(heldout.deflate_bits_per_byte(text, round(64 * per_token)))
-    assert whole.bits_per_byte == heldout.gzip_bits_per_byte(prepared)
+    text = held_out_text(prepared)
+    assert pieces.bits_per_byte == pytest.approx(deflate_bits_per_byte(text, round(64 * per_token)))
+    assert whole.bits_per_byte == gzip_bits_per_byte(prepared)
 
 
 def test_a_window_as_long_as_gzips_has_no_row_of_its_own(
     made: tuple[Recipe, Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(yardsticks, "GZIP_WINDOW", 64)
+    monkeypatch.setattr(summary, "GZIP_WINDOW", 64)
     assert len(cheap(*made, bits_of(made))) == 2
 
 
@@ -74,28 +81,28 @@ def test_grams_are_counted_in_the_samples_of_the_run(made: tuple[Recipe, Prepare
     def rows(split: Any) -> Any:
         samples = build(used, prepared, split)
         assert samples is not None
-        drawn = [samples[n] for n in range(index.samples(used, split))]
+        drawn = [samples[n] for n in range(drawn_samples(used, split))]
         return np.array([[*s["tokens"].tolist(), int(s["labels"][-1])] for s in drawn])
 
     seen, held_out, vocab = rows("train"), rows("valid"), prepared.manifest.tokenizer.vocab_size
-    for yardstick, order in zip(counting(used, prepared, bits_of(made)), (1, 3), strict=True):
+    for baseline, order in zip(counting(used, prepared, bits_of(made)), (1, 3), strict=True):
         loss = -np.log(KneserNey(seen, vocab, order).probabilities(held_out)).mean()
-        assert yardstick.bits_per_byte == pytest.approx(bits_of(made)(loss))
-        assert f"the same {used.train.train_iters * used.train.global_batch_size * 64:,} " in yardstick.name
+        assert baseline.bits_per_byte == pytest.approx(bits_of(made)(loss))
+        assert f"the same {used.train.train_iters * used.train.global_batch_size * 64:,} " in baseline.name
 
 
 def test_a_long_run_is_not_read_to_its_end(made: tuple[Recipe, Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yardsticks, "COUNTED_TOKENS", 1000)
-    monkeypatch.setattr(yardsticks, "COMPRESSED_BYTES", 400)
+    monkeypatch.setattr(summary, "COUNTED_TOKENS", 1000)
+    monkeypatch.setattr(summary, "COMPRESSED_BYTES", 400)
     used, prepared = made
     assert all("the first 960 training tokens" in row.name for row in counting(used, prepared, bits_of(made)))
-    window = round(64 * heldout.bytes_per_token(prepared, "valid", 64))
-    expected = heldout.deflate_bits_per_byte(heldout.text(prepared, max_bytes=400), window)
+    window = round(64 * bytes_per_token(prepared, "valid", 64))
+    expected = deflate_bits_per_byte(held_out_text(prepared, max_bytes=400), window)
     assert cheap(used, prepared, bits_of(made))[1].bits_per_byte == pytest.approx(expected)
 
 
 def test_the_table_goes_from_worst_to_best_and_marks_the_model() -> None:
-    model, others = Yardstick("this model", 2.0), [Yardstick("gzip", 1.6), Yardstick("guessing", 3.5)]
+    model, others = Baseline("this model", 2.0), [Baseline("gzip", 1.6), Baseline("guessing", 3.5)]
     assert [line.split() for line in table(model, others)] == [
         ["3.500", "guessing"],
         [">", "2.000", "this", "model"],
@@ -110,7 +117,7 @@ def test_devices_do_not_wait_for_counting(made: tuple[Recipe, Prepared], platfor
     assert any(line.startswith("n-gram") for line in lines) == (platform == "cuda")
 
 
-def test_a_finished_run_does_not_fail_over_its_yardsticks(
+def test_a_finished_run_does_not_fail_over_its_baselines(
     made: tuple[Recipe, Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreadable(*_args: object) -> None:

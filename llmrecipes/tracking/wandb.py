@@ -1,4 +1,7 @@
-"""The process that copies a run's metrics.jsonl to W&B, through W&B's own library."""
+"""W&B: the sink, which starts this module as a process, and the mirror, which copies metrics.jsonl in that process.
+
+The mirror uses W&B's own library.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,21 @@ import json
 import os
 import shlex
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from llmrecipes.io import write_atomic
-from llmrecipes.tracking.events import TASKS_EVALUATED
-from llmrecipes.tracking.experts import expert_metrics
+from llmrecipes.redact import redacted
+from llmrecipes.tracking.events import TASKS_EVALUATED, RunStart, expert_metrics
 from llmrecipes.tracking.mirror import Mirror, MirrorConfig, numbers, serve
+from llmrecipes.tracking.mirror_sink import MirrorSink
 from llmrecipes.untrusted import RECORD, read_json
 
 if TYPE_CHECKING:
     from wandb import Run
+
 
 FILE = "wandb.json"
 STARTS_WITHIN_SECONDS = 20.0
@@ -140,10 +146,10 @@ class WandbMirror(Mirror[WandbConfig, WandbRun]):
     """Sends metrics, and the last note of each kind. W&B samples system metrics itself."""
 
     def _connect(self) -> tuple[WandbRun, str | None]:
-        found = WandbRun(self._config)
-        if found.run.offline:
-            return found, f"    W&B  offline; later: wandb sync {shlex.quote(str(Path(found.run.dir).parent))}"
-        return found, f"    W&B  {found.run.url}"
+        connected = WandbRun(self._config)
+        if connected.run.offline:
+            return connected, f"    W&B  offline; later: wandb sync {shlex.quote(str(Path(connected.run.dir).parent))}"
+        return connected, f"    W&B  {connected.run.url}"
 
     def _send(self, run: WandbRun) -> None:
         for end, values in self._points(self._offset):
@@ -167,6 +173,42 @@ def main() -> None:
     """Entry of the process."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # send nothing to W&B but the run
     serve(lambda values: WandbConfig(**values), lambda config, ending, out: WandbMirror(config, "W&B", ending, out))
+
+
+class WandbSink(MirrorSink):
+    """Mirrors the run into W&B.
+
+    Raises:
+        OSError: the process could not be started.
+    """
+
+    def __init__(self, config: WandbConfig, show: Callable[[str], None]) -> None:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        super().__init__("llmrecipes.tracking.wandb", "W&B", "wandb.log", config, environment, show=show)
+
+    @classmethod
+    def of(cls, start: RunStart) -> Self:
+        return cls(wandb_config(start), start.messages.put)
+
+
+def wandb_config(start: RunStart) -> WandbConfig:
+    """Configuration of the mirror, without the API key: W&B's library reads that from the environment or ~/.netrc."""
+    recipe, settings = start.recipe, start.recipe.tracking
+    return WandbConfig(
+        run_dir=str(start.run_dir.resolve()),
+        run_name=settings.wandb_exp_name or start.run_dir.name,
+        log_interval=recipe.train.log_interval,
+        resumed_step=start.resumed_step,
+        total_steps=start.total_steps,
+        system_metrics_interval=settings.system_metrics_interval,
+        tags=dict(start.tags),
+        artifacts=list(start.documents),
+        project=settings.wandb_project or recipe.name,
+        entity=settings.wandb_entity,
+        save_dir=str(Path(settings.wandb_save_dir or start.run_dir).resolve()),
+        pid=os.getpid(),
+        recipe=redacted(recipe.model_dump(mode="json")),
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Tasks of lm-evaluation-harness between two steps, on the engine that trains (`train.eval_tasks`)."""
+"""Evaluations between two steps: which are due, and lm-evaluation-harness's tasks on the engine that trains.
+
+The resumed run first does those that a signal has interrupted, so that its curve has every point of an uninterrupted
+one. metrics.jsonl shows which one is missing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from llmrecipes.engine.base import Engine, World
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history
 from llmrecipes.evaluation.lead import Interrupted, Lead
-from llmrecipes.evaluation.result import Result
+from llmrecipes.evaluation.request import Result
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import TASKS_EVALUATED, Note
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from llmrecipes.evaluation.tasks import Tasks
     from llmrecipes.train.loop import Tracker
 
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,7 +39,7 @@ def load_tasks(recipe: Recipe) -> Tasks | None:
     """The recipe's tasks with their data, on the first rank; None on the others, and for a recipe without.
 
     Raises:
-        UserError: a task that is unknown or damaged, or whose data is not there.
+        UserError: a task that is unknown or damaged, or whose data is missing.
     """
     wanted = recipe.train.eval_tasks
     if wanted is None or os.environ.get("RANK", "0") != "0":
@@ -82,7 +87,7 @@ class TaskEvaluations:
         return bool(answer[0])
 
     def run(self, step: int) -> bool:
-        """Evaluate and report; False on every rank if one was told to stop meanwhile.
+        """Evaluate and report; False on every rank if one was asked to stop meanwhile.
 
         A task that fails is reported, and training continues.
         """
@@ -100,7 +105,7 @@ class TaskEvaluations:
                 return True
         names = [history.metric_names(record) for record in history.records(results or [], step, "")]
         if names:
-            values = {name: value for each in names for name, value in each.items()}
+            values = {name: value for metrics in names for name, value in metrics.items()}
             self.tracker.note(Note(step=step, event=TASKS_EVALUATED, details=values))
         return True
 
@@ -118,4 +123,32 @@ def _has(metrics: Path, step: int) -> bool:
     with suppress(FileNotFoundError):
         notes = (parse(line) for line in lines(metrics, root=metrics.parent) if any(event in line for event in events))
         return any(values is not None and values["step"] == step for values in notes)
+    return False
+
+
+def is_evaluated(step: int, recipe: Recipe) -> bool:
+    """Whether a run evaluates after this step."""
+    return step % recipe.train.eval_interval == 0 or step == recipe.train.train_iters
+
+
+def evaluation_due(step: int, recipe: Recipe, metrics: Path, world: World) -> bool:
+    """Whether the evaluation of the step to resume from is missing; the same on every rank.
+
+    Args:
+        step: the step to resume from; 0 for a new run.
+        recipe: the resolved recipe.
+        metrics: the run's metrics.jsonl, read on the first rank.
+        world: this rank.
+    """
+    if step == 0 or not is_evaluated(step, recipe):
+        return False
+    answer: list[Any] = [world.is_first and not _has_evaluation(metrics, step)]
+    dist.broadcast_object_list(answer, src=0)
+    return bool(answer[0])
+
+
+def _has_evaluation(metrics: Path, step: int) -> bool:
+    with suppress(FileNotFoundError):
+        evaluations = (parse(line) for line in lines(metrics, root=metrics.parent) if b'"valid_loss"' in line)
+        return any(values is not None and values["step"] == step for values in evaluations)
     return False

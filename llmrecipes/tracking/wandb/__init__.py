@@ -1,1 +1,0 @@
-"""Weights & Biases: a separate process copies metrics.jsonl to it."""
