@@ -28,7 +28,7 @@ from llmrecipes.data.loader import batches
 from llmrecipes.data.packing import best_fit
 from llmrecipes.data.prepare import prepare
 from llmrecipes.engine.base import Batch, Engine
-from llmrecipes.engine.megatron.model.packing import attention_mask
+from llmrecipes.engine.megatron.model.attention import attention_mask
 from llmrecipes.engine.registry import backend
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive

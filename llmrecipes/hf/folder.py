@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmrecipes.checkpoint.lock import take_lock
+from llmrecipes.checkpoint.store import take_lock
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
 

@@ -100,7 +100,7 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
     Raises:
         UserError: there is none, or it is incomplete.
     """
-    from llmrecipes.checkpoint.inspection import InvalidCheckpoint, inspect
+    from llmrecipes.checkpoint.manifest import InvalidCheckpoint, inspect
     from llmrecipes.checkpoint.store import CheckpointStore
 
     name, _, step = reference.rpartition("@")

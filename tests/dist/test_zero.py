@@ -14,7 +14,7 @@ import pytest
 from benchmarks.ranks import counted
 from benchmarks.traffic import Call
 from benchmarks.zero_formulas import FP32, sent
-from llmrecipes.engine.deepspeed.placement import full_shape
+from llmrecipes.engine.deepspeed.partition import full_shape
 from llmrecipes.engine.megatron.model import philox
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.world import model_parallel

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from llmrecipes.checkpoint.format import StateDict, Written
 from llmrecipes.checkpoint.manifest import digest
-from llmrecipes.checkpoint.safety import load_plain, open_inside
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import (
     Batch,
@@ -30,6 +29,7 @@ from llmrecipes.engine.base import (
     WeightSource,
     World,
 )
+from llmrecipes.engine.megatron.checkpoint.loader import load_plain, open_inside
 from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.hardware.profile import Group

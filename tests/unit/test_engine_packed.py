@@ -13,8 +13,8 @@ import torch
 from llmrecipes.data.conversations import ConversationDataset
 from llmrecipes.data.packing import alone, best_fit
 from llmrecipes.engine.base import Batch
+from llmrecipes.engine.megatron.model.attention import attention_mask
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
-from llmrecipes.engine.megatron.model.packing import attention_mask
 from tests.helpers import LLAMA, built, engine_of, random_batches, tiny
 from tests.unit import test_model_hf as hf
 

@@ -269,7 +269,7 @@ def flip(path: Path, place: int) -> None:
 
 def weights_file(checkpoint: Path) -> tuple[Path, int]:
     """The file with the embedding, and a place in the middle of its values."""
-    from llmrecipes.checkpoint.inspection import inspect
+    from llmrecipes.checkpoint.manifest import inspect
     from llmrecipes.engine.megatron.checkpoint.loader import read_index
 
     index = read_index(inspect(checkpoint, full=False))

@@ -66,7 +66,7 @@ def test_a_rank_draws_its_part_and_nothing_else(monkeypatch: pytest.MonkeyPatch)
         return bits(key, shape, offset, size)
 
     monkeypatch.setattr(philox, "bits", counted)
-    monkeypatch.setattr(init, "SLAB", 1 << 18)
+    monkeypatch.setattr(init, "DRAW_SLAB", 1 << 18)
     section = Model.model_validate(MODEL)
     parts = [torch.full((128, 32, 8192), math.nan)[:, 0], torch.full((16, 16384), math.nan)]
     shape = (16384, 16384)

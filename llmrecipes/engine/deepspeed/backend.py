@@ -1,7 +1,9 @@
-"""Factory of DeepSpeed engines."""
+"""Factory of DeepSpeed engines, and the files in which offload to NVMe keeps a rank's state."""
 
 from __future__ import annotations
 
+import fcntl
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,14 +18,15 @@ from llmrecipes.engine.base import Engine, MetaEngine, Platform, TextModel, Weig
 from llmrecipes.engine.deepspeed.build import build, construct, zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.runtime import communication
-from llmrecipes.engine.deepspeed.swap import swap_files
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.checkpoint.placement import Placement
 from llmrecipes.engine.megatron.model.gpt import BuiltModel
+from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Group
 from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.zero import Zero
 
 
 class DeepSpeedBackend:
@@ -104,3 +107,34 @@ def _engine(
         stack.enter_context(communication(platform))
         built, placements = model(plan, platform)
         return DeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
+
+
+@contextmanager
+def swap_files(zero: Zero, rank: int) -> Iterator[None]:
+    """A block in which this process alone has the files of its rank; they are removed at its end.
+
+    DeepSpeed names them by the rank alone, so a second run with the same `nvme_path` on a node would overwrite the
+    optimizer state of the first. What a killed run has left, the next one overwrites.
+
+    Raises:
+        UserError: another process has them.
+    """
+    if zero.nvme_path is None:
+        yield
+        return
+    folder = Path(zero.nvme_path) / "zero_stage_3"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank{rank}.flock").open("w") as mutex:
+        try:
+            fcntl.flock(mutex, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run on this node uses {folder}",
+                where="zero.nvme_path",
+                rule="runs on the same node at the same time have different folders",
+                fix=f"zero.nvme_path={zero.nvme_path}/NAME, or wait until the other run has ended",
+            ) from None
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder / "optimizer" / f"rank{rank}", ignore_errors=True)

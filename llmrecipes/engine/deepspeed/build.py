@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +16,12 @@ from pydantic import ValidationError
 from llmrecipes.engine.base import Platform, WeightSource
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import EXPERTS, is_expert
-from llmrecipes.engine.deepspeed.operators import load_operators
-from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
-from llmrecipes.engine.deepspeed.placement import full_shape, other_state, placements
+from llmrecipes.engine.deepspeed.partition import drop_second_copy, full_shape, other_state, own_partition, placements
 from llmrecipes.engine.deepspeed.runtime import mpu
-from llmrecipes.engine.megatron.checkpoint.boxes import boxes
-from llmrecipes.engine.megatron.checkpoint.placement import Placement
+from llmrecipes.engine.megatron.checkpoint.placement import Placement, boxes
 from llmrecipes.engine.megatron.model import gpt
-from llmrecipes.engine.megatron.model.given import buffers, fill
-from llmrecipes.engine.megatron.model.init import Piece, draw, global_name, initialise, pieces
-from llmrecipes.engine.megatron.model.mup import hidden_group, is_hidden
+from llmrecipes.engine.megatron.model.config import hidden_group, is_hidden
+from llmrecipes.engine.megatron.model.init import Piece, buffers, draw, fill, global_name, initialise, pieces
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.document import clip
@@ -163,3 +161,27 @@ def _own_pieces(placement: Placement) -> Iterator[Piece]:
             into = partition.values[first : first + prod(box.shape)].view(box.shape)
             offset = [a + b for a, b in zip(shard.global_offset[depth:], box.offset, strict=True)]
             yield Piece(into, global_name(shard), shard.global_shape[depth:], offset)
+
+
+def load_operators(zero: Zero) -> None:
+    """Load the operators that offload needs; whichever rank of a node comes first compiles them.
+
+    torch guards a compilation with a file that stays when the process is killed, and every later process would wait for
+    its end. The kernel releases this lock, so whoever holds it may remove such a file.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+    builders = [CPUAdamBuilder()] if zero.offload_optimizer != "none" else []
+    builders += [AsyncIOBuilder()] if zero.offload_optimizer == "nvme" else []
+    for builder in builders:
+        _load_operator(builder)
+
+
+def _load_operator(builder: Any) -> None:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    folder = Path(_get_build_directory(builder.name, False))
+    with folder.with_name(f"{folder.name}.flock").open("w") as mutex:
+        fcntl.flock(mutex, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        builder.load()

@@ -29,18 +29,16 @@ from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
-from llmrecipes.engine.losses import mean_over_tokens
 from llmrecipes.engine.megatron import shards
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.checkpoint.placement import Placement
 from llmrecipes.engine.megatron.generate import generate
+from llmrecipes.engine.megatron.model.attention import masks
 from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.engine.megatron.model.init import global_name
-from llmrecipes.engine.megatron.model.packing import masks
-from llmrecipes.engine.megatron.schedule import scheduler
 from llmrecipes.engine.megatron.score import MegatronScorer
-from llmrecipes.engine.megatron.update import is_summed
+from llmrecipes.engine.megatron.update import is_summed, mean_over_tokens, scheduler
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan

@@ -10,8 +10,7 @@ import torch
 from llmrecipes.engine.deepspeed.build import zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.meta_accelerator import META
-from llmrecipes.engine.deepspeed.partition import own_partition
-from llmrecipes.engine.deepspeed.placement import full_shape
+from llmrecipes.engine.deepspeed.partition import full_shape, own_partition
 from llmrecipes.engine.deepspeed.state import rehearse_load
 
 

@@ -1,7 +1,7 @@
 """What this rank has of each parameter's master weights, moments and gradients, at every stage.
 
 ZeRO 1 and 2 cut the concatenation of all parameters into equal ranges, so a rank has a range of some parameters and
-nothing of the others. ZeRO 3 cuts every parameter. Without ZeRO a rank has everything.
+nothing of the others. ZeRO 3 cuts every parameter, and empties it. Without ZeRO a rank has everything.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+from llmrecipes.engine.megatron.checkpoint import placement as stored
 from llmrecipes.engine.megatron.checkpoint.placement import Owned, Placement
+from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -146,3 +149,37 @@ def _allocate_moments(base: torch.optim.Optimizer, master: torch.Tensor) -> None
         on_host = hasattr(base, "ds_opt_adam")
         counter: Any = 0 if on_host else torch.zeros((), dtype=torch.float32, device=master.device)
         base.state[master] = {"step": counter, **{name: torch.zeros_like(master) for name in MOMENTS}}
+
+
+def placements(module: RecipeGPTModel) -> list[Placement]:
+    """All parameters of a module, in model order.
+
+    megatron-core's sharded state dict tells the place of each, but asks the tensors for their shapes.
+    """
+    with _with_shapes(module):
+        return stored.placements(module.sharded_state())
+
+
+def other_state(module: RecipeGPTModel) -> list[ShardedTensor | ShardedObject]:
+    """What a module's sharded state dict has besides parameters: buffers that training changes, layers' own objects."""
+    with _with_shapes(module):
+        return stored.other_state(module.sharded_state())
+
+
+def full_shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """Shape of a parameter on this rank if ZeRO had not partitioned it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@contextmanager
+def _with_shapes(module: torch.nn.Module) -> Iterator[None]:
+    """A block in which partitioned parameters have their shapes, without memory for their values."""
+    partitioned = [each for each in module.parameters() if each.shape != full_shape(each)]
+    kept = [each.data for each in partitioned]
+    for each in partitioned:
+        each.data = each.data.new_zeros(1).expand(full_shape(each))
+    try:
+        yield
+    finally:
+        for each, data in zip(partitioned, kept, strict=True):
+            each.data = data

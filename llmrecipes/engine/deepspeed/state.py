@@ -15,8 +15,7 @@ import torch
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.deepspeed.build import zero
-from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
-from llmrecipes.engine.deepspeed.placement import other_state
+from llmrecipes.engine.deepspeed.partition import drop_second_copy, other_state, own_partition
 from llmrecipes.engine.megatron.checkpoint.loader import load, read_index, rehearse
 from llmrecipes.engine.megatron.checkpoint.placement import Owned
 from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states

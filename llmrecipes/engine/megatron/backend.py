@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Platform, WeightSource, World
-from llmrecipes.engine.megatron import ema, generate, schedule, world
+from llmrecipes.engine.megatron import ema, generate, update, world
 from llmrecipes.engine.megatron.checkpoint import initial
 from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
 from llmrecipes.engine.megatron.checkpoint.tensors import StoredWeights
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.model.gpt import BuiltModel, build, construct
-from llmrecipes.engine.megatron.model.upcycle import ROUTER, copy_into_experts
+from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel, build, construct
 from llmrecipes.engine.megatron.platform import select
 from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.megatron.state import load_model, model_state
@@ -89,7 +90,7 @@ class MegatronBackend:
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         """See `Backend`."""
-        return schedule.learning_rate(recipe, step)
+        return update.learning_rate(recipe, step)
 
     def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
         """See `Backend`."""
@@ -130,3 +131,32 @@ def _loaded(
 def _to_be_loaded(plan: Plan, platform: Platform, base: WeightSource | None) -> BuiltModel:
     """A model for a checkpoint to be loaded into: without values, but for a frozen base, which no checkpoint has."""
     return construct(plan, platform) if plan.recipe.lora is None else build(plan, platform, base)
+
+
+EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
+ROUTER = ".router."
+
+
+@torch.no_grad()
+def copy_into_experts(dense: RecipeGPTModel, moe: RecipeGPTModel) -> None:
+    """Copy the dense MLP of each layer to its experts, and all other weights but the routers from the dense model.
+
+    Args:
+        dense: a full model of megatron-core's local layers, on one rank.
+        moe: the same with experts; its routers keep their initial weights, and nothing else.
+
+    Raises:
+        ValueError: the models differ in more than their experts.
+    """
+    given = dict(dense.named_parameters())
+    used = set()
+    for name, parameter in moe.named_parameters():
+        if ROUTER in name:
+            continue
+        source = EXPERT.sub(".", name)
+        if source not in given or given[source].shape != parameter.shape:
+            raise ValueError(f"{name} {list(parameter.shape)} is not in the dense model")
+        parameter.copy_(given[source])
+        used.add(source)
+    if unused := sorted(given.keys() - used):
+        raise ValueError(f"the mixture of experts has no place for {', '.join(unused)}")

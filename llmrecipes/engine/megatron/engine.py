@@ -29,18 +29,15 @@ from llmrecipes.engine.base import (
     StepResult,
     StopQuestion,
 )
-from llmrecipes.engine.losses import mean_over_tokens
 from llmrecipes.engine.megatron import ema, shards, state, update
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.generate import generate
-from llmrecipes.engine.megatron.model.config import DTYPES
-from llmrecipes.engine.megatron.model.context import own_chunks, prediction_weights
+from llmrecipes.engine.megatron.model.attention import masks, own_chunks, prediction_weights
+from llmrecipes.engine.megatron.model.config import DTYPES, optimizer_overrides
 from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
-from llmrecipes.engine.megatron.model.mup import optimizer_overrides
-from llmrecipes.engine.megatron.model.packing import masks
-from llmrecipes.engine.megatron.schedule import scheduler
 from llmrecipes.engine.megatron.score import MegatronScorer
+from llmrecipes.engine.megatron.update import mean_over_tokens, scheduler
 from llmrecipes.engine.megatron.versions import auxiliary_losses
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients

@@ -12,11 +12,10 @@ from megatron.core import parallel_state
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from llmrecipes.engine.base import Batch, Platform
-from llmrecipes.engine.megatron.model.context import own_chunks
+from llmrecipes.engine.base import Batch, Platform, Scores
+from llmrecipes.engine.megatron.model.attention import own_chunks
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 from llmrecipes.engine.sampling import Sampling, draw
-from llmrecipes.engine.scoring import Scores
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 

@@ -1,14 +1,16 @@
-"""Gradient norm, clipping and the update, without waiting for the device.
+"""The arithmetic of a step besides the model: learning rate, gradient norm, clipping and update, mean losses.
 
 megatron-core reads the token count, the norm of each tensor and the global norm on the host, each of which empties the
-GPU's queue. Here they stay on the device until the step's one transfer.
+GPU's queue. Here they stay on the device until the step's only transfer.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +19,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from llmrecipes.engine.megatron.versions import gradients_for_norm
+from llmrecipes.plan.derive import decay_iters
+from llmrecipes.recipe.schema import Recipe
 
 
 def finalize(chunks: Sequence[Any], tokens: torch.Tensor | None, **options: Any) -> None:
@@ -158,3 +163,50 @@ def states(optimizer: MegatronOptimizer, weights: Sequence[torch.nn.Parameter]) 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
     """The optimizers of dense parameters and of experts; empty on a stage without experts."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def scheduler(recipe: Recipe, optimizer: Any) -> OptimizerParamScheduler:
+    """The scheduler of a recipe.
+
+    Args:
+        recipe: defines the curve.
+        optimizer: its parameter groups are updated.
+    """
+    schedule = recipe.scheduler
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=recipe.optimizer.lr,
+        min_lr=recipe.optimizer.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_iters,
+        lr_decay_steps=decay_iters(recipe),
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=recipe.optimizer.weight_decay,
+        end_wd=recipe.optimizer.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        # A resumed run follows the current recipe; the checkpoint only provides the step.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=schedule.lr_wsd_decay_iters,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Learning rate of a step, counted from 1, if no step was skipped."""
+    curve = scheduler(recipe, SimpleNamespace(param_groups=[]))
+    curve.num_steps = step - 1
+    return float(curve.get_lr({}))
+
+
+def mean_over_tokens(losses: Sequence[tuple[float, float]]) -> float:
+    """Mean loss per token of several batches.
+
+    Args:
+        losses: mean loss of each, and the tokens that it counts.
+    """
+    counts = {tokens for _, tokens in losses}
+    if len(counts) == 1:
+        return math.fsum(loss for loss, _ in losses) / len(losses)
+    return math.fsum(loss * tokens for loss, tokens in losses) / max(math.fsum(tokens for _, tokens in losses), 1.0)

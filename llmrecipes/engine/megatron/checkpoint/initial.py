@@ -19,15 +19,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from llmrecipes.checkpoint.format import Written
 from llmrecipes.engine.base import Progress, WeightSource
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
+from llmrecipes.engine.megatron.checkpoint.format import HashedFile, ShardedFormat
+from llmrecipes.engine.megatron.checkpoint.index import Described, ObjectRecord, encode, make_table
 from llmrecipes.engine.megatron.checkpoint.placement import other_state, placements
-from llmrecipes.engine.megatron.checkpoint.table import Described, ObjectRecord, encode, make
-from llmrecipes.engine.megatron.checkpoint.writer import HashedFile
 from llmrecipes.engine.megatron.model.config import DTYPES
-from llmrecipes.engine.megatron.model.given import SLAB, whole_name
 from llmrecipes.engine.megatron.model.gpt import construct_without_memory
-from llmrecipes.engine.megatron.model.init import Piece, global_name, slabs
-from llmrecipes.engine.megatron.schedule import scheduler
+from llmrecipes.engine.megatron.model.init import READ_SLAB, Piece, global_name, slabs, whole_name
+from llmrecipes.engine.megatron.update import scheduler
 from llmrecipes.io import sync
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
@@ -67,7 +65,7 @@ def write(plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, 
                     table.add("", box, shard.data.dtype, stream.store(values.reshape(box.size)))
         objects = [ObjectRecord(name=name, place=[0, *stream.store(value)]) for name, value in prepared.objects.items()]
     sync(directory / FILE)
-    index = encode(make([FILE], objects, table.described()))
+    index = encode(make_table([FILE], objects, table.described()))
     kept.finish(directory, [index])
     return Written({FILE: stream.record()}, index), kept.versions()
 
@@ -94,7 +92,7 @@ def _boxes(shards: Iterable[ShardedTensor]) -> Iterator[_Box]:
     for shard in shards:
         depth, name = shard.prepend_axis_num, global_name(shard)
         rows = torch.empty(shard.local_shape, device="meta")
-        for slab in slabs(Piece(rows, name, shard.global_shape[depth:], shard.global_offset[depth:]), SLAB):
+        for slab in slabs(Piece(rows, name, shard.global_shape[depth:], shard.global_offset[depth:]), READ_SLAB):
             offset = (*shard.global_offset[:depth], *slab.offset)
             size = (*(1 for _ in range(depth)), *slab.into.shape)
             yield _Box(shard.key, tuple(shard.global_shape), offset, size, depth, whole_name(name))

@@ -2,7 +2,7 @@
 
 A rank reads the parts that overlap with its own, without asking other ranks. megatron-core's `dist_checkpointing.load`
 would compare every part of a rank with every stored one, read torch's pickled `.metadata` and unpickle byte items; here
-everything is read as plain data.
+everything is read as plain data, so loading a checkpoint never runs code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,14 +27,20 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from llmrecipes.checkpoint.safety import load_plain, open_inside, unsafe
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, Index, build
-from llmrecipes.engine.megatron.checkpoint.json_index import JSON_NAME
-from llmrecipes.engine.megatron.checkpoint.json_index import read as read_json
+from llmrecipes.engine.megatron.checkpoint.index import (
+    INDEX_NAME,
+    JSON_NAME,
+    Index,
+    Table,
+    as_index,
+    build,
+    decode,
+    read_json_index,
+)
 from llmrecipes.engine.megatron.checkpoint.pickled_index import read as read_pickled
-from llmrecipes.engine.megatron.checkpoint.table import Numbers, Table, decode
 from llmrecipes.errors import UserError
+from llmrecipes.untrusted import open_file
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +179,7 @@ def _mapped(stream: io.BufferedReader, path: Path) -> Table:
 
 
 def _json(stream: io.BufferedReader, path: Path) -> Table:
-    return read_json(stream.read())
+    return read_json_index(stream.read())
 
 
 def _unpickled(stream: io.BufferedReader, path: Path) -> Table:
@@ -261,13 +267,9 @@ def _parts(entry: Entry, index: Index, shard: ShardedTensor) -> Iterator[_Part]:
     starts, ends = np.maximum(parts.offsets, low), np.minimum(parts.offsets + parts.sizes, high)
     for number, place in enumerate(parts.places.tolist()):
         elements, here = (
-            _slices(starts[number] - origin, ends[number] - origin) for origin in (parts.offsets[number], low)
+            as_index(starts[number] - origin, ends[number] - origin) for origin in (parts.offsets[number], low)
         )
         yield _Part(tuple(place), shard.key, tuple(parts.sizes[number].tolist()), elements, target[here])
-
-
-def _slices(starts: Numbers, ends: Numbers) -> tuple[slice, ...]:
-    return tuple(slice(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
 
 
 def _object(entry: Entry, index: Index, name: str) -> list[Any]:
@@ -298,4 +300,48 @@ def unfit(path: Path, why: str) -> UserError:
         where=str(path),
         rule="the index describes what is in the files that the manifest lists",
         fix="use another checkpoint: this one was altered, or written by another program",
+    )
+
+
+_ADVICE = "Weights only load failed"
+"""Start of torch's advice on how to load the file anyway."""
+
+
+def open_inside(directory: Path, name: str) -> io.BufferedReader:
+    """Open a file of a checkpoint.
+
+    Raises:
+        UserError: it is not a regular file, or a link out of the checkpoint.
+        OSError: it cannot be opened.
+    """
+    return open_file(directory / name, root=directory)
+
+
+def load_plain(stream: io.IOBase, path: Path) -> Any:
+    """Read what torch.save wrote, if it is tensors, numbers, strings, lists and dicts.
+
+    Args:
+        stream: the bytes.
+        path: their file, for the message.
+
+    Raises:
+        UserError: it contains anything else, or is damaged.
+    """
+    try:
+        return torch.load(cast(IO[bytes], stream), map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception as problem:  # torch and its parsers raise many kinds of exceptions for malformed bytes
+        raise unsafe(path, str(problem)) from problem
+
+
+def unsafe(path: Path, why: str) -> UserError:
+    """The error for an unsafe file."""
+    lines = [line for line in why.splitlines() if line.strip() and not line.startswith(_ADVICE)]
+    detail = lines[0].rpartition("WeightsUnpickler error: ")[2] if lines else "it is damaged"
+    return UserError(
+        f"this checkpoint file is not plain data: {detail}",
+        where=str(path),
+        rule="checkpoints hold tensors, numbers, strings, lists and dicts; anything else could run code on loading",
+        fix="use a checkpoint that this program wrote",
     )

@@ -12,8 +12,7 @@ import pickletools
 from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
-from llmrecipes.engine.megatron.checkpoint.index import DTYPES, Span
-from llmrecipes.engine.megatron.checkpoint.table import Described, ObjectRecord, Table, make
+from llmrecipes.engine.megatron.checkpoint.index import DTYPES, Described, ObjectRecord, Span, Table, make_table
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 MOST_BYTES = 1 << 28
@@ -182,7 +181,7 @@ def read(stream: IO[bytes], find_other: Find | None = None) -> Table:
             objects.append(ObjectRecord(name=name, place=places[name, None]))
         else:
             tensors.append(_tensor(name, _fields(stored, "TensorStorageMetadata"), places))
-    return make(list(numbers), objects, tensors)
+    return make_table(list(numbers), objects, tensors)
 
 
 def _tensor(

@@ -1,7 +1,8 @@
 """Which part of which global tensors a rank has: parameters, or any flat range of them, as boxes of named tensors.
 
 Optimizers that split their state cut flat buffers wherever a parameter begins or ends. Stored as boxes of global
-tensors, such ranges need no other rank to be written, and any other layout can read them.
+tensors, such ranges need no other rank to be written, and any other layout can read them: a range of a tensor of n
+dimensions is at most 2n - 1 boxes.
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-
-from llmrecipes.engine.megatron.checkpoint.boxes import Box, boxes
 
 EXTRA_STATE = "_extra_state"
 """End of the names of what layers keep besides tensors."""
@@ -149,3 +148,44 @@ def _shard(whole: ShardedTensor, prefix: str, box: Box, values: torch.Tensor, ex
         axis_fragmentations=None,
         replica_id=replica,
     )
+
+
+class Box(NamedTuple):
+    """A box of a tensor whose elements are one after the other in the flattened tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    """Index of its first element in the flattened tensor."""
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Boxes that together are the elements [start, stop) of a row-major tensor, in order.
+
+    Args:
+        shape: of the tensor.
+        start: first element; 0 ≤ start.
+        stop: after the last element; stop ≤ product of the shape.
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield Box((start,) if shape else (), (stop - start,) if shape else (), start)
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows in between
+    if first > last:
+        yield from _in_row(shape, first - 1, start, stop)
+        return
+    if start < first * row:
+        yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row)
+    if last * row < stop:
+        yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+    before = index * prod(shape[1:])
+    for box in boxes(shape[1:], start - before, stop - before):
+        yield Box((index, *box.offset), (1, *box.shape), box.start + before)

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import io
+import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from llmrecipes.checkpoint.inspection import mismatch
-from llmrecipes.checkpoint.safety import load_plain, open_inside, unsafe
+from llmrecipes.checkpoint.manifest import mismatch
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.megatron import ema
-from llmrecipes.engine.megatron.checkpoint.index import Stored
-from llmrecipes.engine.megatron.checkpoint.loader import INDEXES, read_index, require_tensor, unfit
-from llmrecipes.engine.megatron.checkpoint.places import slices, weights_of
+from llmrecipes.engine.megatron.checkpoint.index import Stored, as_index
+from llmrecipes.engine.megatron.checkpoint.loader import (
+    INDEXES,
+    load_plain,
+    open_inside,
+    read_index,
+    require_tensor,
+    unfit,
+    unsafe,
+)
+from llmrecipes.engine.megatron.model.init import unfused
 from llmrecipes.errors import UserError
 
 _OTHERS = ("optimizer.", "random.")
@@ -87,7 +95,7 @@ class StoredWeights:
             if whole is None:
                 whole = torch.empty(shape, dtype=stored.dtype)
             first, last = np.maximum(start, low), np.minimum(start + size, high)
-            whole[slices(first - low, last - low)] = value[slices(first - start, last - start)]
+            whole[as_index(first - low, last - low)] = value[as_index(first - start, last - start)]
         if whole is None:
             raise unfit(self._entry.path, f"{stored.name!r} has no elements")
         return whole.view(stored.shape[depth:])
@@ -148,3 +156,44 @@ class _Window(io.RawIOBase):
         count = self._stream.readinto(view[: max(0, self._length - self._at)])
         self._at += count
         return count
+
+
+_LAYERS = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+_EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
+
+
+class Place(NamedTuple):
+    """A weight in a stored tensor."""
+
+    stored: Stored
+    before: tuple[int, ...]
+    """Its layer and expert, where these are dimensions of the tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape[len(self.before) :]
+
+
+def weights_of(key: str, stored: Stored) -> Iterator[tuple[str, Place]]:
+    """The weights that a stored tensor consists of, by their names in one process."""
+    found = _LAYERS.fullmatch(key)
+    if found is None:
+        yield key, Place(stored, ())
+        return
+    number, rest = found.groups()
+    stacked = number is None
+    for layer in range(*stored.shape[:1]) if stacked else (int(number),):
+        front, before = f"decoder.layers.{layer}.", (layer,) if stacked else ()
+        yield from _of_layer(front, rest, stored, before)
+
+
+def _of_layer(front: str, rest: str, stored: Stored, before: tuple[int, ...]) -> Iterator[tuple[str, Place]]:
+    found = _EXPERTS.fullmatch(rest)
+    if found is None:
+        yield front + unfused(rest), Place(stored, before)
+        return
+    number, rest = found.groups()
+    depth = len(before)
+    for expert in range(*stored.shape[depth : depth + 1]) if number is None else (int(number),):
+        place = Place(stored, (*before, expert) if number is None else before)
+        yield f"{front}mlp.experts.local_experts.{expert}.{rest}", place

@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from llmrecipes.checkpoint.manifest import FileRecord
-from llmrecipes.checkpoint.safety import open_inside
-from llmrecipes.engine.megatron.checkpoint.index import Index, build
+from llmrecipes.engine.megatron.checkpoint.index import Index, Numbers, Table, build
+from llmrecipes.engine.megatron.checkpoint.loader import open_inside
 from llmrecipes.engine.megatron.checkpoint.pickled_index import read as read_pickled
-from llmrecipes.engine.megatron.checkpoint.table import Numbers, Table
 from llmrecipes.engine.megatron.megatron_lm.arguments import read as read_arguments
 from llmrecipes.engine.megatron.megatron_lm.arguments import stand_in
 from llmrecipes.errors import UserError

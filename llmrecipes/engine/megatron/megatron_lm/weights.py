@@ -18,13 +18,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from llmrecipes.checkpoint.safety import load_plain, open_inside
-from llmrecipes.engine.megatron.checkpoint.index import Stored
-from llmrecipes.engine.megatron.checkpoint.places import slices, weights_of
+from llmrecipes.engine.megatron.checkpoint.index import Stored, as_index
+from llmrecipes.engine.megatron.checkpoint.loader import load_plain, open_inside
+from llmrecipes.engine.megatron.checkpoint.tensors import weights_of
 from llmrecipes.engine.megatron.megatron_lm.folder import Saved, damaged
-from llmrecipes.engine.megatron.model.given import whole_name
 from llmrecipes.engine.megatron.model.gpt import construct_without_memory
-from llmrecipes.engine.megatron.model.init import global_name
+from llmrecipes.engine.megatron.model.init import global_name, whole_name
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 
@@ -75,7 +74,7 @@ class SavedWeights:
         for start, size, where in zip(parts.offsets, parts.sizes, parts.places.tolist(), strict=True):
             first, last = np.maximum(start, low), np.minimum(start + size, low + np.asarray(box))
             part = self._part(stored, tuple(where), tuple(size.tolist()))
-            found[slices(first - low, last - low)] = part[slices(first - start, last - start)]
+            found[as_index(first - low, last - low)] = part[as_index(first - start, last - start)]
         return found.view(shape)
 
     def require_fit(self, plan: Plan) -> None:

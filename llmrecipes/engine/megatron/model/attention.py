@@ -2,11 +2,20 @@
 
 It replaces megatron-core's `DotProductAttention`, which materializes the score matrix and does not support context
 parallelism, if TransformerEngine is not used: torch selects a flash kernel on CPU and GPU.
+
+Packed sequences: the conversations that share a sequence do not see each other. Where each begins is read from the
+positions, which begin at 0 there. Learned positions follow them; rotary ones need not, because a rotation by position
+makes attention depend only on distances (arXiv 2104.09864, section 3.2).
+
+Context parallelism: the sequence is cut into 2·CP chunks and rank r has the chunks r and 2·CP−1−r, so that under the
+causal mask all ranks have the same work (Llama 3, arXiv 2407.21783, section 3.3.2). megatron-core's embeddings and
+TransformerEngine's attention rely on the same order.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,8 +28,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 
-from llmrecipes.engine.megatron.model.context import in_sequence_order
-from llmrecipes.engine.megatron.model.packing import lengths
+from llmrecipes.engine.megatron.versions import PREDICTION_LOSSES_ARE_SCALED
+from llmrecipes.recipe.schema import Recipe
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -74,7 +83,7 @@ class SdpaCoreAttention(MegatronModule):
         Args:
             query: [sq, b, heads, channels].
             key, value: [sk, b, groups, channels]; sk > sq when keys of earlier tokens come from a cache.
-            attention_mask: of packed conversations, see `packing.attention_mask`; else None, and the mask follows
+            attention_mask: of packed conversations, see `attention_mask`; else None, and the mask follows
                 from `attn_mask_type`.
 
         Returns:
@@ -158,3 +167,90 @@ class SdpaCoreAttention(MegatronModule):
 
 def _gather(part: torch.Tensor, group: Any) -> torch.Tensor:
     return gather_from_sequence_parallel_region(part.contiguous(), tensor_parallel_output_grad=True, group=group)
+
+
+def packs(recipe: Recipe) -> bool:
+    """Whether several conversations share a sequence."""
+    return recipe.data.chat is not None and recipe.data.chat.packing
+
+
+def masks(recipe: Recipe, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """The attention mask of a micro-batch from its positions [b, s]; None if it is causal over whole sequences."""
+    if not packs(recipe):
+        return lambda _positions: None
+    dense = recipe.train.torch_compile or device.type != "cpu"
+    return lambda positions: attention_mask(positions, dense=dense)
+
+
+def attention_mask(position_ids: torch.Tensor, *, dense: bool) -> torch.Tensor:
+    """What `SdpaCoreAttention` takes as the attention mask of packed sequences; all layers share it.
+
+    Args:
+        position_ids: [b, s], 0 at the beginning of each conversation.
+        dense: as one mask, for devices that must not wait for the host to read lengths, and for compiled layers;
+            it takes a byte for each pair of tokens of a sequence. Else the number of the conversation of each token.
+
+    Returns:
+        [b, 1, s, s] bool, true where a query sees a key; or [b, s] int64.
+    """
+    numbers = (position_ids == 0).cumsum(1)
+    if not dense:
+        return numbers
+    length = position_ids.size(1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
+    return ((numbers[:, :, None] == numbers[:, None, :]) & causal)[:, None]
+
+
+def lengths(numbers: torch.Tensor) -> list[list[int]]:
+    """Tokens of each conversation of each row, in order; waits for the device.
+
+    Args:
+        numbers: [b, s] from `attention_mask`.
+    """
+    return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in numbers]
+
+
+def own_chunks(batch: dict[str, torch.Tensor], size: int, rank: int) -> dict[str, torch.Tensor]:
+    """A rank's part of each tensor [b, s]: [b, s / size]."""
+    if size == 1:
+        return batch
+    pieces = {name: tensor.chunk(2 * size, dim=1) for name, tensor in batch.items()}
+    return {name: torch.cat([chunks[rank], chunks[-1 - rank]], dim=1) for name, chunks in pieces.items()}
+
+
+def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) -> list[torch.Tensor]:
+    """Weights of a rank's losses of multi-token prediction, in place of the loss mask.
+
+    A token predicted *k* further has no label for the last *k* tokens of a sequence. megatron-core 0.19 compensates:
+    it multiplies the loss by tokens / tokens with such a label, counted on this rank. Other ranks have a different
+    ratio, or none if all their tokens are masked, and a single process has that of full sequences. With a mask of ones
+    and these weights, the result is the latter.
+
+    Args:
+        mask: loss mask of full sequences, [b, s].
+        depths: `mtp_num_layers`.
+        size: context-parallel ranks.
+        rank: this one.
+
+    Returns:
+        [b, s / size] for each further token; nothing if megatron-core's ratio is correct.
+    """
+    if size == 1 or not PREDICTION_LOSSES_ARE_SCALED:
+        return []
+    weights = []
+    for depth in range(1, depths + 1):
+        further, labels = (F.pad(each[:, depth:], (0, depth)) for each in (mask, torch.ones_like(mask)))
+        own = own_chunks({"mask": further, "labels": labels}, size, rank)
+        theirs = own["labels"].numel() / own["labels"].sum()
+        weights.append(own["mask"] * (mask.sum() / further.sum().clamp(min=1.0) / theirs))
+    return weights
+
+
+def in_sequence_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
+    """Chunks gathered rank by rank (0, 2·CP−1, 1, 2·CP−2, …), in sequence order.
+
+    Args:
+        gathered: [s, …], from all `size` context-parallel ranks.
+    """
+    chunks = gathered.chunk(2 * size)
+    return torch.cat([*chunks[0::2], *reversed(chunks[1::2])])

@@ -15,12 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.base import WeightSource
 from llmrecipes.engine.megatron.checkpoint.placement import other_state
-from llmrecipes.engine.megatron.model.config import transformer_config
-from llmrecipes.engine.megatron.model.given import buffers, fill
-from llmrecipes.engine.megatron.model.init import initialise, pieces
+from llmrecipes.engine.megatron.model.attention import packs
+from llmrecipes.engine.megatron.model.config import own_mup, scale_activations, transformer_config
+from llmrecipes.engine.megatron.model.init import buffers, fill, initialise, pieces
 from llmrecipes.engine.megatron.model.lora import ADAPTER, insert
-from llmrecipes.engine.megatron.model.mup import own_mup, scale_activations
-from llmrecipes.engine.megatron.model.packing import packs
 from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
 from llmrecipes.plan.derive import Plan

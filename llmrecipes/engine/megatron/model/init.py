@@ -5,12 +5,15 @@ from a different model. Here every element of a global tensor is a function of t
 element's place in it, so a rank draws its part alone: any layout, device or precision starts from the same numbers.
 They are drawn on the CPU in fp32. megatron-core's sharded state dict, which is also used to reshard checkpoints, tells
 which part a rank holds.
+
+Weights of another model take the place of initial values in the same way: each rank reads only its boxes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
@@ -21,6 +24,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+from llmrecipes.engine.base import WeightSource
 from llmrecipes.engine.megatron.model import lora, philox
 from llmrecipes.recipe.schema import Model
 from llmrecipes.recipe.shape import mup
@@ -29,7 +33,7 @@ OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 EMBEDDINGS = ("word_embeddings.weight", "position_embeddings.weight")
 OUTPUT_LAYER = "output_layer.weight"
 
-SLAB = 1 << 20
+DRAW_SLAB = 1 << 20
 """Elements that a thread draws at a time: a rank holds few besides its weights."""
 
 
@@ -86,7 +90,7 @@ def draw(wanted: Iterable[Piece], model: Model, seed: int) -> None:
         return values(piece.name, piece.shape, model, seed, piece.offset, piece.into.shape)
 
     threads = torch.get_num_threads()
-    drawing = chain.from_iterable(slabs(piece, SLAB) for piece in wanted)
+    drawing = chain.from_iterable(slabs(piece, DRAW_SLAB) for piece in wanted)
     with ThreadPoolExecutor(threads) as pool:
         while held := list(islice(drawing, 4 * threads)):
             # Copied here, because each thread that uses torch's operators has as many threads again.
@@ -142,3 +146,62 @@ def values(
 
 def _key(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "big")
+
+
+READ_SLAB = 1 << 24
+"""Elements that are read at a time: 64 MiB in fp32."""
+_LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)\[(.*)\]")
+_EXPERTS = "mlp.experts.experts."
+
+
+@torch.no_grad()
+def fill(wanted: Iterable[Piece], source: WeightSource) -> None:
+    """Fill boxes with given values, a slab of one at a time.
+
+    Raises:
+        UserError: as `WeightSource.read`.
+    """
+    for piece in wanted:
+        name = whole_name(piece.name)
+        for slab in slabs(piece, READ_SLAB):
+            slab.into.copy_(source.read(name, tuple(slab.offset), tuple(slab.into.shape)))
+
+
+def buffers(others: Iterable[Any]) -> Iterator[Piece]:
+    """The buffers among what a sharded state dict has besides parameters: the biases of experts."""
+    for value in nested_values(list(others)):
+        if isinstance(value, ShardedTensor) and value.data.is_floating_point():
+            depth = value.prepend_axis_num
+            yield Piece(value.data, global_name(value), value.global_shape[depth:], value.global_offset[depth:])
+
+
+def whole_name(name: str) -> str:
+    """Name of a weight in a model that one process holds, of megatron-core's local layers.
+
+    Args:
+        name: as `init.global_name`, where layers and experts may be stacked under one key.
+    """
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        return name.partition("[")[0]
+    place = [each for each in found[3].split(",") if each]
+    layer = place.pop(0) if found[1] is None else found[1]
+    rest = found[2]
+    if rest.startswith(_EXPERTS):
+        rest = f"mlp.experts.local_experts.{place.pop(0)}.{rest.removeprefix(_EXPERTS)}"
+    return f"decoder.layers.{layer}.{unfused(rest)}"
+
+
+FUSED_NORMS = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
+}
+"""TransformerEngine fuses a norm into the linear layer after it, and checkpoints have its name there."""
+
+
+def unfused(name: str) -> str:
+    """Name in a local layer of what a checkpoint calls `name`; both without the number of the layer."""
+    module, _, kind = name.rpartition(".layer_norm_")
+    return f"{FUSED_NORMS[module]}.{kind}" if module in FUSED_NORMS else name

@@ -10,13 +10,12 @@ log and erfinv are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from math import log, prod
 
 import numpy as np
 import numpy.typing as npt
-
-from llmrecipes.engine.megatron.checkpoint.boxes import runs
 
 Floats = npt.NDArray[np.float32]
 
@@ -121,3 +120,23 @@ def _polynomial(x: Floats, coefficients: Sequence[float]) -> Floats:
         found *= x
     found += coefficients[-1]
     return found
+
+
+def runs(shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Start and length of the ranges of a flattened row-major tensor that a box is, in the box's order.
+
+    Args:
+        shape: of the tensor.
+        offset, size: of the box.
+    """
+    if not prod(size):
+        return
+    whole = len(shape)  # the dimensions from here on are taken whole
+    while whole and size[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    cut = max(whole - 1, 0)
+    strides = [prod(shape[number + 1 :]) for number in range(len(shape))]
+    length = prod(size[cut:])
+    for index in product(*map(range, size[:cut])):
+        place = [*(first + step for first, step in zip(offset, index, strict=False)), *offset[cut:]]
+        yield sum(number * stride for number, stride in zip(place, strides, strict=True)), length

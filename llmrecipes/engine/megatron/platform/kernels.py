@@ -2,12 +2,14 @@
 
 torch chooses a kernel by the device of its arguments, and `meta` has none of its own; TransformerEngine's modules do
 not run without a GPU. What differs is what autograd keeps and what is sent, and all of it is in this module: flash
-attention, a ring of keys and values under context parallelism, dropout masks, and the fused RMSNorm.
+attention, a ring of keys and values under context parallelism, dropout masks, the fused RMSNorm, and the number of
+tokens for each expert, which a dispatcher reads on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,8 +17,8 @@ import torch.distributed as dist
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from llmrecipes.engine.megatron.model.latent import LatentAttention
-from llmrecipes.engine.megatron.platform import permutation
+from llmrecipes.engine.megatron.model.spec import LatentAttention
+from llmrecipes.engine.megatron.platform import cuda
 from llmrecipes.engine.megatron.platform.patching import replace, resolve
 from llmrecipes.engine.megatron.versions import PERMUTES_BY_MASK
 
@@ -29,7 +31,7 @@ _REPLACED = (
     (f"{_ATTENTION}.SdpaCoreAttention", "_attend_over_context"),
     (_LATENT, "TELinear"),
     ("llmrecipes.engine.megatron.model.spec", "_use_ours"),
-    (permutation.DISPATCHER, "permute"),
+    (cuda.DISPATCHER, "permute"),
 )
 _PLAIN = {name: getattr(resolve(owner), name) for owner, name in _REPLACED}
 _ALIGNED = torch.empty(0)
@@ -46,7 +48,7 @@ def install_kernels(device: str) -> None:
         "_attend_over_context": _ring_attention,
         "TELinear": DuplicatedLinear,
         "_use_ours": _use_duplicated,
-        "permute": permutation.permute if PERMUTES_BY_MASK else permutation.PLAIN,
+        "permute": cuda.permute if PERMUTES_BY_MASK else cuda.PLAIN_PERMUTE,
     }
     own = {name: on_gpu[name] for name in ("scaled_dot_product_attention", "dropout", "rms_norm", "permute")}
     of_device = {"cuda": on_gpu, "cuda, local": own}
@@ -207,3 +209,80 @@ def _cpu_attention(
     causal = is_causal or attn_mask is not None  # the mask's values do not matter, and it has none
     output: torch.Tensor = _PLAIN["scaled_dot_product_attention"](query, key, value, None, dropout_p, causal, **options)
     return output
+
+
+_DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
+_DISPATCHER = f"{_DISPATCHERS}.MoEAlltoAllTokenDispatcher"
+_GATHERING = f"{_DISPATCHERS}.MoEAllGatherTokenDispatcher"
+_PLAIN_READ = resolve(f"{_DISPATCHER}._maybe_dtoh_and_synchronize")
+_PLAIN_GATHERED = resolve(f"{_GATHERING}.dispatch_postprocess")
+
+
+def install_routing(skew: float) -> None:
+    """Answer the dispatchers' questions; a later call replaces the answers.
+
+    Args:
+        skew: times its even share that the first expert of this rank gets, on every rank; the others share the rest.
+            Without effect where all tokens are gathered.
+    """
+
+    @wraps(_PLAIN_READ)
+    def read(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        read_now = not dispatcher.drop_and_pad and point == dispatcher.cuda_dtoh_point
+        tokens_per_expert = _PLAIN_READ(dispatcher, point, tokens_per_expert)
+        return _fill(dispatcher, skew) if read_now else tokens_per_expert
+
+    @wraps(_PLAIN_GATHERED)
+    def gathered(dispatcher: Any, *inputs: Any) -> Any:
+        tokens, _, probabilities = _PLAIN_GATHERED(dispatcher, *inputs)
+        return tokens, torch.tensor(counts(tokens.size(0), dispatcher.num_local_experts, 0, 1.0)), probabilities
+
+    replace(_DISPATCHER, "_maybe_dtoh_and_synchronize", read)
+    replace(_GATHERING, "dispatch_postprocess", gathered)
+    replace(_DISPATCHERS, "maybe_move_tensor_to_cpu", _to_host)
+
+
+def counts(assignments: int, experts: int, hot: int, skew: float) -> list[int]:
+    """Tokens of each expert from one rank.
+
+    Args:
+        assignments: tokens of the rank times the experts that each chooses.
+        experts: of a layer.
+        hot: the expert with `skew` times its even share.
+        skew: at least 1; bounded by what there is.
+    """
+    most = min(assignments, round(skew * assignments / experts))
+    rest, others = assignments - most, experts - 1
+    found = [most] * experts
+    for number, expert in enumerate(expert for expert in range(experts) if expert != hot):
+        found[expert] = rest // others + (number < rest % others)
+    return found
+
+
+def _fill(dispatcher: Any, skew: float) -> torch.Tensor:
+    """Set what the dispatcher has just read; returns the tokens of each local expert from all ranks."""
+    local, number = dispatcher.num_local_experts, dispatcher.num_experts
+    first = dispatcher.local_expert_indices[0]
+    each = counts(dispatcher.routing_map.size(0) * dispatcher.config.moe_router_topk, number, first, skew)
+    ranks = dispatcher.ep_size
+    here = each[first : first + local]
+    sources = dispatcher.tp_size * ranks
+    if dispatcher.input_splits is not None:
+        share = number // ranks
+        dispatcher.input_splits = [sum(each[rank * share : (rank + 1) * share]) for rank in range(ranks)]
+        dispatcher.output_splits = [sum(here)] * ranks
+    if dispatcher.output_splits_tp is not None:
+        dispatcher.output_splits_tp = torch.tensor([sum(here) * ranks] * dispatcher.tp_size)
+    if torch.is_tensor(dispatcher.num_out_tokens):
+        dispatcher.num_out_tokens = torch.tensor(sum(each))
+    if local > 1:
+        dispatcher.num_global_tokens_per_local_expert = torch.tensor([here] * sources)
+    return torch.tensor(here) * sources
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The copy that megatron-core makes for a GPU's tensor; it does not wait."""
+    if not torch.is_tensor(tensor):
+        return tensor
+    copied = tensor.to("cpu", non_blocking=True)
+    return copied.numpy() if as_numpy else copied

@@ -17,9 +17,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmrecipes.engine.megatron.platform.cpu import patch_cuda
-from llmrecipes.engine.megatron.platform.kernels import install_kernels
+from llmrecipes.engine.megatron.platform.kernels import install_kernels, install_routing
 from llmrecipes.engine.megatron.platform.patching import replace, resolve
-from llmrecipes.engine.megatron.platform.routing import install_routing
 from llmrecipes.engine.megatron.platform.substitutes import install_substitutes
 
 META = torch.device("meta")
