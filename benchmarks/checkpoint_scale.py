@@ -218,7 +218,7 @@ def _index(parts: int, ranks: int) -> dict[str, float]:
         index = build(decode(memoryview(mapped)), files)
         clock.append(time.process_time())
         for number in range(parts):
-            index.tensors[f"tensor{number % names}"].parts((5, 7, 0), (1, 3, 64))
+            index.tensors[f"tensor{number % names}"].slices((5, 7, 0), (1, 3, 64))
         clock.append(time.process_time())
         size = path.stat().st_size
     spans = [later - earlier for earlier, later in pairwise(clock)]

@@ -41,7 +41,7 @@ def measure(name: str, threads: int) -> dict[str, float]:
     with engines.join(recipe, platform):
         engine = engines.construct_meta(plan, platform)
         modules = cast("list[RecipeGPTModel]", engine.modules)
-        pieces = [piece for module in modules for piece in init.pieces(module.sharded_state())]
+        pieces = [piece for module in modules for piece in init.parameter_slices(module.sharded_state())]
         engine.close()
     started = time.perf_counter()
     init.draw(pieces, recipe.model, recipe.train.seed)
@@ -50,7 +50,7 @@ def measure(name: str, threads: int) -> dict[str, float]:
     times = {shape: _whole(shape) for shape in set(shapes.values())}
     return {
         "ranks": plan.layout.world_size,
-        "values": sum(piece.into.numel() for piece in pieces),
+        "values": sum(piece.tensor.numel() for piece in pieces),
         "seconds": seconds,
         "whole_values": sum(map(math.prod, shapes.values())),
         "whole_seconds": sum(times[shape] for shape in shapes.values()),

@@ -132,15 +132,15 @@ class Implementation:
     """Why it was chosen."""
 
 
-class Shard(NamedTuple):
-    """Part of a global tensor, on this rank."""
+class Slice(NamedTuple):
+    """A rectangular part of a named global tensor, on this rank."""
 
     name: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     """Of the global tensor."""
     tensor: torch.Tensor
-    """Its values, fp32 on the CPU."""
+    """Its values, of the slice's size; of weights and gradients that an engine shows, fp32 copies on the CPU."""
 
 
 class Engine(Protocol):
@@ -194,10 +194,10 @@ class Engine(Protocol):
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters of this rank, then their gradients as `<name>.grad`, named as in the full model."""
 
-    def weights(self) -> list[Shard]:
+    def weights(self) -> list[Slice]:
         """Copies of this rank's parameters, and of buffers that training changes, in model order."""
 
-    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
+    def watch_gradients(self, see: Callable[[list[Slice], list[Slice]], None]) -> None:
         """Call `see(weights, reduced gradients)` in every step from now on, before the update; on all ranks."""
 
     def checkpoint_format(self) -> CheckpointFormat:
@@ -244,11 +244,11 @@ class WeightSource(Protocol):
     """Weights that a new run starts from."""
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """A box of a weight, on the CPU; nothing else of it is kept in memory.
+        """A slice of a weight, on the CPU; nothing else of it is kept in memory.
 
         Args:
             name: of the weight in a model that one process holds, such as `decoder.layers.3.mlp.linear_fc1.weight`.
-            offset, shape: of the box, which may lie in rows that pad the vocabulary.
+            offset, shape: of the slice, which may lie in rows that pad the vocabulary.
 
         Raises:
             UserError: the source has no such weight, of this shape.

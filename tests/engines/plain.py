@@ -23,7 +23,7 @@ from llmrecipes.engine.base import (
     Implementation,
     Platform,
     Progress,
-    Shard,
+    Slice,
     StepResult,
     StopQuestion,
     WeightSource,
@@ -98,7 +98,7 @@ class PlainEngine:
         self.modules = (self.model,)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=recipe.optimizer.lr)
         self.local_loss = 0.0
-        self._see: Callable[[list[Shard], list[Shard]], None] | None = None
+        self._see: Callable[[list[Slice], list[Slice]], None] | None = None
 
     @property
     def learning_rate(self) -> float:
@@ -134,10 +134,10 @@ class PlainEngine:
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from named_gradients(self.model)
 
-    def weights(self) -> list[Shard]:
+    def weights(self) -> list[Slice]:
         return [self._shard(name, parameter) for name, parameter in self.model.named_parameters()]
 
-    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
+    def watch_gradients(self, see: Callable[[list[Slice], list[Slice]], None]) -> None:
         self._see = see
 
     def checkpoint_format(self) -> OneFile:
@@ -178,9 +178,9 @@ class PlainEngine:
         losses = F.cross_entropy(self.model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")
         return (losses * batch["loss_mask"].flatten()).sum(), batch["loss_mask"].sum()
 
-    def _shard(self, name: str, tensor: torch.Tensor | None) -> Shard:
+    def _shard(self, name: str, tensor: torch.Tensor | None) -> Slice:
         values = torch.zeros(0) if tensor is None else tensor.detach().clone()
-        return Shard(name, (0,) * values.dim(), tuple(values.shape), values)
+        return Slice(name, (0,) * values.dim(), tuple(values.shape), values)
 
 
 class PlainBackend:

@@ -15,7 +15,7 @@ from llmrecipes.checkpoint import store as store_module
 from llmrecipes.checkpoint.manifest import CheckpointInfo, FileRecord, build, digest
 from llmrecipes.checkpoint.ranks import LEAST_WAIT, longest_wait, own_share
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.megatron.checkpoint.index import Stored, covered, decode, encode, make_table, merge_tables
+from llmrecipes.engine.megatron.checkpoint.index import StoredTensor, covered, decode, encode, make_table, merge_tables
 from llmrecipes.engine.megatron.checkpoint.index import build as index_of
 from llmrecipes.launch.open_files import allow_open_files, needed_files
 from tests.refusals import refused
@@ -59,7 +59,7 @@ def test_files_of_other_nodes_are_opened_by_name_and_not_looked_up(
     assert store.valid(1, full=True)
 
 
-def stored(shape: tuple[int, ...], boxes: list[list[tuple[int, int]]]) -> Stored:
+def stored(shape: tuple[int, ...], boxes: list[list[tuple[int, int]]]) -> StoredTensor:
     """A tensor in parts, each an offset and a size in every dimension."""
     file = [0, 0, 1]
     table = make_table(["a"], [], [("tensor", "float32", shape, [[*file, *chain(*box)] for box in boxes])])
@@ -125,7 +125,7 @@ def test_the_parts_of_a_box_are_those_that_share_elements_with_it() -> None:
         shape = tuple(draw.randint(1, 12) for _ in range(draw.randint(1, 3)))
         boxes = cut(draw, [(0, size) for size in shape], draw.randint(1, 20))
         box = [(first, draw.randint(1, size - first)) for size in shape for first in [draw.randrange(size)]]
-        found = stored(shape, boxes).parts(tuple(a for a, _ in box), tuple(b for _, b in box))
+        found = stored(shape, boxes).slices(tuple(a for a, _ in box), tuple(b for _, b in box))
         mask = counted(shape, [box])
         expected = [each for each in boxes if (mask * counted(shape, [each])).any()]
         pairs = [
@@ -149,7 +149,7 @@ def test_a_box_of_one_layer_is_not_compared_with_the_parts_of_all() -> None:
     whole = stored((layers, parts), [[(layer, 1), (part, 1)] for layer in range(layers) for part in range(parts)])
     whole.columns[:] = [column.view(Untouched) for column in whole.columns]
     Untouched.read = 0
-    assert whole.parts((7, 3), (1, 2)).offsets.tolist() == [[7, 3], [7, 4]]
+    assert whole.slices((7, 3), (1, 2)).offsets.tolist() == [[7, 3], [7, 4]]
     assert Untouched.read < layers * parts + 10 * parts, "offsets in the first dimension, and a layer"
 
 

@@ -273,7 +273,7 @@ def weights_file(checkpoint: Path) -> tuple[Path, int]:
     from llmrecipes.engine.megatron.checkpoint.loader import read_index
 
     index = read_index(inspect(checkpoint, full=False))
-    parts = index.tensors["embedding.word_embeddings.weight"].parts((0, 0), (1, 1))
+    parts = index.tensors["embedding.word_embeddings.weight"].slices((0, 0), (1, 1))
     number, start, length = parts.places[0].tolist()
     return checkpoint / index.files[number], start + length // 2
 

@@ -19,7 +19,7 @@ from llmrecipes.engine.deepspeed.build import build, construct, zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.runtime import communication
 from llmrecipes.engine.megatron.backend import MegatronBackend
-from llmrecipes.engine.megatron.checkpoint.placement import Placement
+from llmrecipes.engine.megatron.checkpoint.slices import ShardedParameter
 from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Group
@@ -65,8 +65,8 @@ class DeepSpeedBackend:
             # Its import is DeepSpeed's, which guesses an accelerator unless it has been named.
             from llmrecipes.engine.deepspeed.meta import MetaDeepSpeedEngine
 
-            built, placements = construct(plan, platform)
-            return MetaDeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
+            built, sharded_parameters = construct(plan, platform)
+            return MetaDeepSpeedEngine(plan, built, sharded_parameters, platform, stack.pop_all())
 
     def load_weights(
         self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
@@ -100,13 +100,13 @@ class DeepSpeedBackend:
 
 
 def _engine(
-    plan: Plan, platform: Platform, model: Callable[[Plan, Platform], tuple[BuiltModel, list[Placement]]]
+    plan: Plan, platform: Platform, model: Callable[[Plan, Platform], tuple[BuiltModel, list[ShardedParameter]]]
 ) -> DeepSpeedEngine:
     with ExitStack() as stack:
         stack.enter_context(swap_files(zero(plan.recipe), dist.get_rank()))
         stack.enter_context(communication(platform))
-        built, placements = model(plan, platform)
-        return DeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
+        built, sharded_parameters = model(plan, platform)
+        return DeepSpeedEngine(plan, built, sharded_parameters, platform, stack.pop_all())
 
 
 @contextmanager

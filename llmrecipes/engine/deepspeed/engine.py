@@ -19,7 +19,7 @@ from llmrecipes.engine.base import (
     Implementation,
     Platform,
     Progress,
-    Shard,
+    Slice,
     StepResult,
     StopQuestion,
 )
@@ -32,11 +32,11 @@ from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
 from llmrecipes.engine.megatron import shards
 from llmrecipes.engine.megatron.balance import RouterBalance
 from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
-from llmrecipes.engine.megatron.checkpoint.placement import Placement
+from llmrecipes.engine.megatron.checkpoint.slices import ShardedParameter
 from llmrecipes.engine.megatron.generate import generate
 from llmrecipes.engine.megatron.model.attention import masks
 from llmrecipes.engine.megatron.model.gpt import BuiltModel
-from llmrecipes.engine.megatron.model.init import global_name
+from llmrecipes.engine.megatron.model.init import slice_of
 from llmrecipes.engine.megatron.score import MegatronScorer
 from llmrecipes.engine.megatron.update import is_summed, mean_over_tokens, scheduler
 from llmrecipes.engine.sampling import Sampling
@@ -50,7 +50,7 @@ class DeepSpeedEngine:
     Args:
         plan: of the recipe, on this world.
         built: the initialised model.
-        placements: of its parameters.
+        sharded_parameters: all of its parameters.
         platform: device of the batches.
         resources: closed with the engine.
     """
@@ -61,7 +61,7 @@ class DeepSpeedEngine:
         self,
         plan: Plan,
         built: BuiltModel,
-        placements: list[Placement],
+        sharded_parameters: list[ShardedParameter],
         platform: Platform,
         resources: AbstractContextManager[Any],
     ) -> None:
@@ -73,7 +73,7 @@ class DeepSpeedEngine:
         self._mask = masks(plan.recipe, platform.device)
         self.modules = built.modules
         self.module = built.module
-        self.placements = placements
+        self.sharded_parameters = sharded_parameters
         self.implementation = Implementation(built.implementation, built.reason)
         self.balance: RouterBalance | None = None
         if plan.recipe.model.num_moe_experts:
@@ -90,10 +90,10 @@ class DeepSpeedEngine:
         if plan.recipe.train.precision == "fp16":
             # The loop decides what a scale at its minimum means; DeepSpeed would raise.
             self.optimizer.loss_scaler.raise_error_at_min_scale = False
-        self.partition = Partition(self.optimizer, placements)
+        self.partition = Partition(self.optimizer, sharded_parameters)
         self.scheduler = scheduler(plan.recipe, self.optimizer)
         self.local_loss = 0.0
-        self._see: Callable[[list[Shard], list[Shard]], None] | None = None
+        self._see: Callable[[list[Slice], list[Slice]], None] | None = None
 
     def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
         """See `Engine`."""
@@ -164,12 +164,12 @@ class DeepSpeedEngine:
         for name, parameter in self.module.named_parameters():
             yield name, parameter.ds_tensor
 
-    def weights(self) -> list[Shard]:
+    def weights(self) -> list[Slice]:
         """See `Engine`."""
         with self._gathered():
             return shards.weights(self.modules)
 
-    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
+    def watch_gradients(self, see: Callable[[list[Slice], list[Slice]], None]) -> None:
         """See `Engine`."""
         self._see = see
 
@@ -269,20 +269,15 @@ class DeepSpeedEngine:
         # As megatron-core gives it, which copies into it later.
         MoEAuxLossAutoScaler.set_loss_scale(factor.reshape(1).clone())
 
-    def _gradients(self) -> list[Shard]:
+    def _gradients(self) -> list[Slice]:
         """Copies of the reduced gradients of this rank's parameters, in model order."""
         from deepspeed.utils import safe_get_full_grad
 
         return [
-            Shard(
-                global_name(part.shard),
-                part.shard.global_offset[part.shard.prepend_axis_num :],
-                part.shard.global_shape[part.shard.prepend_axis_num :],
-                values[part.start : part.start + part.numel].view(part.shard.local_shape).clone(),
-            )
-            for placement in self.placements
-            for values in (safe_get_full_grad(placement.parameter).detach().to("cpu", torch.float32).flatten(),)
-            for part in placement.parts
+            slice_of(part.shard, values[part.start : part.start + part.numel].view(part.shard.local_shape).clone())
+            for sharded in self.sharded_parameters
+            for values in (safe_get_full_grad(sharded.parameter).detach().to("cpu", torch.float32).flatten(),)
+            for part in sharded.slices
         ]
 
     def _gathered(self) -> AbstractContextManager[None]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from llmrecipes.engine.megatron.checkpoint import placement as stored
-from llmrecipes.engine.megatron.checkpoint.placement import Owned, Placement
+from llmrecipes.engine.megatron.checkpoint import slices as stored
+from llmrecipes.engine.megatron.checkpoint.slices import OptimizerSlice, ShardedParameter
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,7 +57,7 @@ class Partition:
         found: all parameters.
     """
 
-    def __init__(self, optimizer: Any, found: list[Placement]) -> None:
+    def __init__(self, optimizer: Any, found: list[ShardedParameter]) -> None:
         self._optimizer = optimizer
         self.base: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self._found = found
@@ -65,38 +65,38 @@ class Partition:
             with self._in_memory(group):
                 _allocate_moments(self.base, master)
 
-    def owned(self) -> Iterator[Owned]:
+    def owned(self) -> Iterator[OptimizerSlice]:
         """State of every parameter that this rank has a part of; copies where it is on a disk."""
         for group in range(len(self._masters())):
             with self._in_memory(group) as from_disk:
                 yield from (each.copy() if from_disk else each for each in self._of_group(group))
 
-    def write_back(self, changed: list[Owned]) -> None:
+    def write_back(self, changed: list[OptimizerSlice]) -> None:
         """Write changed copies of `owned` to the disk; there is nothing to do for what is in memory."""
-        by_parameter = {id(each.placement.parameter): each for each in changed}
+        by_parameter = {id(each.sharded.parameter): each for each in changed}
         for group in range(len(self._masters())):
             with self._in_memory(group) as from_disk:
                 for each in self._of_group(group) if from_disk else ():
                     for name, tensor in each.tensors.items():
-                        tensor.copy_(by_parameter[id(each.placement.parameter)].tensors[name])
+                        tensor.copy_(by_parameter[id(each.sharded.parameter)].tensors[name])
 
-    def _of_group(self, group: int) -> Iterator[Owned]:
+    def _of_group(self, group: int) -> Iterator[OptimizerSlice]:
         """State of the parameters of one group, which is in memory."""
         master = self._masters()[group]
-        for placement in self._found:
-            parameter: Any = placement.parameter
+        for sharded in self._found:
+            parameter: Any = sharded.parameter
             if hasattr(parameter, "ds_id"):
                 of, first, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
                 if of == group:
                     own = own_partition(parameter)
-                    yield self._range(placement, own.start, master, first, own.values.numel())
+                    yield self._range(sharded, own.start, master, first, own.values.numel())
             elif hasattr(parameter, "_hp_mapping"):
                 mapping = parameter._hp_mapping
                 if mapping is not None and mapping.param_group_index == group:
                     here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    yield self._range(placement, here.start, master, there.start, there.numel)
+                    yield self._range(sharded, here.start, master, there.start, there.numel)
             elif parameter is master:
-                yield self._range(placement, 0, parameter, 0, parameter.numel())
+                yield self._range(sharded, 0, parameter, 0, parameter.numel())
 
     @contextmanager
     def _in_memory(self, group: int) -> Iterator[bool]:
@@ -135,11 +135,13 @@ class Partition:
         partitioned = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)
         return partitioned or [each for group in self.base.param_groups for each in group["params"]]
 
-    def _range(self, placement: Placement, start: int, master: torch.Tensor, first: int, size: int) -> Owned:
+    def _range(
+        self, sharded: ShardedParameter, start: int, master: torch.Tensor, first: int, size: int
+    ) -> OptimizerSlice:
         state = self.base.state[master]
         tensors = {"param": master, **{name: state[name] for name in MOMENTS}}
-        return Owned(
-            placement, start, {name: each.detach().view(-1)[first : first + size] for name, each in tensors.items()}
+        return OptimizerSlice(
+            sharded, start, {name: each.detach().view(-1)[first : first + size] for name, each in tensors.items()}
         )
 
 
@@ -151,13 +153,13 @@ def _allocate_moments(base: torch.optim.Optimizer, master: torch.Tensor) -> None
         base.state[master] = {"step": counter, **{name: torch.zeros_like(master) for name in MOMENTS}}
 
 
-def placements(module: RecipeGPTModel) -> list[Placement]:
+def sharded_parameters(module: RecipeGPTModel) -> list[ShardedParameter]:
     """All parameters of a module, in model order.
 
     megatron-core's sharded state dict tells the place of each, but asks the tensors for their shapes.
     """
     with _with_shapes(module):
-        return stored.placements(module.sharded_state())
+        return stored.sharded_parameters(module.sharded_state())
 
 
 def other_state(module: RecipeGPTModel) -> list[ShardedTensor | ShardedObject]:

@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.megatron.checkpoint.index import Index
-from llmrecipes.engine.megatron.checkpoint.placement import OPTIMIZER_STATE, Owned
+from llmrecipes.engine.megatron.checkpoint.slices import OPTIMIZER_STATE, OptimizerSlice
 from llmrecipes.errors import UserError
 
 NAME = "ema"
@@ -75,7 +75,7 @@ def require(index: Index, entry: Entry) -> None:
         )
 
 
-def left_out(owned: Sequence[Owned]) -> list[Owned]:
+def left_out(owned: Sequence[OptimizerSlice]) -> list[OptimizerSlice]:
     """State without the average."""
     return [
         replace(each, tensors={name: tensor for name, tensor in each.tensors.items() if name != NAME}) for each in owned

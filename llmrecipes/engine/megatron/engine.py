@@ -25,7 +25,7 @@ from llmrecipes.engine.base import (
     Implementation,
     Platform,
     Progress,
-    Shard,
+    Slice,
     StepResult,
     StopQuestion,
 )
@@ -163,11 +163,11 @@ class MegatronEngine:
         found = [pair for module in self.modules for pair in _as_in_the_whole_model(module)]
         yield from sorted(found, key=lambda pair: pair[0].endswith(".grad"))
 
-    def weights(self) -> list[Shard]:
+    def weights(self) -> list[Slice]:
         """See `Engine`."""
         return shards.weights(self.modules)
 
-    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
+    def watch_gradients(self, see: Callable[[list[Slice], list[Slice]], None]) -> None:
         """See `Engine`.
 
         Weights are copied here and not before the step: with `overlap_param_gather` they are complete only after the

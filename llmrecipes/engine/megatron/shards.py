@@ -15,17 +15,17 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel
 
-from llmrecipes.engine.base import Shard
+from llmrecipes.engine.base import Slice
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
-from llmrecipes.engine.megatron.model.init import global_name
+from llmrecipes.engine.megatron.model.init import slice_of
 
 
-def weights(modules: Sequence[RecipeGPTModel]) -> list[Shard]:
+def weights(modules: Sequence[RecipeGPTModel]) -> list[Slice]:
     """Copies of this rank's parameters, and of buffers that training changes, in model order."""
     return [shard for module in modules for value in _stored(module) for shard in _shards(value)]
 
 
-def gradients(modules: Sequence[RecipeGPTModel], chunks: Sequence[DistributedDataParallel]) -> list[Shard]:
+def gradients(modules: Sequence[RecipeGPTModel], chunks: Sequence[DistributedDataParallel]) -> list[Slice]:
     """Copies of the reduced gradients of this rank's parameters, in model order.
 
     A collective of the data-parallel group. With the distributed optimizer each rank has only its own part of every
@@ -51,13 +51,12 @@ def _stored(module: RecipeGPTModel) -> Iterator[ShardedTensor | ShardedTensorFac
             yield value
 
 
-def _shards(value: ShardedTensor | ShardedTensorFactory) -> Iterator[Shard]:
+def _shards(value: ShardedTensor | ShardedTensorFactory) -> Iterator[Slice]:
     # The two halves of a gated MLP are one parameter, but two parts of the global tensor.
     parts: list[Any] = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
     for part in parts:
-        depth = part.prepend_axis_num
         tensor = part.data.detach().to("cpu", torch.float32, copy=True).view(part.local_shape)
-        yield Shard(global_name(part), part.global_offset[depth:], part.global_shape[depth:], tensor)
+        yield slice_of(part, tensor)
 
 
 def _gather(buffer: torch.Tensor, group: Any) -> None:

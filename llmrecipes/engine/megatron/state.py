@@ -28,13 +28,13 @@ from llmrecipes.engine.megatron.checkpoint.optimizer_state import (
     scaler_state,
     update_count,
 )
-from llmrecipes.engine.megatron.checkpoint.placement import (
+from llmrecipes.engine.megatron.checkpoint.slices import (
     EXTRA_STATE,
-    Owned,
-    Placement,
+    OptimizerSlice,
+    ShardedParameter,
     is_extra_state,
     other_state,
-    placements,
+    sharded_parameters,
 )
 from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
 from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
@@ -55,7 +55,7 @@ def sharded_state(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
         progress: of the run.
     """
     model = _states(engine.modules)
-    owned = saved_state(engine.optimizer, _placements(model))
+    owned = saved_state(engine.optimizer, _sharded_parameters(model))
     weights = [each.weight_shards(exclusive=True) for part in owned.values() for each in part]
     return _state(engine, model, weights, owned, progress, exclusive=True, random=True)
 
@@ -91,7 +91,7 @@ def _wanted(engine: MegatronEngine, *, random: bool, averaged: bool) -> dict[str
     """What this rank needs of a checkpoint; it is read into the engine's tensors."""
     distributed = engine.recipe.parallelism.use_distributed_optimizer
     model = _states(engine.modules)
-    needed = needed_state(engine.optimizer, _placements(model))
+    needed = needed_state(engine.optimizer, _sharded_parameters(model))
     if not averaged:
         needed = {number: ema.left_out(part) for number, part in needed.items()}
     weights = [] if distributed else [each.weight_shards(exclusive=False) for part in needed.values() for each in part]
@@ -134,15 +134,15 @@ def _states(modules: Sequence[RecipeGPTModel]) -> list[dict[str, Any]]:
     ]
 
 
-def _placements(states: Sequence[dict[str, Any]]) -> list[Placement]:
-    return [placement for state in states for placement in placements(state)]
+def _sharded_parameters(states: Sequence[dict[str, Any]]) -> list[ShardedParameter]:
+    return [sharded for state in states for sharded in sharded_parameters(state)]
 
 
 def _state(
     engine: MegatronEngine,
     model: Sequence[dict[str, Any]],
     weights: list[list[Any]],
-    owned: Mapping[int, Sequence[Owned]],
+    owned: Mapping[int, Sequence[OptimizerSlice]],
     progress: Progress,
     *,
     exclusive: bool,

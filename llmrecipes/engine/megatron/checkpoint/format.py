@@ -50,12 +50,12 @@ from llmrecipes.engine.megatron.checkpoint.index import (
     INDEX_NAME,
     ObjectRecord,
     Table,
-    boxes_of,
     covered,
     decode,
     encode,
     make_table,
     merge_tables,
+    slices_of,
 )
 from llmrecipes.io import sync, write_synced
 from llmrecipes.nested import leaves
@@ -190,7 +190,7 @@ def require_whole(index: Table) -> None:
         RuntimeError: it was not: a bug in who writes what.
     """
     for tensor, rows in zip(index.tensors, index.rows, strict=True):
-        offsets, sizes = boxes_of([column[rows] for column in index.columns], len(tensor.shape))
+        offsets, sizes = slices_of([column[rows] for column in index.columns], len(tensor.shape))
         if not covered(tensor.shape, offsets, sizes):
             raise RuntimeError(f"{tensor.name}, {tensor.shape}: elements were not written, or twice")
 
@@ -277,8 +277,8 @@ def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[st
                 shape = (*(1 for _ in range(shard.prepend_axis_num)), *shard.local_shape)
                 dtype = str(shard.data.dtype).removeprefix("torch.")
                 place = stream.store(shard.data.view(shape))
-                box = chain.from_iterable(zip(shard.global_offset, shape, strict=True))
-                parts.setdefault(shard.key, (dtype, shard.global_shape, []))[2].append([0, *place, *box])
+                extent = chain.from_iterable(zip(shard.global_offset, shape, strict=True))
+                parts.setdefault(shard.key, (dtype, shard.global_shape, []))[2].append([0, *place, *extent])
             for name, value in objects.items():
                 found.append(ObjectRecord(name=name, place=[0, *stream.store(value)]))
     except RuntimeError as error:

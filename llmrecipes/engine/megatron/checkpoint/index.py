@@ -42,8 +42,8 @@ Span = tuple[str, int, int]
 """File, first byte, bytes."""
 
 
-class Parts(NamedTuple):
-    """Stored parts that together have every element of a box once."""
+class StoredSlices(NamedTuple):
+    """Stored slices that together have every element of a slice once."""
 
     offsets: Numbers
     """[k, d] in the tensor."""
@@ -54,7 +54,7 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class StoredTensor:
     """A tensor in a checkpoint.
 
     Args:
@@ -73,8 +73,8 @@ class Stored:
     columns: list[Integers]
     file_sizes: Numbers
 
-    def parts(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Parts:
-        """Parts that have elements of a box; what the box has outside of the tensor is in none.
+    def slices(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> StoredSlices:
+        """Stored slices that have elements of a slice; what lies outside of the tensor is in none.
 
         Raises:
             ValueError: they do not fit the tensor or their files, or do not have every element once.
@@ -83,10 +83,10 @@ class Stored:
         high = np.minimum(low + np.asarray(shape, np.int64), np.asarray(self.shape, np.int64))
         first, last = 0, len(self.columns[0])
         if self.shape:
-            # Only the parts of a box's layers are compared. That rows are sorted is seen by what is found.
+            # Only stored slices of its layers are compared. That rows are sorted is seen by what is found.
             first = int(np.searchsorted(self._starts, low[0] - self.longest + 1, "left"))
             last = int(np.searchsorted(self._starts, high[0], "left"))
-        offsets, sizes = boxes_of([column[first:last] for column in self.columns], len(self.shape))
+        offsets, sizes = slices_of([column[first:last] for column in self.columns], len(self.shape))
         found = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(1))
         offsets, sizes = offsets[found], sizes[found]
         places = np.stack([column[first:last][found].astype(np.int64) for column in self.columns[:3]], 1)
@@ -95,7 +95,7 @@ class Stored:
         starts, ends = np.maximum(offsets, low), np.minimum(offsets + sizes, high)
         if not covered(np.maximum(high - low, 0), starts - low, ends - starts):
             raise ValueError(f"{self.name!r} has elements in no part, or in two, in {shape} at {offset}")
-        return Parts(offsets, sizes, places)
+        return StoredSlices(offsets, sizes, places)
 
     @cached_property
     def _starts(self) -> Numbers:
@@ -115,7 +115,7 @@ class Index:
     """What a checkpoint has."""
 
     files: tuple[str, ...]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     objects: dict[str, Span]
     """Place of each object, by name."""
 
@@ -134,7 +134,7 @@ def build(table: Table, files: Mapping[str, FileRecord]) -> Index:
         if file not in files:
             raise ValueError(f"the manifest does not list {file!r}")
     sizes = np.asarray([files[file].size for file in table.files], np.int64)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Span] = {}
     for record in table.objects:
         _require(record.name not in objects, record.name, "is there twice")
@@ -145,24 +145,26 @@ def build(table: Table, files: Mapping[str, FileRecord]) -> Index:
         _require(head.dtype in DTYPES, head.name, f"has the unknown type {head.dtype!r}")
         _require(prod(size + 1 for size in head.shape) < _MOST, head.name, f"has the shape {head.shape}")
         columns = [column[rows] for column in table.columns]
-        tensors[head.name] = Stored(head.name, DTYPES[head.dtype], tuple(head.shape), head.longest, columns, sizes)
+        tensors[head.name] = StoredTensor(
+            head.name, DTYPES[head.dtype], tuple(head.shape), head.longest, columns, sizes
+        )
     return Index(tuple(table.files), tensors, objects)
 
 
 def covered(shape: npt.ArrayLike, offsets: Numbers, sizes: Numbers) -> bool:
-    """Whether boxes have every element of a whole once.
+    """Whether slices have every element of a whole once.
 
-    A box is the sum of the orthants at its corners, with a minus where the number of ends among a corner's coordinates
-    is odd. So the boxes are the whole if all corners but the whole's own cancel.
+    A slice is the sum of the orthants at its corners, with a minus where an odd number of a corner's coordinates are
+    ends. So the slices are the whole if all corners but the whole's own cancel.
 
     Args:
         shape: [d] of the whole, of less than 2⁶² corners.
-        offsets, sizes: [k, d] of the boxes, inside of it.
+        offsets, sizes: [k, d] of the slices, inside of it.
     """
     whole = np.asarray(shape, np.int64)
     if not whole.all():
         return True  # there are none
-    cut = ~((offsets == 0) & (sizes == whole)).all(0)  # others are the same for all boxes
+    cut = ~((offsets == 0) & (sizes == whole)).all(0)  # others are the same for all slices
     whole, starts, ends = whole[cut], offsets[:, cut], (offsets + sizes)[:, cut]
     if not whole.size:
         return len(offsets) == 1
@@ -177,7 +179,7 @@ def covered(shape: npt.ArrayLike, offsets: Numbers, sizes: Numbers) -> bool:
 
 
 def as_index(starts: Numbers, ends: Numbers) -> tuple[slice, ...]:
-    """A box as an index of a tensor.
+    """A slice as an index of a tensor.
 
     Args:
         starts, ends: [d]
@@ -388,12 +390,12 @@ def decode(data: memoryview | bytes) -> Table:
     return Table(header.files, header.objects, header.tensors, columns)
 
 
-def boxes_of(columns: Sequence[Integers], dimensions: int) -> tuple[Numbers, Numbers]:
+def slices_of(columns: Sequence[Integers], dimensions: int) -> tuple[Numbers, Numbers]:
     """Offsets and sizes, [rows, dimensions] each, of the columns of a tensor."""
-    boxes = [column.astype(np.int64) for column in columns[_PLACE : _PLACE + 2 * dimensions]]
-    if not boxes:
+    numbers = [column.astype(np.int64) for column in columns[_PLACE : _PLACE + 2 * dimensions]]
+    if not numbers:
         return (empty := np.empty((len(columns[0]), 0), np.int64)), empty
-    return np.stack(boxes[::2], 1), np.stack(boxes[1::2], 1)
+    return np.stack(numbers[::2], 1), np.stack(numbers[1::2], 1)
 
 
 def read_json(kind: type[T], text: bytes) -> T:
@@ -456,5 +458,5 @@ def read_json_index(text: bytes) -> Table:
 
 def json_row(chunk: list[int], dimensions: int) -> list[int]:
     """A row of the table, of a part as it is in JSON."""
-    boxes = [number for pair in zip(chunk[:dimensions], chunk[dimensions:], strict=False) for number in pair]
-    return [*chunk[2 * dimensions :], *boxes]
+    numbers = [number for pair in zip(chunk[:dimensions], chunk[dimensions:], strict=False) for number in pair]
+    return [*chunk[2 * dimensions :], *numbers]

@@ -1,4 +1,4 @@
-"""A checkpoint of step 0 from given weights, written box by box: nobody holds the model.
+"""A checkpoint of step 0 from given weights, written slice by slice: nobody holds the model.
 
 Weights are stored once, in the recipe's precision: the master weights are other names for the same bytes, and moments
 other names for a zero of each shape. So the files are as large as the weights, and are loaded like those of any other
@@ -21,10 +21,10 @@ from llmrecipes.checkpoint.format import Written
 from llmrecipes.engine.base import Progress, WeightSource
 from llmrecipes.engine.megatron.checkpoint.format import HashedFile, ShardedFormat
 from llmrecipes.engine.megatron.checkpoint.index import Described, ObjectRecord, encode, make_table
-from llmrecipes.engine.megatron.checkpoint.placement import other_state, placements
+from llmrecipes.engine.megatron.checkpoint.slices import other_state, sharded_parameters
 from llmrecipes.engine.megatron.model.config import DTYPES
 from llmrecipes.engine.megatron.model.gpt import construct_without_memory
-from llmrecipes.engine.megatron.model.init import READ_SLAB, Piece, global_name, slabs, whole_name
+from llmrecipes.engine.megatron.model.init import READ_AT_ONCE, global_name, slice_of, split_rows, whole_name
 from llmrecipes.engine.megatron.update import scheduler
 from llmrecipes.io import sync
 from llmrecipes.plan.derive import Plan
@@ -49,20 +49,20 @@ def write(plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, 
     with (directory / FILE).open("wb") as file:
         stream = HashedFile(file)
         zeros: dict[tuple[int, ...], tuple[int, int]] = {}
-        for box in _boxes(part.shard for placement in placements(state) for part in placement.parts):
-            values = weights.read(box.name, box.inner, box.size[box.depth :]).to(dtype)
-            place = stream.store(values.reshape(box.size))
-            table.add("", box, dtype, place)
-            table.add("optimizer.state.param.", box, dtype, place)
-            if box.size not in zeros:
-                zeros[box.size] = stream.store(torch.zeros(1).expand(box.size), views=True)
+        for part in _stacked_slices(part.shard for sharded in sharded_parameters(state) for part in sharded.slices):
+            values = weights.read(part.name, part.inner, part.size[part.depth :]).to(dtype)
+            place = stream.store(values.reshape(part.size))
+            table.add("", part, dtype, place)
+            table.add("optimizer.state.param.", part, dtype, place)
+            if part.size not in zeros:
+                zeros[part.size] = stream.store(torch.zeros(1).expand(part.size), views=True)
             for moment in MOMENTS:
-                table.add(f"optimizer.state.{moment}.", box, torch.float32, zeros[box.size])
+                table.add(f"optimizer.state.{moment}.", part, torch.float32, zeros[part.size])
         for shard in other_state(state):
             if isinstance(shard, ShardedTensor) and shard.data.is_floating_point():
-                for box in _boxes([shard]):
-                    values = weights.read(box.name, box.inner, box.size[box.depth :]).to(shard.data.dtype)
-                    table.add("", box, shard.data.dtype, stream.store(values.reshape(box.size)))
+                for part in _stacked_slices([shard]):
+                    values = weights.read(part.name, part.inner, part.size[part.depth :]).to(shard.data.dtype)
+                    table.add("", part, shard.data.dtype, stream.store(values.reshape(part.size)))
         objects = [ObjectRecord(name=name, place=[0, *stream.store(value)]) for name, value in prepared.objects.items()]
     sync(directory / FILE)
     index = encode(make_table([FILE], objects, table.described()))
@@ -70,7 +70,7 @@ def write(plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, 
     return Written({FILE: stream.record()}, index), kept.versions()
 
 
-class _Box(NamedTuple):
+class _StackedSlice(NamedTuple):
     """Some rows of a tensor in the checkpoint, in which layers and experts are stacked along the first dimensions."""
 
     key: str
@@ -88,14 +88,14 @@ class _Box(NamedTuple):
         return self.offset[self.depth :]
 
 
-def _boxes(shards: Iterable[ShardedTensor]) -> Iterator[_Box]:
+def _stacked_slices(shards: Iterable[ShardedTensor]) -> Iterator[_StackedSlice]:
     for shard in shards:
         depth, name = shard.prepend_axis_num, global_name(shard)
         rows = torch.empty(shard.local_shape, device="meta")
-        for slab in slabs(Piece(rows, name, shard.global_shape[depth:], shard.global_offset[depth:]), READ_SLAB):
-            offset = (*shard.global_offset[:depth], *slab.offset)
-            size = (*(1 for _ in range(depth)), *slab.into.shape)
-            yield _Box(shard.key, tuple(shard.global_shape), offset, size, depth, whole_name(name))
+        for part in split_rows(slice_of(shard, rows), READ_AT_ONCE):
+            offset = (*shard.global_offset[:depth], *part.offset)
+            size = (*(1 for _ in range(depth)), *part.tensor.shape)
+            yield _StackedSlice(shard.key, tuple(shard.global_shape), offset, size, depth, whole_name(name))
 
 
 class _Table:
@@ -104,10 +104,10 @@ class _Table:
     def __init__(self) -> None:
         self._tensors: dict[str, tuple[str, tuple[int, ...], list[_Row]]] = {}
 
-    def add(self, prefix: str, box: _Box, dtype: torch.dtype, place: tuple[int, int]) -> None:
+    def add(self, prefix: str, part: _StackedSlice, dtype: torch.dtype, place: tuple[int, int]) -> None:
         kind = str(dtype).removeprefix("torch.")
-        row = [0, *place, *chain.from_iterable(zip(box.offset, box.size, strict=True))]
-        self._tensors.setdefault(prefix + box.key, (kind, box.shape, []))[2].append(row)
+        row = [0, *place, *chain.from_iterable(zip(part.offset, part.size, strict=True))]
+        self._tensors.setdefault(prefix + part.key, (kind, part.shape, []))[2].append(row)
 
     def described(self) -> Iterator[Described]:
         return ((name, *of) for name, of in self._tensors.items())

@@ -208,8 +208,8 @@ def _read_common(entry: Entry, index: Index) -> dict[str, Any]:
     return found
 
 
-class _Part(NamedTuple):
-    """A stored part of a tensor that this rank needs elements of, and one of its uses."""
+class _SliceRead(NamedTuple):
+    """A stored slice that this rank needs elements of, and one of its uses."""
 
     place: tuple[int, int, int]
     """Number of the file, first byte and bytes."""
@@ -225,7 +225,7 @@ def _read_sharded(entry: Entry, index: Index, sharded: dict[str, Any]) -> Any:
         part
         for value in nested_values(sharded)
         if isinstance(value, ShardedTensor)
-        for part in _parts(entry, index, value)
+        for part in _slice_reads(entry, index, value)
     ]
     parts.sort(key=lambda part: part.place)
     for number, of_file in groupby(parts, key=lambda part: part.place[0]):
@@ -249,8 +249,8 @@ def _read_sharded(entry: Entry, index: Index, sharded: dict[str, Any]) -> Any:
     return dict_list_map_inplace(loaded, sharded)
 
 
-def _parts(entry: Entry, index: Index, shard: ShardedTensor) -> Iterator[_Part]:
-    """Stored parts that have elements of a shard."""
+def _slice_reads(entry: Entry, index: Index, shard: ShardedTensor) -> Iterator[_SliceRead]:
+    """Stored slices that have elements of a shard."""
     stored = index.tensors[shard.key]
     shape = (*(1 for _ in range(shard.prepend_axis_num)), *shard.local_shape)
     if shard.data is None:
@@ -260,7 +260,7 @@ def _parts(entry: Entry, index: Index, shard: ShardedTensor) -> Iterator[_Part]:
         shard.data.zero_()
     target = shard.data.view(shape)
     try:
-        parts = stored.parts(shard.global_offset, shape)
+        parts = stored.slices(shard.global_offset, shape)
     except ValueError as problem:
         raise unfit(entry.path, str(problem)) from problem
     low, high = np.asarray(shard.global_offset, np.int64), np.asarray(shape, np.int64) + shard.global_offset
@@ -269,7 +269,7 @@ def _parts(entry: Entry, index: Index, shard: ShardedTensor) -> Iterator[_Part]:
         elements, here = (
             as_index(starts[number] - origin, ends[number] - origin) for origin in (parts.offsets[number], low)
         )
-        yield _Part(tuple(place), shard.key, tuple(parts.sizes[number].tolist()), elements, target[here])
+        yield _SliceRead(tuple(place), shard.key, tuple(parts.sizes[number].tolist()), elements, target[here])
 
 
 def _object(entry: Entry, index: Index, name: str) -> list[Any]:

@@ -15,28 +15,28 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-from llmrecipes.engine.megatron.checkpoint.placement import Owned, Placement
+from llmrecipes.engine.megatron.checkpoint.slices import OptimizerSlice, ShardedParameter
 
 LEAST_PIECE = 1 << 16
 """Elements below which a parameter is not cut among replicas: each piece costs an entry in the index."""
 
 
-def saved_state(optimizer: Any, found: list[Placement]) -> dict[int, list[Owned]]:
+def saved_state(optimizer: Any, found: list[ShardedParameter]) -> dict[int, list[OptimizerSlice]]:
     """State that this rank writes, by optimizer; together the data-parallel ranks write every element once.
 
     With expert parallelism there are two optimizers, one of them only for experts; without it, there is one.
 
     Args:
         optimizer: megatron-core optimizer.
-        found: placements of the model's parameters.
+        found: sharded_parameters of the model's parameters.
 
     Returns:
         State that shares memory with the optimizer: take a snapshot before the next step.
     """
-    by_parameter = {placement.parameter: placement for placement in found}
+    by_parameter = {sharded.parameter: sharded for sharded in found}
     parts = _parts(optimizer)
     known = {parameter for part in parts for parameter in _parameters(part)}
-    if missing := [placement.parts[0].shard.key for placement in found if placement.parameter not in known]:
+    if missing := [sharded.slices[0].shard.key for sharded in found if sharded.parameter not in known]:
         raise RuntimeError(f"no optimizer has {', '.join(missing)}")
     turns = _Turns()
     return {
@@ -49,9 +49,9 @@ def saved_state(optimizer: Any, found: list[Placement]) -> dict[int, list[Owned]
     }
 
 
-def needed_state(optimizer: Any, found: list[Placement]) -> dict[int, list[Owned]]:
+def needed_state(optimizer: Any, found: list[ShardedParameter]) -> dict[int, list[OptimizerSlice]]:
     """State that this rank has, and needs from a checkpoint; arguments and result as `saved_state`."""
-    by_parameter = {placement.parameter: placement for placement in found}
+    by_parameter = {sharded.parameter: sharded for sharded in found}
     return {number: list(_state(part, by_parameter)) for number, part in enumerate(_parts(optimizer))}
 
 
@@ -104,15 +104,15 @@ def _parameters(part: Any) -> Iterator[torch.nn.Parameter]:
         yield from (parameter for parameter, _ in _main_parameters(part))
 
 
-def _state(part: Any, found: dict[torch.nn.Parameter, Placement]) -> Iterator[Owned]:
+def _state(part: Any, found: dict[torch.nn.Parameter, ShardedParameter]) -> Iterator[OptimizerSlice]:
     """State that this rank has."""
     if isinstance(part, DistributedOptimizer):
         for parameter, start in _own_ranges(part):
             tensors = part._get_main_param_and_optimizer_states(parameter)
-            yield Owned(found[parameter], start, _flat(tensors))
+            yield OptimizerSlice(found[parameter], start, _flat(tensors))
         return
     for parameter, main in _main_parameters(part):
-        yield Owned(found[parameter], 0, _flat({"param": main, **part.optimizer.state[main]}))
+        yield OptimizerSlice(found[parameter], 0, _flat({"param": main, **part.optimizer.state[main]}))
 
 
 def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
@@ -142,9 +142,9 @@ class _Turns:
     def __init__(self) -> None:
         self._given: dict[bool, list[int]] = {}
 
-    def own(self, whole: Owned) -> Iterator[Owned]:
+    def own(self, whole: OptimizerSlice) -> Iterator[OptimizerSlice]:
         """The range of a parameter's state that this rank writes, if any."""
-        parameter = whole.placement.parameter
+        parameter = whole.sharded.parameter
         dense = getattr(parameter, "allreduce", True)
         rank, ranks = _replicas(dense)
         given = self._given.setdefault(dense, [0] * ranks)
@@ -155,11 +155,11 @@ class _Turns:
             given[chosen] += stop - start
             if chosen == rank:
                 tensors = {name: values[start:stop] for name, values in whole.tensors.items()}
-                yield Owned(whole.placement, start, tensors)
+                yield OptimizerSlice(whole.sharded, start, tensors)
 
 
 def _cut(parameter: torch.Tensor, piece: int, pieces: int) -> tuple[int, int]:
-    """First and last element of a piece of a flattened parameter, at whole rows, which are one box, where possible."""
+    """First and last element of a piece of a flattened parameter; of whole rows, which are one slice, if possible."""
     row = parameter.numel() // parameter.shape[0] if parameter.dim() and parameter.shape[0] >= pieces else 1
     rows = parameter.numel() // row
     return row * (rows * piece // pieces), row * (rows * (piece + 1) // pieces)

@@ -15,7 +15,7 @@ import torch
 from llmrecipes.checkpoint.manifest import mismatch
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.megatron import ema
-from llmrecipes.engine.megatron.checkpoint.index import Stored, as_index
+from llmrecipes.engine.megatron.checkpoint.index import StoredTensor, as_index
 from llmrecipes.engine.megatron.checkpoint.loader import (
     INDEXES,
     load_plain,
@@ -82,7 +82,7 @@ class StoredWeights:
         shape = (*(1 for _ in before), *stored.shape[depth:])
         offset = (*before, *(0 for _ in stored.shape[depth:]))
         try:
-            parts = stored.parts(offset, shape)
+            parts = stored.slices(offset, shape)
         except ValueError as problem:
             raise unfit(self._entry.path, str(problem)) from problem
         low, high = np.asarray(offset), np.asarray(offset) + shape
@@ -100,7 +100,7 @@ class StoredWeights:
             raise unfit(self._entry.path, f"{stored.name!r} has no elements")
         return whole.view(stored.shape[depth:])
 
-    def _part(self, stored: Stored, place: list[int], shape: tuple[int, ...]) -> torch.Tensor:
+    def _part(self, stored: StoredTensor, place: list[int], shape: tuple[int, ...]) -> torch.Tensor:
         number, start, length = place
         name = self._files[number]
         path = self._entry.path / name
@@ -162,10 +162,10 @@ _LAYERS = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
 
 
-class Place(NamedTuple):
+class StoredWeight(NamedTuple):
     """A weight in a stored tensor."""
 
-    stored: Stored
+    stored: StoredTensor
     before: tuple[int, ...]
     """Its layer and expert, where these are dimensions of the tensor."""
 
@@ -174,11 +174,11 @@ class Place(NamedTuple):
         return self.stored.shape[len(self.before) :]
 
 
-def weights_of(key: str, stored: Stored) -> Iterator[tuple[str, Place]]:
+def weights_of(key: str, stored: StoredTensor) -> Iterator[tuple[str, StoredWeight]]:
     """The weights that a stored tensor consists of, by their names in one process."""
     found = _LAYERS.fullmatch(key)
     if found is None:
-        yield key, Place(stored, ())
+        yield key, StoredWeight(stored, ())
         return
     number, rest = found.groups()
     stacked = number is None
@@ -187,13 +187,15 @@ def weights_of(key: str, stored: Stored) -> Iterator[tuple[str, Place]]:
         yield from _of_layer(front, rest, stored, before)
 
 
-def _of_layer(front: str, rest: str, stored: Stored, before: tuple[int, ...]) -> Iterator[tuple[str, Place]]:
+def _of_layer(
+    front: str, rest: str, stored: StoredTensor, before: tuple[int, ...]
+) -> Iterator[tuple[str, StoredWeight]]:
     found = _EXPERTS.fullmatch(rest)
     if found is None:
-        yield front + unfused(rest), Place(stored, before)
+        yield front + unfused(rest), StoredWeight(stored, before)
         return
     number, rest = found.groups()
     depth = len(before)
     for expert in range(*stored.shape[depth : depth + 1]) if number is None else (int(number),):
-        place = Place(stored, (*before, expert) if number is None else before)
+        place = StoredWeight(stored, (*before, expert) if number is None else before)
         yield f"{front}mlp.experts.local_experts.{expert}.{rest}", place

@@ -1,4 +1,4 @@
-"""The weights in a checkpoint of Megatron-LM, of any layout: read box by box, without the optimizer's state.
+"""The weights in a checkpoint of Megatron-LM, of any layout: read slice by slice, without the optimizer's state.
 
 Layers may be stacked along a first dimension of one tensor, or have one each, and experts in the same way; a norm has
 its own name, or that of the linear layer that TransformerEngine fuses it into. All become the names of a model of local
@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from llmrecipes.engine.megatron.checkpoint.index import Stored, as_index
+from llmrecipes.engine.megatron.checkpoint.index import StoredTensor, as_index
 from llmrecipes.engine.megatron.checkpoint.loader import load_plain, open_inside
 from llmrecipes.engine.megatron.checkpoint.tensors import weights_of
 from llmrecipes.engine.megatron.megatron_lm.folder import Saved, damaged
@@ -38,7 +38,7 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 class SavedWeights:
     """See `engine.base.WeightSource`.
 
-    Parts of one weight at a time are in memory, each read once where boxes are asked for weight by weight.
+    Only the stored slices of one weight at a time are in memory; each is read once if weights are read one by one.
 
     Args:
         saved: the checkpoint.
@@ -66,7 +66,7 @@ class SavedWeights:
         box = (*(1 for _ in before), *shape)
         low = np.asarray((*before, *offset), np.int64)
         try:
-            parts = stored.parts(tuple(low.tolist()), box)
+            parts = stored.slices(tuple(low.tolist()), box)
         except ValueError as problem:
             raise damaged(self._saved.path, str(problem)) from problem
         # Rows that pad the vocabulary are not in the checkpoint, or are others.
@@ -101,7 +101,7 @@ class SavedWeights:
             fix="change the recipe's section model to what was trained",
         )
 
-    def _part(self, stored: Stored, place: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def _part(self, stored: StoredTensor, place: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """A stored part of the weight that is held."""
         if place not in self._held:
             number, start, length = place

@@ -14,10 +14,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.base import WeightSource
-from llmrecipes.engine.megatron.checkpoint.placement import other_state
+from llmrecipes.engine.megatron.checkpoint.slices import other_state
 from llmrecipes.engine.megatron.model.attention import packs
 from llmrecipes.engine.megatron.model.config import own_mup, scale_activations, transformer_config
-from llmrecipes.engine.megatron.model.init import buffers, fill, initialise, pieces
+from llmrecipes.engine.megatron.model.init import buffers, fill, initialise, parameter_slices
 from llmrecipes.engine.megatron.model.lora import ADAPTER, insert
 from llmrecipes.engine.megatron.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.megatron.platform import Platform
@@ -164,7 +164,7 @@ def build(plan: Plan, platform: Platform, weights: WeightSource | None = None, *
         if weights is None:
             initialise(state, plan.recipe.model, plan.recipe.train.seed, only=only)
         else:
-            base = (piece for piece in pieces(state) if ADAPTER not in piece.name)
+            base = (part for part in parameter_slices(state) if ADAPTER not in part.name)
             fill(chain(base, buffers(other_state(state))), weights)
             if module.has_adapters:
                 initialise(state, plan.recipe.model, plan.recipe.train.seed, only=ADAPTER)

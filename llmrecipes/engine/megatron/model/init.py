@@ -6,7 +6,7 @@ element's place in it, so a rank draws its part alone: any layout, device or pre
 They are drawn on the CPU in fp32. megatron-core's sharded state dict, which is also used to reshard checkpoints, tells
 which part a rank holds.
 
-Weights of another model take the place of initial values in the same way: each rank reads only its boxes.
+Weights of another model take the place of initial values in the same way: each rank reads only its slices.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from llmrecipes.engine.base import WeightSource
+from llmrecipes.engine.base import Slice, WeightSource
 from llmrecipes.engine.megatron.model import lora, philox
 from llmrecipes.recipe.schema import Model
 from llmrecipes.recipe.shape import mup
@@ -33,7 +33,7 @@ OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 EMBEDDINGS = ("word_embeddings.weight", "position_embeddings.weight")
 OUTPUT_LAYER = "output_layer.weight"
 
-DRAW_SLAB = 1 << 20
+DRAWN_AT_ONCE = 1 << 20
 """Elements that a thread draws at a time: a rank holds few besides its weights."""
 
 
@@ -52,7 +52,7 @@ def initialise(state: dict[str, Any], model: Model, seed: int, *, only: str = ""
         seed: the recipe's seed.
         only: fill parameters with this in their global name.
     """
-    draw((piece for piece in pieces(state) if only in piece.name), model, seed)
+    draw((part for part in parameter_slices(state) if only in part.name), model, seed)
 
 
 def global_name(shard: ShardedTensor) -> str:
@@ -61,60 +61,54 @@ def global_name(shard: ShardedTensor) -> str:
     return f"{shard.key}[{place}]"
 
 
-class Piece(NamedTuple):
-    """A box of a global tensor."""
-
-    into: torch.Tensor
-    name: str
-    """See `global_name`."""
-    shape: Sequence[int]
-    """Of the global tensor, without the axes along which layers and experts are stacked."""
-    offset: Sequence[int]
+def slice_of(shard: ShardedTensor, values: torch.Tensor) -> Slice:
+    """What a rank has of one global tensor, without the axes along which layers and experts are stacked."""
+    depth = shard.prepend_axis_num
+    return Slice(global_name(shard), shard.global_offset[depth:], shard.global_shape[depth:], values)
 
 
-def pieces(state: dict[str, Any]) -> Iterator[Piece]:
+def parameter_slices(state: dict[str, Any]) -> Iterator[Slice]:
     """The parameters of a sharded state dict; a gated MLP yields its two halves."""
     for value in nested_values(state):
         if not isinstance(value.data, torch.nn.Parameter):
             continue
         for shard in nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else (value,):
-            depth = shard.prepend_axis_num
-            yield Piece(shard.data, global_name(shard), shard.global_shape[depth:], shard.global_offset[depth:])
+            yield slice_of(shard, shard.data)
 
 
 @torch.no_grad()
-def draw(wanted: Iterable[Piece], model: Model, seed: int) -> None:
-    """Fill boxes with initial values, on as many threads as torch has; arguments as `initialise`."""
+def draw(wanted: Iterable[Slice], model: Model, seed: int) -> None:
+    """Fill slices with initial values, on as many threads as torch has; arguments as `initialise`."""
 
-    def drawn(piece: Piece) -> torch.Tensor:
-        return values(piece.name, piece.shape, model, seed, piece.offset, piece.into.shape)
+    def drawn(part: Slice) -> torch.Tensor:
+        return values(part.name, part.shape, model, seed, part.offset, part.tensor.shape)
 
     threads = torch.get_num_threads()
-    drawing = chain.from_iterable(slabs(piece, DRAW_SLAB) for piece in wanted)
+    drawing = chain.from_iterable(split_rows(part, DRAWN_AT_ONCE) for part in wanted)
     with ThreadPoolExecutor(threads) as pool:
         while held := list(islice(drawing, 4 * threads)):
             # Copied here, because each thread that uses torch's operators has as many threads again.
-            for slab, found in zip(held, pool.map(drawn, held), strict=True):
-                slab.into.copy_(found)
+            for part, numbers in zip(held, pool.map(drawn, held), strict=True):
+                part.tensor.copy_(numbers)
 
 
-def slabs(piece: Piece, elements: int) -> Iterator[Piece]:
-    """A box in parts of whole rows, each of at most so many elements where a row has fewer."""
-    first, *rest = piece.offset
-    rows = max(1, elements // max(prod(piece.into.shape[1:]), 1))
-    for number, into in enumerate(piece.into.split(rows)):
-        yield piece._replace(into=into, offset=(first + number * rows, *rest))
+def split_rows(whole: Slice, elements: int) -> Iterator[Slice]:
+    """A slice in parts of whole rows, of at most `elements` elements where a row has fewer."""
+    first, *rest = whole.offset
+    rows = max(1, elements // max(prod(whole.tensor.shape[1:]), 1))
+    for number, values in enumerate(whole.tensor.split(rows)):
+        yield whole._replace(tensor=values, offset=(first + number * rows, *rest))
 
 
 def values(
     name: str, shape: Sequence[int], model: Model, seed: int, offset: Sequence[int], size: Sequence[int]
 ) -> torch.Tensor:
-    """Initial values of a box of a global tensor, in fp32; nothing else of the tensor is drawn.
+    """Initial values of a slice of a global tensor, in fp32; nothing else of the tensor is drawn.
 
     Args:
-        name, shape, offset: see `Piece`.
+        name, shape, offset: see `Slice`.
         model, seed: as `initialise`.
-        size: of the box.
+        size: of the slice.
     """
     key = name.partition("[")[0]
     if len(shape) == 1:
@@ -148,31 +142,30 @@ def _key(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "big")
 
 
-READ_SLAB = 1 << 24
+READ_AT_ONCE = 1 << 24
 """Elements that are read at a time: 64 MiB in fp32."""
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)\[(.*)\]")
 _EXPERTS = "mlp.experts.experts."
 
 
 @torch.no_grad()
-def fill(wanted: Iterable[Piece], source: WeightSource) -> None:
-    """Fill boxes with given values, a slab of one at a time.
+def fill(wanted: Iterable[Slice], source: WeightSource) -> None:
+    """Fill slices with the values of a source, `READ_AT_ONCE` elements at a time.
 
     Raises:
         UserError: as `WeightSource.read`.
     """
-    for piece in wanted:
-        name = whole_name(piece.name)
-        for slab in slabs(piece, READ_SLAB):
-            slab.into.copy_(source.read(name, tuple(slab.offset), tuple(slab.into.shape)))
+    for whole in wanted:
+        name = whole_name(whole.name)
+        for part in split_rows(whole, READ_AT_ONCE):
+            part.tensor.copy_(source.read(name, part.offset, tuple(part.tensor.shape)))
 
 
-def buffers(others: Iterable[Any]) -> Iterator[Piece]:
+def buffers(others: Iterable[Any]) -> Iterator[Slice]:
     """The buffers among what a sharded state dict has besides parameters: the biases of experts."""
     for value in nested_values(list(others)):
         if isinstance(value, ShardedTensor) and value.data.is_floating_point():
-            depth = value.prepend_axis_num
-            yield Piece(value.data, global_name(value), value.global_shape[depth:], value.global_offset[depth:])
+            yield slice_of(value, value.data)
 
 
 def whole_name(name: str) -> str:

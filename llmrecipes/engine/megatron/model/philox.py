@@ -1,7 +1,7 @@
-"""Random numbers of any box of a tensor, without drawing the rest of it.
+"""Random numbers of any slice of a tensor, without drawing the rest of it.
 
 The bits are those of Philox 4x64-10 (Salmon et al., SC 2011), a function of a key and a counter: element i of the
-flattened tensor has word i % 8, of 32 bits, of block i // 8. A box costs the same wherever it is.
+flattened tensor has word i % 8, of 32 bits, of block i // 8. A slice costs the same wherever it is.
 
 Normal values come from the inverse distribution function (Wichura 1988, algorithm AS 241, PPND7) in fp32. It uses only
 operations that IEEE 754 defines to the last bit, one at a time, so the values are bit-equal on every CPU; a library's
@@ -32,23 +32,23 @@ _ATANH = tuple(2 / power for power in range(13, 0, -2))
 
 
 def normal(key: int, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Floats:
-    """Standard normal values of a box, flattened; at most 6.34 in size.
+    """Standard normal values of a slice, flattened; at most 6.34 in size.
 
     Args:
         key: 128 bits that name the tensor.
         shape: of the tensor.
-        offset, size: of the box.
+        offset, size: of the slice.
     """
     return _transformed(bits(key, shape, offset, size), _normal)
 
 
 def uniform(key: int, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Floats:
-    """Values of a box, flattened, uniform in [-1, 1]; arguments as `normal`."""
+    """Values of a slice, flattened, uniform in [-1, 1]; arguments as `normal`."""
     return _transformed(bits(key, shape, offset, size), _uniform)
 
 
 def bits(key: int, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Random words of 32 bits of a box, flattened; arguments as `normal`."""
+    """Random words of 32 bits of a slice, flattened; arguments as `normal`."""
     found = np.empty(prod(size), np.uint32)
     filled = 0
     # numpy increments the counter before each block.
@@ -123,11 +123,11 @@ def _polynomial(x: Floats, coefficients: Sequence[float]) -> Floats:
 
 
 def runs(shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Start and length of the ranges of a flattened row-major tensor that a box is, in the box's order.
+    """Start and length of the ranges of a flattened row-major tensor that a slice is, in the slice's order.
 
     Args:
         shape: of the tensor.
-        offset, size: of the box.
+        offset, size: of the slice.
     """
     if not prod(size):
         return

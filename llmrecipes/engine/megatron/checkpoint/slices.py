@@ -1,8 +1,8 @@
-"""Which part of which global tensors a rank has: parameters, or any flat range of them, as boxes of named tensors.
+"""Which part of which global tensors a rank has: parameters, or any flat range of them, as slices of named tensors.
 
-Optimizers that split their state cut flat buffers wherever a parameter begins or ends. Stored as boxes of global
+Optimizers that split their state cut flat buffers wherever a parameter begins or ends. Stored as slices of global
 tensors, such ranges need no other rank to be written, and any other layout can read them: a range of a tensor of n
-dimensions is at most 2n - 1 boxes.
+dimensions is at most 2n - 1 slices.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ OPTIMIZER_STATE = "optimizer.state.{}."
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a parameter that belongs to one global tensor: the two halves of a gated MLP are two."""
+class ParameterSlice:
+    """A slice of a global tensor in a parameter: the two halves of a gated MLP are two."""
 
     start: int
     """Index of its first element in the flattened parameter."""
@@ -37,12 +37,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """A parameter and its parts, in the order of the flattened parameter."""
+class ShardedParameter:
+    """A parameter and its slices, in the order of the flattened parameter."""
 
     parameter: torch.nn.Parameter
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    slices: tuple[ParameterSlice, ...]
 
     def shards(self, prefix: str, start: int, values: torch.Tensor, *, exclusive: bool) -> list[ShardedTensor]:
         """A range of the flattened parameter, or of state of its shape, as shards of the global tensors.
@@ -55,48 +55,48 @@ class Placement:
         """
         found = []
         stop = start + values.numel()
-        for part in self.parts:
+        for part in self.slices:
             inside = range(max(start, part.start), min(stop, part.start + part.numel))
-            for box in boxes(part.shard.local_shape, inside.start - part.start, inside.stop - part.start):
-                first = part.start + box.start - start
-                found.append(_shard(part.shard, prefix, box, values[first : first + prod(box.shape)], exclusive))
+            for flat in flat_slices(part.shard.local_shape, inside.start - part.start, inside.stop - part.start):
+                first = part.start + flat.start - start
+                found.append(_shard(part.shard, prefix, flat, values[first : first + prod(flat.shape)], exclusive))
         return found
 
 
 @dataclass(frozen=True)
-class Owned:
+class OptimizerSlice:
     """State of a range of a parameter."""
 
-    placement: Placement
+    sharded: ShardedParameter
     start: int
     tensors: dict[str, torch.Tensor]
     """`param` (the fp32 master weights), `exp_avg`, `exp_avg_sq`, and `ema` if it is kept, each [n]; writing to them
     changes the state."""
 
-    def copy(self) -> Owned:
+    def copy(self) -> OptimizerSlice:
         """The same in memory of its own."""
         return replace(self, tensors={name: tensor.clone() for name, tensor in self.tensors.items()})
 
     def weight_shards(self, *, exclusive: bool) -> list[ShardedTensor]:
-        """Weights of the range as shards; `exclusive` as in `Placement.shards`."""
+        """Weights of the range as shards; `exclusive` as in `ShardedParameter.shards`."""
         size = next(iter(self.tensors.values())).numel()
-        values = self.placement.parameter.detach().view(-1)[self.start : self.start + size]
-        return self.placement.shards("", self.start, values, exclusive=exclusive)
+        values = self.sharded.parameter.detach().view(-1)[self.start : self.start + size]
+        return self.sharded.shards("", self.start, values, exclusive=exclusive)
 
     def optimizer_shards(self, *, exclusive: bool) -> dict[str, list[ShardedTensor]]:
-        """The state as shards, by its names; `exclusive` as in `Placement.shards`."""
+        """The state as shards, by its names; `exclusive` as in `ShardedParameter.shards`."""
         return {
-            name: self.placement.shards(OPTIMIZER_STATE.format(name), self.start, values, exclusive=exclusive)
+            name: self.sharded.shards(OPTIMIZER_STATE.format(name), self.start, values, exclusive=exclusive)
             for name, values in self.tensors.items()
         }
 
 
-def placements(state: dict[str, Any]) -> list[Placement]:
+def sharded_parameters(state: dict[str, Any]) -> list[ShardedParameter]:
     """Parameters of a sharded state dict, in its order."""
-    found: dict[torch.nn.Parameter, Placement] = {}
+    found: dict[torch.nn.Parameter, ShardedParameter] = {}
     for value in nested_values(state):
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.nn.Parameter):
-            found[value.data] = Placement(value.data, tuple(value.data.shape), tuple(_parts(value)))
+            found[value.data] = ShardedParameter(value.data, tuple(value.data.shape), tuple(_slices(value)))
     return list(found.values())
 
 
@@ -116,24 +116,24 @@ def is_extra_state(value: Any) -> bool:
     return isinstance(value, ShardedObject) and value.key.endswith(EXTRA_STATE)
 
 
-def _parts(value: ShardedTensor | ShardedTensorFactory) -> Iterator[Part]:
+def _slices(value: ShardedTensor | ShardedTensorFactory) -> Iterator[ParameterSlice]:
     parts: list[ShardedTensor] = (
         list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
     )
     start = 0
     for part in parts:
         # Rows in order: what megatron-core's factories for gated MLPs do.
-        yield Part(start, replace(part, data=None))
+        yield ParameterSlice(start, replace(part, data=None))
         start += prod(part.local_shape)
     if start != value.data.numel():
         raise RuntimeError(f"{value.key} has {value.data.numel()} elements, and its parts have {start}")
 
 
-def _shard(whole: ShardedTensor, prefix: str, box: Box, values: torch.Tensor, exclusive: bool) -> ShardedTensor:
+def _shard(whole: ShardedTensor, prefix: str, flat: FlatSlice, values: torch.Tensor, exclusive: bool) -> ShardedTensor:
     depth = whole.prepend_axis_num
-    offset = [a + b for a, b in zip(whole.global_offset[depth:], box.offset, strict=True)]
+    offset = [a + b for a, b in zip(whole.global_offset[depth:], flat.offset, strict=True)]
     # All dimensions are explicit, because torch's planner takes offset and shape of an irregular shard as they are.
-    shape = (*(1 for _ in range(depth)), *box.shape)
+    shape = (*(1 for _ in range(depth)), *flat.shape)
     replica = whole.replica_id
     if exclusive:
         replica = (*replica[:-1], 0) if isinstance(replica, tuple) else 0
@@ -150,8 +150,8 @@ def _shard(whole: ShardedTensor, prefix: str, box: Box, values: torch.Tensor, ex
     )
 
 
-class Box(NamedTuple):
-    """A box of a tensor whose elements are one after the other in the flattened tensor."""
+class FlatSlice(NamedTuple):
+    """A slice of a tensor whose elements are one after the other in the flattened tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -159,7 +159,7 @@ class Box(NamedTuple):
     """Index of its first element in the flattened tensor."""
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def flat_slices(shape: tuple[int, ...], start: int, stop: int) -> Iterator[FlatSlice]:
     """Boxes that together are the elements [start, stop) of a row-major tensor, in order.
 
     Args:
@@ -170,7 +170,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     if start >= stop:
         return
     if len(shape) <= 1:
-        yield Box((start,) if shape else (), (stop - start,) if shape else (), start)
+        yield FlatSlice((start,) if shape else (), (stop - start,) if shape else (), start)
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row  # the whole rows in between
@@ -180,12 +180,12 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     if start < first * row:
         yield from _in_row(shape, first - 1, start, first * row)
     if first < last:
-        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row)
+        yield FlatSlice((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row)
     if last * row < stop:
         yield from _in_row(shape, last, last * row, stop)
 
 
-def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[FlatSlice]:
     before = index * prod(shape[1:])
-    for box in boxes(shape[1:], start - before, stop - before):
-        yield Box((index, *box.offset), (1, *box.shape), box.start + before)
+    for flat in flat_slices(shape[1:], start - before, stop - before):
+        yield FlatSlice((index, *flat.offset), (1, *flat.shape), flat.start + before)
