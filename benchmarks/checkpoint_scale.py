@@ -184,8 +184,8 @@ def _parts(plan: Plan, parameters: int, replicas: int) -> int:
 def _index(parts: int, ranks: int) -> dict[str, float]:
     """Bytes of the index of as many parts; CPU seconds to merge, check, write and open it, and to look parts up."""
     from llmrecipes.checkpoint.manifest import FileRecord
-    from llmrecipes.engine.megatron.checkpoint.format import require_whole
-    from llmrecipes.engine.megatron.checkpoint.index import build, decode, encode, make_table, merge_tables
+    from llmrecipes.engine.core.checkpoint.format import require_whole
+    from llmrecipes.engine.core.checkpoint.index import build, decode, encode, make_table, merge_tables
 
     names, layers = 40, 126
     each = max(1, parts // names // 3)  # times three: a row in two parts, and a whole one

@@ -346,8 +346,8 @@ def import_megatron(
             recipe's (with the keys and both values, or the weights); a run id in use; or a full disk. Nothing that
             looks like a run is left behind.
     """
-    from llmrecipes.engine.megatron.megatron_lm.folder import open_saved
-    from llmrecipes.engine.megatron.megatron_lm.weights import SavedWeights
+    from llmrecipes.engine.core.megatron_lm.folder import open_saved
+    from llmrecipes.engine.core.megatron_lm.weights import SavedWeights
     from llmrecipes.hf.folder import published
 
     started = time.monotonic()

@@ -21,9 +21,10 @@ from llmrecipes.checkpoint.ranks import Ranks, row_length, sockets
 from llmrecipes.checkpoint.saver import LONGEST_SAVE, saver_group, write_checkpoint
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Engine, Progress, World
-from llmrecipes.engine.megatron.checkpoint import loader, optimizer_state
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
-from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, decode
+from llmrecipes.engine.core.checkpoint import loader
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.checkpoint.index import INDEX_NAME, decode
+from llmrecipes.engine.megatron import optimizer_state
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
 from tests.dist.table import Row

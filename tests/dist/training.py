@@ -17,8 +17,8 @@ from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Batch, Engine, Progress, Slice, World
-from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.world import model_parallel
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.registry import backend
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe

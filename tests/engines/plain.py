@@ -29,7 +29,7 @@ from llmrecipes.engine.base import (
     WeightSource,
     World,
 )
-from llmrecipes.engine.megatron.checkpoint.loader import load_plain, open_inside
+from llmrecipes.engine.core.checkpoint.loader import load_plain, open_inside
 from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.hardware.profile import Group

@@ -33,10 +33,10 @@ from llmrecipes.checkpoint.manifest import (
 from llmrecipes.checkpoint.ranks import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
-from llmrecipes.engine.megatron.checkpoint import loader, pickled_index
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
-from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, JSON_NAME, MAGIC, Header, Index, decode
-from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
+from llmrecipes.engine.core.checkpoint import loader, pickled_index
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.checkpoint.index import INDEX_NAME, JSON_NAME, MAGIC, Header, Index, decode
+from llmrecipes.engine.core.checkpoint.loader import load, read_index
 from tests.refusals import refused
 
 INFO = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")

@@ -15,16 +15,16 @@ from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.engine.base import Progress
-from llmrecipes.engine.megatron import random_states
-from llmrecipes.engine.megatron.checkpoint import optimizer_state
-from llmrecipes.engine.megatron.checkpoint.loader import load
-from llmrecipes.engine.megatron.checkpoint.optimizer_state import needed_state, saved_state
-from llmrecipes.engine.megatron.checkpoint.slices import sharded_parameters
+from llmrecipes.engine.core import random_states
+from llmrecipes.engine.core.checkpoint.loader import load
+from llmrecipes.engine.core.checkpoint.slices import sharded_parameters
+from llmrecipes.engine.core.model.gpt import build
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.weights import load_model, model_state
+from llmrecipes.engine.core.world import join
+from llmrecipes.engine.megatron import optimizer_state
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.model.gpt import build
-from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.state import load_model, model_state
-from llmrecipes.engine.megatron.world import join
+from llmrecipes.engine.megatron.optimizer_state import needed_state, saved_state
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe

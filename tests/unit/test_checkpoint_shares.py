@@ -15,8 +15,8 @@ from llmrecipes.checkpoint import store as store_module
 from llmrecipes.checkpoint.manifest import CheckpointInfo, FileRecord, build, digest
 from llmrecipes.checkpoint.ranks import LEAST_WAIT, longest_wait, own_share
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.megatron.checkpoint.index import StoredTensor, covered, decode, encode, make_table, merge_tables
-from llmrecipes.engine.megatron.checkpoint.index import build as index_of
+from llmrecipes.engine.core.checkpoint.index import StoredTensor, covered, decode, encode, make_table, merge_tables
+from llmrecipes.engine.core.checkpoint.index import build as index_of
 from llmrecipes.launch.open_files import allow_open_files, needed_files
 from tests.refusals import refused
 

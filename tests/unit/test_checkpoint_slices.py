@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 
-from llmrecipes.engine.megatron.checkpoint.slices import flat_slices
+from llmrecipes.engine.core.checkpoint.slices import flat_slices
 
 
 @pytest.mark.parametrize("shape", [(7,), (1,), (3, 4), (4, 1), (2, 3, 4), (1, 5, 2), (2, 2, 2, 3)])

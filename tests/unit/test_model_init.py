@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from llmrecipes.engine.base import Slice
-from llmrecipes.engine.megatron.model import init, philox
-from llmrecipes.engine.megatron.model.init import values as drawn
+from llmrecipes.engine.core.model import init, philox
+from llmrecipes.engine.core.model.init import values as drawn
 from llmrecipes.recipe.schema import Model
 from tests.helpers import LLAMA, MODEL, built, tiny
 

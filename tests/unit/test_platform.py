@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.engine.megatron.platform import cpu, cuda, select
-from llmrecipes.engine.megatron.platform.cpu import CpuPlatform, CpuTorch, names_cuda
-from llmrecipes.engine.megatron.platform.patching import MissingPatchTarget, replace, resolve
-from llmrecipes.engine.megatron.platform.substitutes import GroupStepAdamW
+from llmrecipes.engine.core.platform import cpu, cuda, select
+from llmrecipes.engine.core.platform.cpu import CpuPlatform, CpuTorch, names_cuda
+from llmrecipes.engine.core.platform.patching import MissingPatchTarget, replace, resolve
+from llmrecipes.engine.core.platform.substitutes import GroupStepAdamW
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.cluster import Gpu
 from tests.refusals import refused
@@ -89,7 +89,7 @@ def test_the_cpu_platform_refuses_a_machine_with_a_gpu(monkeypatch: pytest.Monke
 
 
 def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("llmrecipes.engine.megatron.platform.select")
+    module = importlib.import_module("llmrecipes.engine.core.platform.select")
     monkeypatch.setattr(module, "visible_gpus", lambda: (Gpu("NVIDIA H100 80GB HBM3", 80 << 30, 79 << 30, None),) * 8)
     monkeypatch.setattr(torch.version, "cuda", None)
     with refused("torch.cuda", rule=("8", "H100", "CPU", "LOCK=py311-cuda", "CUDA_VISIBLE_DEVICES")):

@@ -174,6 +174,21 @@ def test_the_engine_alone_imports_megatron() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_engines_stand_beside_each_other() -> None:
+    """`core` has what they share and imports neither; `upcycle` writes its checkpoint without partitions."""
+    allowed = {"core": {"core"}, "megatron": {"core", "megatron"}, "deepspeed": {"core", "deepspeed"}}
+    wrong = {
+        (module_name(path), module)
+        for path in sources()
+        for _, module in imported_modules(path)
+        for engine, others in allowed.items()
+        if module_name(path).startswith(f"llmrecipes.engine.{engine}.")
+        if module.startswith("llmrecipes.engine.") and module.split(".")[2] in allowed.keys() - others
+    }
+    backend = "llmrecipes.engine.megatron.backend.MegatronBackend"
+    assert wrong == {("llmrecipes.engine.deepspeed.backend", backend)}
+
+
 HOMES = {
     r"\b[KMG]IB = |1 << 30\b|2 ?\*\* ?30\b": ("units",),
     r'"nvidia-smi"': ("hardware.nvidia",),
@@ -191,7 +206,7 @@ def test_what_is_written_down_once(pattern: str) -> None:
     assert found == {f"llmrecipes.{name}" for name in HOMES[pattern]}
 
 
-VERSIONS = "llmrecipes.engine.megatron.versions"
+VERSIONS = "llmrecipes.engine.core.versions"
 
 
 def test_one_module_knows_megatrons_version() -> None:

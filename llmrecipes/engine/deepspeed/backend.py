@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,37 +12,27 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Engine, MetaEngine, Platform, TextModel, WeightSource, World
+from llmrecipes.engine.base import Engine, MetaEngine, Platform, WeightSource, World
+from llmrecipes.engine.core.backend import CoreBackend
+from llmrecipes.engine.core.checkpoint.slices import ShardedParameter
+from llmrecipes.engine.core.model.gpt import BuiltModel
 from llmrecipes.engine.deepspeed.build import build, construct, zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.runtime import communication
-from llmrecipes.engine.megatron.backend import MegatronBackend
-from llmrecipes.engine.megatron.checkpoint.slices import ShardedParameter
-from llmrecipes.engine.megatron.model.gpt import BuiltModel
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.profile import Group
-from llmrecipes.hf.tensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.zero import Zero
 
 
-class DeepSpeedBackend:
-    """See `engine.base.Backend`. Model, groups and checkpoints are the megatron engine's."""
-
-    def __init__(self) -> None:
-        self._megatron = MegatronBackend()
-
-    def platform(self, local_rank: int = 0) -> Platform:
-        """See `Backend`."""
-        return self._megatron.platform(local_rank)
+class DeepSpeedBackend(CoreBackend):
+    """See `engine.base.MetaBackend`."""
 
     @contextmanager
     def join(self, recipe: Recipe, platform: Platform) -> Iterator[World]:
         """See `Backend`."""
-        with self._megatron.join(recipe, platform) as world:
+        with super().join(recipe, platform) as world:
             partitioned = zero(recipe).stage == 3 and world.data_parallel_size > 1
             yield replace(world, holds_whole_model=world.holds_whole_model and not partitioned)
 
@@ -54,10 +44,6 @@ class DeepSpeedBackend:
         """See `Backend`."""
         return _engine(plan, platform, construct)
 
-    def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
-        """See `MetaBackend`."""
-        return self._megatron.meta_platform(rank, world_size, kernels, skew)
-
     def construct_meta(self, plan: Plan, platform: Platform) -> MetaEngine:
         """See `MetaBackend`."""
         with ExitStack() as stack:
@@ -68,35 +54,11 @@ class DeepSpeedBackend:
             built, sharded_parameters = construct(plan, platform)
             return MetaDeepSpeedEngine(plan, built, sharded_parameters, platform, stack.pop_all())
 
-    def load_weights(
-        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
-    ) -> TextModel:
-        """See `Backend`."""
-        return self._megatron.load_weights(plan, platform, entry, base, averaged=averaged)
-
-    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
-        """See `Backend`."""
-        return self._megatron.load_given(plan, platform, weights)
-
-    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
-        """See `Backend`."""
-        return self._megatron.tensors(entry, averaged=averaged)
-
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
-        """See `Backend`."""
-        return self._megatron.upcycle(dense, moe, platform, entry)
+        """See `Backend`; the checkpoint is written by the other engine, which needs no partitions."""
+        from llmrecipes.engine.megatron.backend import MegatronBackend
 
-    def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
-        """See `Backend`."""
-        return self._megatron.write_weights(plan, weights, directory)
-
-    def learning_rate(self, recipe: Recipe, step: int) -> float:
-        """See `Backend`."""
-        return self._megatron.learning_rate(recipe, step)
-
-    def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
-        """See `Backend`."""
-        return self._megatron.process_groups()
+        return MegatronBackend().upcycle(dense, moe, platform, entry)
 
 
 def _engine(

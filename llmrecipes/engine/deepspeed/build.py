@@ -14,6 +14,10 @@ import torch
 from pydantic import ValidationError
 
 from llmrecipes.engine.base import Platform, Slice, WeightSource
+from llmrecipes.engine.core.checkpoint.slices import ShardedParameter, flat_slices
+from llmrecipes.engine.core.model import gpt
+from llmrecipes.engine.core.model.config import hidden_group, is_hidden
+from llmrecipes.engine.core.model.init import buffers, draw, fill, initialise, parameter_slices, slice_of
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import EXPERTS, is_expert
 from llmrecipes.engine.deepspeed.partition import (
@@ -24,10 +28,6 @@ from llmrecipes.engine.deepspeed.partition import (
     sharded_parameters,
 )
 from llmrecipes.engine.deepspeed.runtime import mpu
-from llmrecipes.engine.megatron.checkpoint.slices import ShardedParameter, flat_slices
-from llmrecipes.engine.megatron.model import gpt
-from llmrecipes.engine.megatron.model.config import hidden_group, is_hidden
-from llmrecipes.engine.megatron.model.init import buffers, draw, fill, initialise, parameter_slices, slice_of
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.document import clip

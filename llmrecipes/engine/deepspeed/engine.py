@@ -23,22 +23,22 @@ from llmrecipes.engine.base import (
     StepResult,
     StopQuestion,
 )
+from llmrecipes.engine.core.balance import RouterBalance
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.checkpoint.slices import ShardedParameter
+from llmrecipes.engine.core.generate import generate
+from llmrecipes.engine.core.model.attention import masks
+from llmrecipes.engine.core.model.gpt import BuiltModel
+from llmrecipes.engine.core.model.init import slice_of
+from llmrecipes.engine.core.score import GPTScorer
+from llmrecipes.engine.core.update import is_summed, mean_over_tokens, scheduler
+from llmrecipes.engine.core.weights import weight_slices
 from llmrecipes.engine.deepspeed import state
 from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
-from llmrecipes.engine.megatron import shards
-from llmrecipes.engine.megatron.balance import RouterBalance
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
-from llmrecipes.engine.megatron.checkpoint.slices import ShardedParameter
-from llmrecipes.engine.megatron.generate import generate
-from llmrecipes.engine.megatron.model.attention import masks
-from llmrecipes.engine.megatron.model.gpt import BuiltModel
-from llmrecipes.engine.megatron.model.init import slice_of
-from llmrecipes.engine.megatron.score import MegatronScorer
-from llmrecipes.engine.megatron.update import is_summed, mean_over_tokens, scheduler
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
@@ -167,7 +167,7 @@ class DeepSpeedEngine:
     def weights(self) -> list[Slice]:
         """See `Engine`."""
         with self._gathered():
-            return shards.weights(self.modules)
+            return weight_slices(self.modules)
 
     def watch_gradients(self, see: Callable[[list[Slice], list[Slice]], None]) -> None:
         """See `Engine`."""
@@ -193,9 +193,9 @@ class DeepSpeedEngine:
             self.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
-    def scorer(self) -> MegatronScorer:
+    def scorer(self) -> GPTScorer:
         """See `Engine`."""
-        return MegatronScorer(self.modules, self.plan, self.platform)
+        return GPTScorer(self.modules, self.plan, self.platform)
 
     def close(self) -> None:
         """Release the model, its memory and its process groups.

@@ -10,7 +10,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
-from llmrecipes.engine.megatron.platform.patching import replace, resolve
+from llmrecipes.engine.core.platform.patching import replace, resolve
 
 META = torch.device("meta")
 

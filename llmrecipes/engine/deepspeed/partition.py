@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from llmrecipes.engine.megatron.checkpoint import slices as stored
-from llmrecipes.engine.megatron.checkpoint.slices import OptimizerSlice, ShardedParameter
-from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.checkpoint import slices as stored
+from llmrecipes.engine.core.checkpoint.slices import OptimizerSlice, ShardedParameter
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

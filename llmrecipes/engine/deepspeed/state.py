@@ -14,12 +14,12 @@ import torch
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
+from llmrecipes.engine.core.checkpoint.loader import load, read_index, rehearse
+from llmrecipes.engine.core.checkpoint.slices import OptimizerSlice
+from llmrecipes.engine.core.random_states import load_random_states, same_random_states, sharded_random_states
+from llmrecipes.engine.core.weights import load_model, model_state
 from llmrecipes.engine.deepspeed.build import zero
 from llmrecipes.engine.deepspeed.partition import drop_second_copy, other_state, own_partition
-from llmrecipes.engine.megatron.checkpoint.loader import load, read_index, rehearse
-from llmrecipes.engine.megatron.checkpoint.slices import OptimizerSlice
-from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
-from llmrecipes.engine.megatron.state import load_model, model_state
 
 if TYPE_CHECKING:
     from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine

@@ -29,16 +29,18 @@ from llmrecipes.engine.base import (
     StepResult,
     StopQuestion,
 )
-from llmrecipes.engine.megatron import ema, shards, state, update
-from llmrecipes.engine.megatron.balance import RouterBalance
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
-from llmrecipes.engine.megatron.generate import generate
-from llmrecipes.engine.megatron.model.attention import masks, own_chunks, prediction_weights
-from llmrecipes.engine.megatron.model.config import DTYPES, optimizer_overrides
-from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
-from llmrecipes.engine.megatron.score import MegatronScorer
-from llmrecipes.engine.megatron.update import mean_over_tokens, scheduler
-from llmrecipes.engine.megatron.versions import auxiliary_losses
+from llmrecipes.engine.core import ema, update
+from llmrecipes.engine.core.balance import RouterBalance
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.generate import generate
+from llmrecipes.engine.core.model.attention import masks, own_chunks, prediction_weights
+from llmrecipes.engine.core.model.config import DTYPES, optimizer_overrides
+from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
+from llmrecipes.engine.core.score import GPTScorer
+from llmrecipes.engine.core.update import mean_over_tokens, scheduler
+from llmrecipes.engine.core.versions import auxiliary_losses
+from llmrecipes.engine.core.weights import gradient_slices, weight_slices
+from llmrecipes.engine.megatron import state
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
@@ -165,7 +167,7 @@ class MegatronEngine:
 
     def weights(self) -> list[Slice]:
         """See `Engine`."""
-        return shards.weights(self.modules)
+        return weight_slices(self.modules)
 
     def watch_gradients(self, see: Callable[[list[Slice], list[Slice]], None]) -> None:
         """See `Engine`.
@@ -177,7 +179,7 @@ class MegatronEngine:
 
         def finalize_and_see(*args: Any, **kwargs: Any) -> None:
             finalize(*args, **kwargs)
-            see(shards.weights(self.modules), shards.gradients(self.modules, self.chunks))
+            see(weight_slices(self.modules), gradient_slices(self.modules, self.chunks))
 
         self._config.finalize_model_grads_func = finalize_and_see
 
@@ -206,9 +208,9 @@ class MegatronEngine:
             module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
-    def scorer(self) -> MegatronScorer:
+    def scorer(self) -> GPTScorer:
         """See `Engine`."""
-        return MegatronScorer(self.modules, self.plan, self.platform)
+        return GPTScorer(self.modules, self.plan, self.platform)
 
     def close(self) -> None:
         """Release the model, its memory and its process groups.

@@ -19,25 +19,23 @@ import torch.distributed as dist
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
-from llmrecipes.engine.megatron import ema
-from llmrecipes.engine.megatron.checkpoint.loader import load, read_index, rehearse
-from llmrecipes.engine.megatron.checkpoint.optimizer_state import (
+from llmrecipes.engine.core import ema
+from llmrecipes.engine.core.checkpoint.loader import load, read_index, rehearse
+from llmrecipes.engine.core.checkpoint.slices import (
+    OptimizerSlice,
+    ShardedParameter,
+    other_state,
+    sharded_parameters,
+)
+from llmrecipes.engine.core.random_states import load_random_states, same_random_states, sharded_random_states
+from llmrecipes.engine.core.weights import saved_states
+from llmrecipes.engine.megatron.optimizer_state import (
     finish_load,
     needed_state,
     saved_state,
     scaler_state,
     update_count,
 )
-from llmrecipes.engine.megatron.checkpoint.slices import (
-    EXTRA_STATE,
-    OptimizerSlice,
-    ShardedParameter,
-    is_extra_state,
-    other_state,
-    sharded_parameters,
-)
-from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
-from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
 
 if TYPE_CHECKING:
     from llmrecipes.engine.megatron.engine import MegatronEngine
@@ -54,7 +52,7 @@ def sharded_state(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
         engine: the engine.
         progress: of the run.
     """
-    model = _states(engine.modules)
+    model = saved_states(engine.modules)
     owned = saved_state(engine.optimizer, _sharded_parameters(model))
     weights = [each.weight_shards(exclusive=True) for part in owned.values() for each in part]
     return _state(engine, model, weights, owned, progress, exclusive=True, random=True)
@@ -90,7 +88,7 @@ def rehearse_load(engine: MegatronEngine) -> list[int]:
 def _wanted(engine: MegatronEngine, *, random: bool, averaged: bool) -> dict[str, Any]:
     """What this rank needs of a checkpoint; it is read into the engine's tensors."""
     distributed = engine.recipe.parallelism.use_distributed_optimizer
-    model = _states(engine.modules)
+    model = saved_states(engine.modules)
     needed = needed_state(engine.optimizer, _sharded_parameters(model))
     if not averaged:
         needed = {number: ema.left_out(part) for number, part in needed.items()}
@@ -108,30 +106,6 @@ def _restore(engine: MegatronEngine, loaded: dict[str, Any]) -> Progress:
     progress = Progress(**loaded["progress"])
     load_random_states(loaded.get("random"), engine.recipe.train.seed + progress.step)
     return progress
-
-
-def model_state(modules: Sequence[RecipeGPTModel]) -> dict[str, Any]:
-    """Sharded state dict of this rank's weights, or adapters alone, by chunk; the names inside are global."""
-    return {f"model{number}": state for number, state in enumerate(_states(modules))}
-
-
-def load_model(modules: Sequence[RecipeGPTModel], loaded: Mapping[str, Any]) -> None:
-    """Copy weights loaded for `model_state` into the chunks.
-
-    Raises:
-        RuntimeError: a weight is missing.
-    """
-    for number, module in enumerate(modules):
-        missing, unexpected = module.load_state_dict(loaded[f"model{number}"], strict=False)
-        needed = set(module.saved_state())
-        if wrong := [*unexpected, *(name for name in missing if name in needed and not name.endswith(EXTRA_STATE))]:
-            raise RuntimeError(f"the loaded weights do not fit the model: {', '.join(wrong)}")
-
-
-def _states(modules: Sequence[RecipeGPTModel]) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in module.saved_state().items() if not is_extra_state(value)} for module in modules
-    ]
 
 
 def _sharded_parameters(states: Sequence[dict[str, Any]]) -> list[ShardedParameter]:
