@@ -61,7 +61,7 @@ class Manifest(CheckpointInfo):
     """`manifest.json`: written last, so a directory that has one is complete."""
 
     format: Literal[1, 2] = 2
-    """1: without a digest of its own, and with a pickled index."""
+    """1: without a digest of itself, and with a pickled index."""
     created: str
     """UTC, ISO 8601."""
     versions: dict[str, str]
@@ -208,10 +208,10 @@ def _first(
 
 def _wrong_size(path: Path, name: str, record: FileRecord) -> str:
     # Not opened, which would take a message to the server for each of thousands of files; loading does.
-    found = (path / name).stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = (path / name).stat()
+    if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
-    return "" if found.st_size == record.size else f"{found.st_size} bytes, {record.size} were written"
+    return "" if status.st_size == record.size else f"{status.st_size} bytes, {record.size} were written"
 
 
 def _wrong_content(path: Path, name: str, record: FileRecord) -> str:
@@ -240,5 +240,5 @@ def read_manifest(path: Path) -> Manifest:
         raise InvalidCheckpoint(f"{MANIFEST_NAME}: {problem}") from problem
     match = NAME.search(path.name)
     if match is None or int(match[1]) != manifest.step:
-        raise InvalidCheckpoint(f"{MANIFEST_NAME}: is of step {manifest.step}")
+        raise InvalidCheckpoint(f"{MANIFEST_NAME}: belongs to step {manifest.step}")
     return manifest

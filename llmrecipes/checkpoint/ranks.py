@@ -141,8 +141,8 @@ def survey(store: CheckpointStore) -> tuple[Entry | None, list[Damaged]]:
 
 def serve() -> None:
     """Compare files on a rank that is not the first, until its survey has ended."""
-    while (asked := _share(None)) is not None:
-        _verdict(*asked)
+    while (checkpoint := _share(None)) is not None:
+        _verdict(*checkpoint)
 
 
 def own_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> list[str]:
@@ -150,12 +150,12 @@ def own_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> list[st
 
     A file is whole on one rank; with as many ranks as have written, each gets about the one that it reads next.
     """
-    total, before, found = sum(record.size for record in files.values()), 0, []
+    total, before, names = sum(record.size for record in files.values()), 0, []
     for name, record in files.items():
         if min((before + record.size / 2) * ranks // max(total, 1), ranks - 1) == rank:
-            found.append(name)
+            names.append(name)
         before += record.size
-    return found
+    return names
 
 
 def longest_wait(manifest: Manifest, ranks: int) -> timedelta:
@@ -171,17 +171,17 @@ def _compare(path: Path, manifest: Manifest) -> None:
 
 
 def _verdict(path: Path, manifest: Manifest) -> str:
-    """The first mismatch that any rank has found, on all ranks; empty without one.
+    """The first mismatch of any rank, on all ranks; empty without one.
 
-    Over groups of its own, because those of training do not wait long enough.
+    It uses separate groups, because those of training do not wait long enough.
     """
     ranks = Ranks(longest_wait(manifest, dist.get_world_size()))
     names = own_share(manifest.files, ranks.rank, ranks.size)
-    found = ranks.gather(mismatch(path, {name: manifest.files[name] for name in names}))
-    return ranks.broadcast(next(filter(None, found), "") if found is not None else None)
+    mismatches = ranks.gather(mismatch(path, {name: manifest.files[name] for name in names}))
+    return ranks.broadcast(next(filter(None, mismatches), "") if mismatches is not None else None)
 
 
-def _share(asked: tuple[Path, Manifest] | None) -> tuple[Path, Manifest] | None:
-    held = [asked]
+def _share(checkpoint: tuple[Path, Manifest] | None) -> tuple[Path, Manifest] | None:
+    held = [checkpoint]
     dist.broadcast_object_list(held, src=0)
     return held[0]

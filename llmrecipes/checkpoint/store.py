@@ -85,13 +85,13 @@ class CheckpointStore:
 
     def entries(self) -> list[Entry]:
         """Checkpoints with a readable manifest and files of the right size, oldest first."""
-        found = []
+        entries = []
         for path in self._directories():
             try:
-                found.append(inspect(path, full=False))
+                entries.append(inspect(path, full=False))
             except InvalidCheckpoint:
                 continue
-        return found
+        return entries
 
     def valid(self, step: int, *, full: bool) -> bool:
         """Whether the checkpoint of a step is complete.
@@ -105,8 +105,8 @@ class CheckpointStore:
     def latest_valid(self) -> Entry | None:
         """The newest checkpoint whose every file has the recorded SHA-256; damaged ones are skipped with a warning."""
         entry, damaged = self.survey()
-        for found in damaged:
-            logger.warning("checkpoint %s is skipped: %s", found.path, found.reason)
+        for skipped in damaged:
+            logger.warning("checkpoint %s is skipped: %s", skipped.path, skipped.reason)
         return entry
 
     def survey(self, compare: Compare | None = None) -> tuple[Entry | None, list[Damaged]]:
@@ -135,19 +135,19 @@ class CheckpointStore:
 
     def incomplete(self) -> list[Damaged]:
         """Checkpoints with an invalid manifest, or files that are missing or of the wrong size, newest first."""
-        found = []
+        damaged = []
         for path in reversed(self._directories()):
             try:
                 inspect(path, full=False)
             except InvalidCheckpoint as problem:
-                found.append(Damaged(path, str(problem)))
-        return found
+                damaged.append(Damaged(path, str(problem)))
+        return damaged
 
     def _directories(self) -> list[Path]:
         if not self.directory.is_dir():
             return []
-        found = [path for path in self.directory.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-        return sorted(found, key=_step_of)
+        paths = [path for path in self.directory.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(paths, key=_step_of)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -353,7 +353,7 @@ def take_lock(path: Path) -> int:
             fix="wait until it has finished, or use another --run-id",
         ) from problem
     except OSError as problem:
-        logger.warning("%s: locks are not supported here (%s)", path.parent, problem.strerror)
+        logger.warning("%s: this file system does not support locks (%s)", path.parent, problem.strerror)
     return descriptor
 
 

@@ -27,7 +27,7 @@ from llmrecipes.tracking.events import LayerBalance
 Batch = dict[str, torch.Tensor]
 """`tokens`, `labels`, `loss_mask` and `position_ids` of a micro-batch, each [micro_batch_size, seq_length]."""
 
-StopQuestion = Callable[[], bool]
+StopCheck = Callable[[], bool]
 """Whether this rank has to stop."""
 
 
@@ -66,7 +66,7 @@ class World:
     data_parallel_size: int
 
     holds_whole_model: bool
-    """Whether each rank has all parameters, so that it can run the model alone."""
+    """Whether each rank has all parameters, so that one rank can run the model."""
 
     @property
     def is_first(self) -> bool:
@@ -100,7 +100,7 @@ class StepResult:
     skipped: bool
     """Gradients overflowed in fp16: weights and schedule are unchanged."""
     stop: bool
-    """Some rank was told to stop before this step's gradients were reduced."""
+    """Some rank had to stop before this step's gradients were reduced."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Engine(Protocol):
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
+    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
         """One optimizer step on the next global batch.
 
         Args:
@@ -176,7 +176,7 @@ class Engine(Protocol):
                 costs nothing.
         """
 
-    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
+    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
         """Mean validation loss per token, without dropout and label smoothing.
 
         Args:
@@ -185,7 +185,7 @@ class Engine(Protocol):
             stop: called once per global batch.
 
         Returns:
-            The loss, or None on all ranks if one of them was told to stop: a partial mean is not a result.
+            The loss, or None on all ranks if one of them had to stop: a partial mean is not a result.
         """
 
     def params_synced(self) -> AbstractContextManager[None]:
@@ -204,7 +204,7 @@ class Engine(Protocol):
         """A new format for one saver."""
 
     def state(self, progress: Progress) -> StateDict:
-        """The state for a checkpoint; tensors are referenced, not copied, and no other rank is asked for anything."""
+        """The state for a checkpoint; tensors are referenced, not copied, and there is no communication."""
 
     def load_state(self, entry: Entry) -> Progress:
         """Restore weights, optimizer, schedule and random states; a collective of all ranks.
@@ -269,7 +269,7 @@ class Backend(Protocol):
         """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one."""
 
     def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> Engine:
-        """An engine with initial weights, which depend only on the seed; or with given ones."""
+        """An engine with initial weights, which depend only on the seed; or with those of `weights`."""
 
     def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> Engine:
         """An engine whose weights have no defined values: for a checkpoint to be loaded next.
@@ -308,7 +308,7 @@ class Backend(Protocol):
         """An MoE engine whose experts are copies of a dense checkpoint's MLP; in one process."""
 
     def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
-        """Write given weights as the files of a checkpoint of step 0, in one process that does not hold the model.
+        """Write weights as the files of a checkpoint of step 0, in one process that does not hold the model.
 
         Args:
             plan: of the recipe, for one rank; this process has joined that world.

@@ -23,7 +23,7 @@ def backend(recipe: Recipe) -> Backend:
 
 
 def configuration(plan: Plan) -> dict[str, Any] | None:
-    """The configuration of the library of a plan's engine, as plain data; None: it is configured by recipes alone."""
+    """The configuration of the library of a plan's engine, as plain data; None: it is configured only by recipes."""
     place = ENGINES[engine_name(plan.recipe)].configuration
     if place is None:
         return None

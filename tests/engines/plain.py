@@ -25,7 +25,7 @@ from llmrecipes.engine.base import (
     Progress,
     Slice,
     StepResult,
-    StopQuestion,
+    StopCheck,
     WeightSource,
     World,
 )
@@ -104,7 +104,7 @@ class PlainEngine:
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
+    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
         self.optimizer.zero_grad()
         total, tokens = torch.zeros(()), torch.zeros(())
         for _ in range(self.plan.num_microbatches):
@@ -122,7 +122,7 @@ class PlainEngine:
         return StepResult(self.local_loss, norm, self.learning_rate, None, False, stop is not None and stop())
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
+    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
         sums = [self._loss(next(batches)) for _ in range(global_batches * self.plan.num_microbatches)]
         if stop is not None and stop():
             return None

@@ -109,7 +109,7 @@ def _flip_in_manifest(path: Path) -> None:
         (_lose_file, "folder/rng.bin: No such file"),
         (_lose_manifest, "manifest.json: No such file"),
         (_cut_manifest, "manifest.json: Invalid JSON"),
-        (_foreign_manifest, "manifest.json: is of step 2"),
+        (_foreign_manifest, "manifest.json: belongs to step 2"),
         (_flip_in_manifest, "manifest.json: its own SHA-256 differs"),
         (_escape, "not the name of a file inside the checkpoint"),
     ],

@@ -29,17 +29,14 @@ class CoreBackend:
     """The methods of `engine.base.MetaBackend` that construct no engine."""
 
     def platform(self, local_rank: int = 0) -> Platform:
-        """See `Backend`."""
         platform = select(local_rank)
         platform.install()
         return platform
 
     def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
-        """See `Backend`."""
         return world.join(platform, recipe.train.seed, recipe.parallelism)
 
     def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
-        """See `MetaBackend`."""
         from llmrecipes.engine.core.platform.meta import MetaPlatform  # imports torch's test helpers
 
         platform = MetaPlatform(rank, world_size, kernels, skew)
@@ -49,44 +46,36 @@ class CoreBackend:
     def load_weights(
         self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
     ) -> TextGPT:
-        """See `Backend`."""
         return TextGPT(loaded(plan, platform, entry, base, averaged=averaged), plan, platform)
 
     def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextGPT:
-        """See `Backend`."""
         return TextGPT(build(plan, platform, weights), plan, platform)
 
     def tensors(self, entry: Entry, *, averaged: bool = False) -> StoredWeights:
-        """See `Backend`."""
         return StoredWeights(entry, averaged=averaged)
 
     def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
-        """See `Backend`."""
         return initial.write(plan, weights, directory)
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
-        """See `Backend`."""
         return update.learning_rate(recipe, step)
 
     def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
-        """See `Backend`."""
         return world.process_groups()
 
 
 class TextGPT:
-    """See `engine.base.TextModel`."""
+    """Implements `engine.base.TextModel`."""
 
     def __init__(self, built: BuiltModel, plan: Plan, platform: Platform) -> None:
         self._built, self._plan, self._platform = built, plan, platform
 
     def scorer(self) -> GPTScorer:
-        """See `TextModel`."""
         return GPTScorer(self._built.modules, self._plan, self._platform)
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
-        """See `TextModel`."""
         return generate.generate(
             self._built.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )

@@ -90,8 +90,8 @@ def in_place_of_weights(state: dict[str, Any]) -> dict[str, Any]:
             return replace(value, key=PREFIX + value.key)
         return value
 
-    found: dict[str, Any] = dict_list_map_outplace(renamed, state)
-    return found
+    averaged: dict[str, Any] = dict_list_map_outplace(renamed, state)
+    return averaged
 
 
 def _states(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:

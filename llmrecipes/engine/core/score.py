@@ -24,7 +24,7 @@ LOWEST = torch.finfo(torch.float16).min
 
 
 class GPTScorer:
-    """See `engine.base.Scorer`.
+    """Implements `engine.base.Scorer`.
 
     Each rank computes its layers, heads, chunk of the sequence and rows; results are summed over all ranks, each number
     from the one rank that has it. No rank gathers weights, and logits stay split over the vocabulary.
@@ -44,7 +44,6 @@ class GPTScorer:
 
     @torch.no_grad()
     def score(self, tokens: torch.Tensor) -> Scores:
-        """See `Scorer`."""
         rows, length = tokens.size(0), tokens.size(1) - 1
         if not 0 < length <= self.positions:
             raise ValueError(f"{length + 1} tokens in a row: 2 to {self.positions + 1} can be scored")
@@ -62,14 +61,14 @@ class GPTScorer:
         first = replica * passes * size
         batches = [_batch(padded[:, start : start + size]) for start in range(first, first + passes * size, size)]
         outputs = self._passes([own_chunks(batch, parts, number) for batch in batches], size, width)
-        found = torch.zeros(padded.shape, dtype=torch.float64, device=self._device)
+        scores = torch.zeros(padded.shape, dtype=torch.float64, device=self._device)
         if outputs and parallel_state.get_tensor_model_parallel_rank() == 0:
             where = own_chunks({"place": torch.arange(width, device=self._device)[None]}, parts, number)["place"][0]
             for start, (losses, greedy) in zip(range(first, first + passes * size, size), outputs, strict=True):
-                found[0, start : start + size, where] = -losses.double()
-                found[1, start : start + size, where] = greedy.double()
-        dist.all_reduce(found)
-        cpu = found[:, :rows, :length].cpu()
+                scores[0, start : start + size, where] = -losses.double()
+                scores[1, start : start + size, where] = greedy.double()
+        dist.all_reduce(scores)
+        cpu = scores[:, :rows, :length].cpu()
         return Scores(cpu[0], cpu[1].long())
 
     @torch.no_grad()
@@ -81,7 +80,6 @@ class GPTScorer:
         sampling: Sampling,
         ended: Callable[[list[int]], bool],
     ) -> list[list[int]]:
-        """See `Scorer`."""
         texts = [
             _Text(list(prompt), min(len(prompt) + limit, self.positions), torch.Generator().manual_seed(seed))
             for prompt, limit, seed in zip(prompts, limits, seeds, strict=True)
@@ -94,7 +92,7 @@ class GPTScorer:
                 raise UserError(
                     f"a continuation is drawn with temperature {sampling.temperature:g}",
                     where="train.eval_tasks",
-                    rule="with pipeline, context, sequence or expert parallelism, continuations are greedy only",
+                    rule="only greedy continuations with pipeline, context, sequence or expert parallelism",
                     fix="leave the task out, or evaluate it after training: llmrecipes eval",
                 )
             self._by_scores(texts, ended)
@@ -148,8 +146,8 @@ class GPTScorer:
         while any(not text.done for text in texts):
             rows = torch.zeros(len(texts), at - done, dtype=torch.long)
             for row, text in zip(rows, texts, strict=True):
-                given = text.all[done:at]
-                row[: len(given)] = torch.tensor(given, dtype=torch.long)
+                tokens = text.all[done:at]
+                row[: len(tokens)] = torch.tensor(tokens, dtype=torch.long)
             places = torch.arange(done, at, device=self._device)[None].expand(len(texts), -1)
             logits = module(
                 rows.to(self._device), places, None, inference_context=context, runtime_gather_output=True
@@ -249,9 +247,9 @@ class _evaluating:
             module.train(training)
 
 
-def _batch(given: torch.Tensor) -> Batch:
+def _batch(pair: torch.Tensor) -> Batch:
     """A micro-batch of tokens and labels, [2, b, s]."""
-    tokens, labels = given
+    tokens, labels = pair
     places = torch.arange(tokens.size(1), device=tokens.device)[None].expand_as(tokens)
     return {"tokens": tokens, "labels": labels, "position_ids": places}
 

@@ -151,13 +151,13 @@ def states(optimizer: MegatronOptimizer, weights: Sequence[torch.nn.Parameter]) 
         weights: the model's, which an fp32 optimizer updates in place.
     """
     own = {parameter.untyped_storage()._cdata for parameter in weights}
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for part in _parts(optimizer):
         if part.optimizer is None:
             continue
-        found += [each.data for each in part.get_parameters() if each.untyped_storage()._cdata not in own]
-        found += [each for state in part.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
-    return found
+        tensors += [each.data for each in part.get_parameters() if each.untyped_storage()._cdata not in own]
+        tensors += [each for state in part.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+    return tensors
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:

@@ -30,10 +30,10 @@ while it was being sent."""
 
 def gradients_for_norm(optimizer: Any) -> list[torch.Tensor]:
     """Gradients of an optimizer's parameters, each on one of the ranks that have the same."""
-    found: list[torch.Tensor] = (
+    gradients: list[torch.Tensor] = (
         optimizer.get_grads_for_grad_norm() if _VERSION >= (0, 19) else optimizer.get_main_grads_for_grad_norm()
     )
-    return found
+    return gradients
 
 
 def auxiliary_losses() -> dict[str, Any]:

@@ -47,7 +47,7 @@ def gradient_slices(modules: Sequence[RecipeGPTModel], chunks: Sequence[Distribu
 
 
 def model_state(modules: Sequence[RecipeGPTModel]) -> dict[str, Any]:
-    """Sharded state dict of this rank's weights, or adapters alone, by chunk; the names inside are global."""
+    """Sharded state dict of this rank's weights, or only its adapters, by chunk; the names inside are global."""
     return {f"model{number}": state for number, state in enumerate(saved_states(modules))}
 
 

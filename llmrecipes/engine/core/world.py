@@ -74,7 +74,7 @@ def model_parallel(seed: int, parallelism: Parallelism, *, after_errors: bool = 
 
 @contextmanager
 def _torn_down(teardown: Callable[[], None], *, after_errors: bool) -> Iterator[None]:
-    """A block with a teardown at its end, also after an error if so asked."""
+    """A block with a teardown at its end, also after an error if requested."""
     failed = True
     try:
         yield

@@ -27,25 +27,21 @@ from llmrecipes.recipe.zero import Zero
 
 
 class DeepSpeedBackend(CoreBackend):
-    """See `engine.base.MetaBackend`."""
+    """Implements `engine.base.MetaBackend`."""
 
     @contextmanager
     def join(self, recipe: Recipe, platform: Platform) -> Iterator[World]:
-        """See `Backend`."""
         with super().join(recipe, platform) as world:
             partitioned = zero(recipe).stage == 3 and world.data_parallel_size > 1
             yield replace(world, holds_whole_model=world.holds_whole_model and not partitioned)
 
     def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> DeepSpeedEngine:
-        """See `Backend`."""
         return _engine(plan, platform, partial(build, weights=weights))
 
     def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> DeepSpeedEngine:
-        """See `Backend`."""
         return _engine(plan, platform, construct)
 
     def construct_meta(self, plan: Plan, platform: Platform) -> MetaEngine:
-        """See `MetaBackend`."""
         with ExitStack() as stack:
             stack.enter_context(communication(platform))
             # Its import is DeepSpeed's, which guesses an accelerator unless it has been named.
@@ -55,7 +51,7 @@ class DeepSpeedBackend(CoreBackend):
             return MetaDeepSpeedEngine(plan, built, sharded_parameters, platform, stack.pop_all())
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
-        """See `Backend`; the checkpoint is written by the other engine, which needs no partitions."""
+        """The checkpoint is written by the other engine, which needs no partitions."""
         from llmrecipes.engine.megatron.backend import MegatronBackend
 
         return MegatronBackend().upcycle(dense, moe, platform, entry)
@@ -73,9 +69,9 @@ def _engine(
 
 @contextmanager
 def swap_files(zero: Zero, rank: int) -> Iterator[None]:
-    """A block in which this process alone has the files of its rank; they are removed at its end.
+    """A block in which only this process has the files of its rank; they are removed at its end.
 
-    DeepSpeed names them by the rank alone, so a second run with the same `nvme_path` on a node would overwrite the
+    DeepSpeed names them only by rank, so a second run with the same `nvme_path` on a node would overwrite the
     optimizer state of the first. What a killed run has left, the next one overwrites.
 
     Raises:

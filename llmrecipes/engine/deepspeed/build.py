@@ -38,21 +38,21 @@ from llmrecipes.recipe.shape import mup
 def build(
     plan: Plan, platform: Platform, weights: WeightSource | None = None
 ) -> tuple[gpt.BuiltModel, list[ShardedParameter]]:
-    """`construct`, with initial values, or given ones."""
-    built, found = construct(plan, platform)
+    """`construct`, with initial values, or those of `weights`."""
+    built, parameters = construct(plan, platform)
     whole = zero(plan.recipe).stage < 3
     if weights is not None:
         # Each rank reads what it keeps: of stage 3, its part of each parameter.
-        wanted = parameter_slices(built.module.sharded_state()) if whole else _all_own_slices(found)
+        wanted = parameter_slices(built.module.sharded_state()) if whole else _all_own_slices(parameters)
         fill(chain(wanted, buffers(other_state(built.module))), weights)
     elif whole:
         initialise(built.module.sharded_state(), plan.recipe.model, plan.recipe.train.seed)
     else:
-        draw(_all_own_slices(found), plan.recipe.model, plan.recipe.train.seed)
+        draw(_all_own_slices(parameters), plan.recipe.model, plan.recipe.train.seed)
     if not whole:
-        for sharded in found:
+        for sharded in parameters:
             drop_second_copy(sharded.parameter)
-    return built, found
+    return built, parameters
 
 
 def construct(plan: Plan, platform: Platform) -> tuple[gpt.BuiltModel, list[ShardedParameter]]:
@@ -129,12 +129,12 @@ def _groups(recipe: Recipe, parameters: list[tuple[str, torch.nn.Parameter]]) ->
         groups.setdefault((dimensions > 1, hidden, is_expert(parameter)), []).append(parameter)
     return [
         {
-            "params": found,
+            "params": grouped,
             "wd_mult": float(decays),
             **(hidden_group(recipe.optimizer, factors) if factors and hidden else {}),
             **(EXPERTS if experts else {}),
         }
-        for (decays, hidden, experts), found in groups.items()
+        for (decays, hidden, experts), grouped in groups.items()
     ]
 
 
@@ -152,9 +152,9 @@ def _partitioned(plan: Plan) -> Iterator[None]:
         yield
 
 
-def _all_own_slices(found: list[ShardedParameter]) -> Iterator[Slice]:
+def _all_own_slices(parameters: list[ShardedParameter]) -> Iterator[Slice]:
     """This rank's part of each parameter."""
-    return (part for sharded in found for part in _own_slices(sharded))
+    return (part for sharded in parameters for part in _own_slices(sharded))
 
 
 def _own_slices(sharded: ShardedParameter) -> Iterator[Slice]:

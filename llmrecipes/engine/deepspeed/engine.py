@@ -21,7 +21,7 @@ from llmrecipes.engine.base import (
     Progress,
     Slice,
     StepResult,
-    StopQuestion,
+    StopCheck,
 )
 from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
@@ -45,7 +45,7 @@ from llmrecipes.plan.derive import Plan
 
 
 class DeepSpeedEngine:
-    """See `engine.base.Engine`.
+    """Implements `engine.base.Engine`.
 
     Args:
         plan: of the recipe, on this world.
@@ -95,8 +95,7 @@ class DeepSpeedEngine:
         self.local_loss = 0.0
         self._see: Callable[[list[Slice], list[Slice]], None] | None = None
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
-        """See `Engine`."""
+    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
         self._engine.train()
         of_this_step = list(islice(batches, self.plan.num_microbatches))
         # DeepSpeed averages gradients over ranks, each micro-batch for itself, so the tokens of the global batch are
@@ -136,28 +135,27 @@ class DeepSpeedEngine:
         return StepResult(mean, norm, lr, scale, False, stopping)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
-        """See `Engine`."""
+    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
         self._engine.eval()
-        found: list[tuple[float, float]] = []
+        losses: list[tuple[float, float]] = []
         stopping = False
-        while len(found) < global_batches and not stopping:
+        while len(losses) < global_batches and not stopping:
             loss = torch.zeros((), dtype=torch.float64, device=self.platform.device)
             tokens = 0.0
             for batch in islice(batches, self.plan.num_microbatches):
                 loss += self._loss(self.module, batch).double()
                 tokens += float(batch["loss_mask"].sum())
             mean, counted, stopping, _ = self._read(loss, self._agree(tokens, stop))
-            found.append((mean, counted))
+            losses.append((mean, counted))
         self._engine.train()
-        return None if stopping else mean_over_tokens(found)
+        return None if stopping else mean_over_tokens(losses)
 
     def params_synced(self) -> AbstractContextManager[None]:
-        """See `Engine`; DeepSpeed gathers updated parameters before a step ends, or when they are used."""
+        """DeepSpeed gathers updated parameters before a step ends, or when they are used."""
         return nullcontext()
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Engine`; where parameters are partitioned, this rank's part of each."""
+        """Where parameters are partitioned, this rank's part of each."""
         if zero(self.recipe).stage < 3:
             yield from named_gradients(self.module)
             return
@@ -165,36 +163,29 @@ class DeepSpeedEngine:
             yield name, parameter.ds_tensor
 
     def weights(self) -> list[Slice]:
-        """See `Engine`."""
         with self._gathered():
             return weight_slices(self.modules)
 
     def watch_gradients(self, see: Callable[[list[Slice], list[Slice]], None]) -> None:
-        """See `Engine`."""
         self._see = see
 
     def checkpoint_format(self) -> ShardedFormat:
-        """See `Engine`."""
         return ShardedFormat({"device": self.platform.name, "layers": self.implementation.name})
 
     def state(self, progress: Progress) -> dict[str, Any]:
-        """See `Engine`."""
         return state.sharded_state(self, progress)
 
     def load_state(self, entry: Entry) -> Progress:
-        """See `Engine`."""
         return state.load_state(self, entry)
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
-        """See `Engine`."""
         return generate(
             self.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
     def scorer(self) -> GPTScorer:
-        """See `Engine`."""
         return GPTScorer(self.modules, self.plan, self.platform)
 
     def close(self) -> None:
@@ -225,7 +216,7 @@ class DeepSpeedEngine:
         total: torch.Tensor = (losses.float() * on_device["loss_mask"]).sum()
         return total
 
-    def _agree(self, tokens: float, stop: StopQuestion | None) -> torch.Tensor:
+    def _agree(self, tokens: float, stop: StopCheck | None) -> torch.Tensor:
         """[2] on the device: tokens of the global batch, and ranks that have to stop."""
         counts = torch.tensor([tokens, float(stop is not None and stop())], dtype=torch.float64)
         counts = counts.to(self.platform.device, non_blocking=True)
@@ -257,8 +248,8 @@ class DeepSpeedEngine:
         """Global gradient norm; DeepSpeed's stage 0 clips without telling it."""
         from deepspeed.runtime.utils import clip_grad_norm_
 
-        found: torch.Tensor = clip_grad_norm_(self.module.parameters(), math.inf, mpu=mpu())
-        return found
+        result: torch.Tensor = clip_grad_norm_(self.module.parameters(), math.inf, mpu=mpu())
+        return result
 
     def _scale_router_losses(self, factor: torch.Tensor) -> None:
         """The routers' auxiliary losses, which have their own backward pass, get the factor of the loss."""

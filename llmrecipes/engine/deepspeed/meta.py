@@ -15,7 +15,7 @@ from llmrecipes.engine.deepspeed.state import rehearse_load
 
 
 class MetaDeepSpeedEngine(DeepSpeedEngine):
-    """See `engine.base.MetaEngine`; arguments as `DeepSpeedEngine`."""
+    """Implements `engine.base.MetaEngine`; arguments as `DeepSpeedEngine`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -26,7 +26,6 @@ class MetaDeepSpeedEngine(DeepSpeedEngine):
         self.first_steps = int(zero(self.recipe).stage == 3)
 
     def model_states(self) -> dict[str, list[torch.Tensor]]:
-        """See `MetaEngine`."""
         parameters = list(self.module.parameters())
         partitioned = [each for each in parameters if hasattr(each, "ds_tensor")]
         return {
@@ -36,11 +35,9 @@ class MetaDeepSpeedEngine(DeepSpeedEngine):
         }
 
     def rehearse_load(self) -> list[int]:
-        """See `MetaEngine`."""
         return rehearse_load(self)
 
     def watch_states(self, see: Callable[[str, Iterable[torch.Tensor]], None]) -> None:
-        """See `MetaEngine`."""
         optimizer = self.optimizer
         buckets = getattr(optimizer, "ipg_buckets", {})
         _before(optimizer, "step", lambda *_, **__: see("gradients", _gradients(optimizer)))
@@ -80,8 +77,8 @@ def _kept_gradients(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _gradient(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-    found = optimizer.get_gradient_for_reduction(parameter)
-    return [] if found is None else [found]
+    gradient = optimizer.get_gradient_for_reduction(parameter)
+    return [] if gradient is None else [gradient]
 
 
 def _gathered(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -101,8 +101,8 @@ def install() -> None:
 
 def _finite(plain: Any) -> Any:
     @wraps(plain)
-    def asked(*args: Any, **options: Any) -> bool:
+    def answer(*args: Any, **options: Any) -> bool:
         plain(*args, **options)  # for what it reads and sends
         return False
 
-    return asked
+    return answer

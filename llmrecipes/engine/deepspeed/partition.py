@@ -44,7 +44,7 @@ def own_partition(parameter: Any) -> Range:
 def drop_second_copy(parameter: Any) -> None:
     """Make hpZ copy a parameter anew when it is next gathered; until then it would gather the values before a change.
 
-    DeepSpeed does so after its own updates alone.
+    DeepSpeed does so only after its own updates.
     """
     parameter.ds_secondary_tensor = None
 
@@ -54,13 +54,13 @@ class Partition:
 
     Args:
         optimizer: DeepSpeed's optimizer, or without ZeRO and mixed precision the plain one.
-        found: all parameters.
+        parameters: all of the model's.
     """
 
-    def __init__(self, optimizer: Any, found: list[ShardedParameter]) -> None:
+    def __init__(self, optimizer: Any, parameters: list[ShardedParameter]) -> None:
         self._optimizer = optimizer
         self.base: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._found = found
+        self._parameters = parameters
         for group, master in enumerate(self._masters()):
             with self._in_memory(group):
                 _allocate_moments(self.base, master)
@@ -83,7 +83,7 @@ class Partition:
     def _of_group(self, group: int) -> Iterator[OptimizerSlice]:
         """State of the parameters of one group, which is in memory."""
         master = self._masters()[group]
-        for sharded in self._found:
+        for sharded in self._parameters:
             parameter: Any = sharded.parameter
             if hasattr(parameter, "ds_id"):
                 of, first, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
@@ -93,8 +93,8 @@ class Partition:
             elif hasattr(parameter, "_hp_mapping"):
                 mapping = parameter._hp_mapping
                 if mapping is not None and mapping.param_group_index == group:
-                    here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    yield self._range(sharded, here.start, master, there.start, there.numel)
+                    low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    yield self._range(sharded, low.start, master, high.start, high.numel)
             elif parameter is master:
                 yield self._range(sharded, 0, parameter, 0, parameter.numel())
 

@@ -15,22 +15,18 @@ from llmrecipes.plan.derive import Plan
 
 
 class MegatronBackend(CoreBackend):
-    """See `engine.base.MetaBackend`."""
+    """Implements `engine.base.MetaBackend`."""
 
     def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> MegatronEngine:
-        """See `Backend`."""
         return MegatronEngine(plan, build(plan, platform, weights), platform)
 
     def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> MegatronEngine:
-        """See `Backend`."""
         return MegatronEngine(plan, to_be_loaded(plan, platform, base), platform)
 
     def construct_meta(self, plan: Plan, platform: Platform) -> MegatronEngine:
-        """See `MetaBackend`."""
         return MegatronEngine(plan, construct(plan, platform), platform)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
-        """See `Backend`."""
         source = loaded(dense, platform, entry)
         built = build(moe, platform, only=ROUTER)
         copy_into_experts(source.module, built.module)

@@ -21,37 +21,37 @@ LEAST_PIECE = 1 << 16
 """Elements below which a parameter is not cut among replicas: each piece costs an entry in the index."""
 
 
-def saved_state(optimizer: Any, found: list[ShardedParameter]) -> dict[int, list[OptimizerSlice]]:
+def saved_state(optimizer: Any, parameters: list[ShardedParameter]) -> dict[int, list[OptimizerSlice]]:
     """State that this rank writes, by optimizer; together the data-parallel ranks write every element once.
 
     With expert parallelism there are two optimizers, one of them only for experts; without it, there is one.
 
     Args:
         optimizer: megatron-core optimizer.
-        found: sharded_parameters of the model's parameters.
+        parameters: of the model.
 
     Returns:
         State that shares memory with the optimizer: take a snapshot before the next step.
     """
-    by_parameter = {sharded.parameter: sharded for sharded in found}
+    by_parameter = {sharded.parameter: sharded for sharded in parameters}
     parts = _parts(optimizer)
     known = {parameter for part in parts for parameter in _parameters(part)}
-    if missing := [sharded.slices[0].shard.key for sharded in found if sharded.parameter not in known]:
+    if missing := [sharded.slices[0].shard.key for sharded in parameters if sharded.parameter not in known]:
         raise RuntimeError(f"no optimizer has {', '.join(missing)}")
-    turns = _Turns()
+    balancer = _ReplicaBalancer()
     return {
         number: [
             each
             for whole in _state(part, by_parameter)
-            for each in ([whole] if isinstance(part, DistributedOptimizer) else turns.own(whole))
+            for each in ([whole] if isinstance(part, DistributedOptimizer) else balancer.own(whole))
         ]
         for number, part in enumerate(parts)
     }
 
 
-def needed_state(optimizer: Any, found: list[ShardedParameter]) -> dict[int, list[OptimizerSlice]]:
+def needed_state(optimizer: Any, parameters: list[ShardedParameter]) -> dict[int, list[OptimizerSlice]]:
     """State that this rank has, and needs from a checkpoint; arguments and result as `saved_state`."""
-    by_parameter = {sharded.parameter: sharded for sharded in found}
+    by_parameter = {sharded.parameter: sharded for sharded in parameters}
     return {number: list(_state(part, by_parameter)) for number, part in enumerate(_parts(optimizer))}
 
 
@@ -104,15 +104,15 @@ def _parameters(part: Any) -> Iterator[torch.nn.Parameter]:
         yield from (parameter for parameter, _ in _main_parameters(part))
 
 
-def _state(part: Any, found: dict[torch.nn.Parameter, ShardedParameter]) -> Iterator[OptimizerSlice]:
+def _state(part: Any, by_parameter: dict[torch.nn.Parameter, ShardedParameter]) -> Iterator[OptimizerSlice]:
     """State that this rank has."""
     if isinstance(part, DistributedOptimizer):
         for parameter, start in _own_ranges(part):
             tensors = part._get_main_param_and_optimizer_states(parameter)
-            yield OptimizerSlice(found[parameter], start, _flat(tensors))
+            yield OptimizerSlice(by_parameter[parameter], start, _flat(tensors))
         return
     for parameter, main in _main_parameters(part):
-        yield OptimizerSlice(found[parameter], 0, _flat({"param": main, **part.optimizer.state[main]}))
+        yield OptimizerSlice(by_parameter[parameter], 0, _flat({"param": main, **part.optimizer.state[main]}))
 
 
 def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
@@ -136,23 +136,23 @@ def _flat(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().view(-1) for name, tensor in tensors.items() if name != "step"}
 
 
-class _Turns:
+class _ReplicaBalancer:
     """Spreads what data-parallel ranks have in common evenly over them, in the same way on each."""
 
     def __init__(self) -> None:
-        self._given: dict[bool, list[int]] = {}
+        self._assigned: dict[bool, list[int]] = {}
 
     def own(self, whole: OptimizerSlice) -> Iterator[OptimizerSlice]:
         """The range of a parameter's state that this rank writes, if any."""
         parameter = whole.sharded.parameter
         dense = getattr(parameter, "allreduce", True)
         rank, ranks = _replicas(dense)
-        given = self._given.setdefault(dense, [0] * ranks)
+        assigned = self._assigned.setdefault(dense, [0] * ranks)
         pieces = max(1, min(ranks, parameter.numel() // LEAST_PIECE))
         # Those who have least so far; a parameter is not cut where that alone makes the shares even.
-        for piece, chosen in enumerate(sorted(range(ranks), key=given.__getitem__)[:pieces]):
+        for piece, chosen in enumerate(sorted(range(ranks), key=assigned.__getitem__)[:pieces]):
             start, stop = _cut(parameter, piece, pieces)
-            given[chosen] += stop - start
+            assigned[chosen] += stop - start
             if chosen == rank:
                 tensors = {name: values[start:stop] for name, values in whole.tensors.items()}
                 yield OptimizerSlice(whole.sharded, start, tensors)

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def sharded_state(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
-    """The state to save; the engine's tensors are referenced, not copied, and no other rank is asked for anything.
+    """The state to save; the engine's tensors are referenced, not copied, and there is no communication.
 
     Weights that another rank updates may be those before the update (`overlap_param_gather`): they are not saved here.
 

@@ -93,7 +93,7 @@ class ShardedFormat:
         return self._staging.nbytes
 
     def snapshot(self, state: StateDict) -> StateDict:
-        """See `CheckpointFormat`; the factories of the state are applied in place."""
+        """Factories of the state are applied in place."""
         taken = self._staging.take(state)
         if not self._checked:
             # The structure does not change within a run, so one check of it is enough.
@@ -102,7 +102,6 @@ class ShardedFormat:
         return taken
 
     def prepare(self, taken: StateDict, directory: Path, rank: int) -> Prepared:
-        """See `CheckpointFormat`."""
         if rank == 0:
             directory.mkdir(parents=True)
         strategy = _Translation()
@@ -123,11 +122,9 @@ class ShardedFormat:
         return Prepared(tensors, objects)
 
     def planned_bytes(self, prepared: Prepared) -> int:
-        """See `CheckpointFormat`."""
         return sum(shard.data.nbytes for shard in prepared.tensors if shard.data is not None)
 
     def write(self, prepared: Prepared, directory: Path, rank: int) -> Written:
-        """See `CheckpointFormat`."""
         if not prepared.tensors and not prepared.objects:
             return Written({}, b"")
         name = f"__{rank}_0.distcp"
@@ -135,7 +132,6 @@ class ShardedFormat:
         return Written({name: record}, encode(index))
 
     def finish(self, directory: Path, indexes: list[bytes]) -> None:
-        """See `CheckpointFormat`."""
         index = merge_tables([decode(each) for each in indexes if each])
         require_whole(index)
         write_synced(directory / INDEX_NAME, encode(index))
@@ -143,12 +139,11 @@ class ShardedFormat:
             write_synced(directory / METADATA_NAME, pickled_metadata(index))
 
     def versions(self) -> dict[str, str]:
-        """See `CheckpointFormat`."""
         return {"megatron-core": version("megatron-core"), "torch": version("torch"), **self._written_by}
 
 
 class _Translation(TorchDistSaveShardedStrategy):
-    """A save strategy that only keeps what this rank was asked to write."""
+    """A save strategy that only keeps what this rank has to write."""
 
     def __init__(self) -> None:
         super().__init__(BACKEND, 1)
@@ -192,7 +187,7 @@ def require_whole(index: Table) -> None:
     for tensor, rows in zip(index.tensors, index.rows, strict=True):
         offsets, sizes = slices_of([column[rows] for column in index.columns], len(tensor.shape))
         if not covered(tensor.shape, offsets, sizes):
-            raise RuntimeError(f"{tensor.name}, {tensor.shape}: elements were not written, or twice")
+            raise RuntimeError(f"{tensor.name}, {tensor.shape}: some elements were not written, or were written twice")
 
 
 class Staging:
@@ -269,7 +264,7 @@ def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[st
         OSError: a disk error.
     """
     parts: dict[str, tuple[str, tuple[int, ...], list[list[int]]]] = {}
-    found = []
+    records = []
     try:
         with path.open("wb", buffering=_BUFFER) as file:
             stream = HashedFile(file)
@@ -280,14 +275,14 @@ def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[st
                 extent = chain.from_iterable(zip(shard.global_offset, shape, strict=True))
                 parts.setdefault(shard.key, (dtype, shard.global_shape, []))[2].append([0, *place, *extent])
             for name, value in objects.items():
-                found.append(ObjectRecord(name=name, place=[0, *stream.store(value)]))
+                records.append(ObjectRecord(name=name, place=[0, *stream.store(value)]))
     except RuntimeError as error:
         # torch's zip code raises one about positions for a failed write; the OSError is only in its context.
         if (cause := os_error(error)) is not None:
             raise cause from error
         raise
     sync(path)
-    return stream.record(), make_table([path.name], found, ((name, *of) for name, of in parts.items()))
+    return stream.record(), make_table([path.name], records, ((name, *of) for name, of in parts.items()))
 
 
 class HashedFile(io.RawIOBase):
@@ -343,8 +338,8 @@ def pickled_metadata(index: Table) -> bytes:
             stored[MetadataIndex(tensor.name, offset, number)] = _info(index, row[:3])
         properties = TensorProperties(dtype=DTYPES[tensor.dtype])
         described[tensor.name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), parts)
-    found = Metadata(described, storage_data=stored, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
-    return pickle.dumps(found)
+    metadata = Metadata(described, storage_data=stored, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    return pickle.dumps(metadata)
 
 
 def _info(index: Table, place: list[int]) -> _StorageInfo:

@@ -83,18 +83,18 @@ class StoredTensor:
         high = np.minimum(low + np.asarray(shape, np.int64), np.asarray(self.shape, np.int64))
         first, last = 0, len(self.columns[0])
         if self.shape:
-            # Only stored slices of its layers are compared. That rows are sorted is seen by what is found.
+            # Only stored slices of its layers are compared. If rows are not sorted, `covered` fails below.
             first = int(np.searchsorted(self._starts, low[0] - self.longest + 1, "left"))
             last = int(np.searchsorted(self._starts, high[0], "left"))
         offsets, sizes = slices_of([column[first:last] for column in self.columns], len(self.shape))
-        found = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(1))
-        offsets, sizes = offsets[found], sizes[found]
-        places = np.stack([column[first:last][found].astype(np.int64) for column in self.columns[:3]], 1)
+        overlapping = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(1))
+        offsets, sizes = offsets[overlapping], sizes[overlapping]
+        places = np.stack([column[first:last][overlapping].astype(np.int64) for column in self.columns[:3]], 1)
         self._require_inside(offsets, sizes)
         require_places(self.name, places, self.file_sizes)
         starts, ends = np.maximum(offsets, low), np.minimum(offsets + sizes, high)
         if not covered(np.maximum(high - low, 0), starts - low, ends - starts):
-            raise ValueError(f"{self.name!r} has elements in no part, or in two, in {shape} at {offset}")
+            raise ValueError(f"{self.name!r}: stored slices leave gaps or overlap in {shape} at {offset}")
         return StoredSlices(offsets, sizes, places)
 
     @cached_property
@@ -106,7 +106,7 @@ class StoredTensor:
         # As differences, because sums of such numbers may exceed 64 bits.
         inside = (offsets >= 0) & (sizes >= 0) & (offsets <= self.shape) & (sizes <= np.subtract(self.shape, offsets))
         for number in np.flatnonzero(~inside.all(1))[:1]:
-            part = f"a part of {sizes[number].tolist()} at {offsets[number].tolist()}"
+            part = f"a slice of {sizes[number].tolist()} at {offsets[number].tolist()}"
             raise ValueError(f"{self.name!r} has the shape {list(self.shape)}, {part} lies outside")
 
 
@@ -137,11 +137,11 @@ def build(table: Table, files: Mapping[str, FileRecord]) -> Index:
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Span] = {}
     for record in table.objects:
-        _require(record.name not in objects, record.name, "is there twice")
+        _require(record.name not in objects, record.name, "occurs twice")
         require_places(record.name, np.asarray([record.place], np.int64), sizes)
         objects[record.name] = (table.files[record.place[0]], record.place[1], record.place[2])
     for head, rows in zip(table.tensors, table.rows, strict=True):
-        _require(head.name not in tensors and head.name not in objects, head.name, "is there twice")
+        _require(head.name not in tensors and head.name not in objects, head.name, "occurs twice")
         _require(head.dtype in DTYPES, head.name, f"has the unknown type {head.dtype!r}")
         _require(prod(size + 1 for size in head.shape) < _MOST, head.name, f"has the shape {head.shape}")
         columns = [column[rows] for column in table.columns]
@@ -293,7 +293,7 @@ def make_table(files: list[str], objects: list[ObjectRecord], tensors: Iterable[
     for name, dtype, shape, rows in tensors:
         width = _PLACE + 2 * len(shape)
         if any(len(row) != width for row in rows):
-            raise ValueError(f"{name!r} has {len(shape)} dimensions, a part has others")
+            raise ValueError(f"{name!r} has {len(shape)} dimensions, a slice has others")
         numbers = np.asarray(rows, np.int64).reshape(-1, width).T
         heads.append(TensorHead(name=name, dtype=dtype, shape=list(shape), rows=len(rows), longest=0))
         parts.append(Table(files, [], heads[-1:], list(numbers)))
@@ -372,10 +372,10 @@ def decode(data: memoryview | bytes) -> Table:
     """
     view = memoryview(data)
     if bytes(view[:8]) != MAGIC:
-        raise ValueError("it does not begin like an index")
+        raise ValueError("its first bytes are not those of an index")
     end = 16 + int.from_bytes(view[8:16], "little")
     if end > len(view):
-        raise ValueError(f"it has {len(view)} bytes, its header ends at {end}")
+        raise ValueError(f"it has {len(view)} bytes, but its header ends at byte {end}")
     header = read_json(Header, bytes(view[16:end]))
     dimensions, odd = divmod(len(header.columns) - _PLACE, 2)
     most = max((len(tensor.shape) for tensor in header.tensors), default=0)

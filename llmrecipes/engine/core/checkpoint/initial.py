@@ -1,4 +1,4 @@
-"""A checkpoint of step 0 from given weights, written slice by slice: nobody holds the model.
+"""A checkpoint of step 0 from existing weights, written slice by slice: no process holds the model.
 
 Weights are stored once, in the recipe's precision: the master weights are other names for the same bytes, and moments
 other names for a zero of each shape. So the files are as large as the weights, and are loaded like those of any other

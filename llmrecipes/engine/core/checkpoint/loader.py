@@ -58,10 +58,10 @@ def load(entry: Entry, state: dict[str, Any], index: Index | None = None) -> dic
     """Read what this rank needs of a checkpoint, without communication.
 
     Args:
-        entry: a checkpoint, as found by `CheckpointStore.latest_valid` on rank 0.
+        entry: a checkpoint, of `CheckpointStore.latest_valid` on rank 0.
         state: sharded state dict of the current model and optimizer, in any parallel layout; it is read into its
             tensors.
-        index: what `read_index` found, if it was called before.
+        index: of `read_index`, if it was called before.
 
     Returns:
         The loaded state dict: the structure of `state` without what is empty, and other saved values.
@@ -81,7 +81,7 @@ def load(entry: Entry, state: dict[str, Any], index: Index | None = None) -> dic
         )
     if entry.manifest.format == 1 and dist.get_rank() == 0:
         logger.info(
-            "%s was written by an older version: its manifest does not protect itself and its index is a pickle, "
+            "%s was written by an older version: its manifest has no checksum of itself and its index is a pickle, "
             "which is read as data only; checkpoints saved from now on have neither",
             entry.path,
         )
@@ -113,11 +113,11 @@ def _filled(
 ) -> dict[str, Any]:
     """A state dict with what is common to all ranks (None: its own), and what `fill` makes of its shards."""
     frame, local, factories = load_preprocess(state)
-    sharded, own = extract_sharded_base(frame)
-    found = own if common is None else common
-    merge(found, local)
-    _replace(found, fill(sharded))
-    whole: dict[str, Any] = apply_factory_merges(found, factories)
+    sharded, local_common = extract_sharded_base(frame)
+    filled = local_common if common is None else common
+    merge(filled, local)
+    _replace(filled, fill(sharded))
+    whole: dict[str, Any] = apply_factory_merges(filled, factories)
     return whole
 
 
@@ -158,18 +158,19 @@ def tensor_differences(index: Index, state: dict[str, Any]) -> list[str]:
         index: of the checkpoint.
         state: sharded state dict of the model; not modified.
     """
-    found = set()
+    differences = set()
     for value in nested_values(load_preprocess(state)[0]):
         if isinstance(value, ShardedObject) and value.unique_key not in index.objects:
-            found.add(f"{value.unique_key}: not in the checkpoint")
+            differences.add(f"{value.unique_key}: not in the checkpoint")
         if not isinstance(value, ShardedTensor):
             continue
-        here = index.tensors.get(value.key)
-        if here is None:
-            found.add(f"{value.key}: not in the checkpoint")
-        elif here.shape != tuple(value.global_shape) and not value.allow_shape_mismatch:
-            found.add(f"{value.key}: {list(here.shape)} in the checkpoint, {list(value.global_shape)} in the model")
-    return sorted(found)
+        stored = index.tensors.get(value.key)
+        if stored is None:
+            differences.add(f"{value.key}: not in the checkpoint")
+        elif stored.shape != tuple(value.global_shape) and not value.allow_shape_mismatch:
+            shapes = f"{list(stored.shape)} in the checkpoint, {list(value.global_shape)} in the model"
+            differences.add(f"{value.key}: {shapes}")
+    return sorted(differences)
 
 
 def _mapped(stream: io.BufferedReader, path: Path) -> Table:
@@ -200,12 +201,12 @@ def _read_common(entry: Entry, index: Index) -> dict[str, Any]:
         raise unfit(entry.path, f"it has neither {_COMMON_FILE} nor {_COMMON_OBJECT}")
     with open_inside(entry.path, name) as stream:
         view = stream if place is None else _create_file_view(stream, *place[1:])
-        found = load_plain(view, path)
-    if place is not None and isinstance(found, list) and len(found) == 1:
-        found = found[0]
-    if not isinstance(found, dict):
-        raise unfit(path, f"what is not sharded is a {type(found).__name__}, not a dict")
-    return found
+        common = load_plain(view, path)
+    if place is not None and isinstance(common, list) and len(common) == 1:
+        common = common[0]
+    if not isinstance(common, dict):
+        raise unfit(path, f"the common (unsharded) state is a {type(common).__name__}, expected a dict")
+    return common
 
 
 class _SliceRead(NamedTuple):
@@ -266,10 +267,10 @@ def _slice_reads(entry: Entry, index: Index, shard: ShardedTensor) -> Iterator[_
     low, high = np.asarray(shard.global_offset, np.int64), np.asarray(shape, np.int64) + shard.global_offset
     starts, ends = np.maximum(parts.offsets, low), np.minimum(parts.offsets + parts.sizes, high)
     for number, place in enumerate(parts.places.tolist()):
-        elements, here = (
+        elements, target_index = (
             as_index(starts[number] - origin, ends[number] - origin) for origin in (parts.offsets[number], low)
         )
-        yield _SliceRead(tuple(place), shard.key, tuple(parts.sizes[number].tolist()), elements, target[here])
+        yield _SliceRead(tuple(place), shard.key, tuple(parts.sizes[number].tolist()), elements, target[target_index])
 
 
 def _object(entry: Entry, index: Index, name: str) -> list[Any]:
@@ -277,7 +278,7 @@ def _object(entry: Entry, index: Index, name: str) -> list[Any]:
     with open_inside(entry.path, file) as stream:
         value = load_plain(_create_file_view(stream, start, length), entry.path / file)
     if not isinstance(value, list) or not value:
-        raise unfit(entry.path / file, f"{name!r} is a {type(value).__name__}, not a list of values")
+        raise unfit(entry.path / file, f"{name!r} is a {type(value).__name__}, expected a list of values")
     return value
 
 
@@ -288,7 +289,7 @@ def require_tensor(value: Any, dtype: torch.dtype, shape: tuple[int, ...], name:
         UserError: it is not.
     """
     if not isinstance(value, torch.Tensor):
-        raise unfit(path, f"{name!r} is a {type(value).__name__}, not a tensor")
+        raise unfit(path, f"{name!r} is a {type(value).__name__}, expected a tensor")
     if value.dtype != dtype or tuple(value.shape) != shape:
         raise unfit(path, f"{name!r} is {value.dtype} {list(value.shape)}, the index says {dtype} {list(shape)}")
 

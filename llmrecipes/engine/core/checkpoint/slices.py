@@ -53,14 +53,14 @@ class ShardedParameter:
             values: [n] the range; the shards are views of it.
             exclusive: no other data-parallel rank has this range.
         """
-        found = []
+        shards = []
         stop = start + values.numel()
         for part in self.slices:
             inside = range(max(start, part.start), min(stop, part.start + part.numel))
             for flat in flat_slices(part.shard.local_shape, inside.start - part.start, inside.stop - part.start):
                 first = part.start + flat.start - start
-                found.append(_shard(part.shard, prefix, flat, values[first : first + prod(flat.shape)], exclusive))
-        return found
+                shards.append(_shard(part.shard, prefix, flat, values[first : first + prod(flat.shape)], exclusive))
+        return shards
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class OptimizerSlice:
     changes the state."""
 
     def copy(self) -> OptimizerSlice:
-        """The same in memory of its own."""
+        """A copy that shares no memory."""
         return replace(self, tensors={name: tensor.clone() for name, tensor in self.tensors.items()})
 
     def weight_shards(self, *, exclusive: bool) -> list[ShardedTensor]:
@@ -93,11 +93,11 @@ class OptimizerSlice:
 
 def sharded_parameters(state: dict[str, Any]) -> list[ShardedParameter]:
     """Parameters of a sharded state dict, in its order."""
-    found: dict[torch.nn.Parameter, ShardedParameter] = {}
+    parameters: dict[torch.nn.Parameter, ShardedParameter] = {}
     for value in nested_values(state):
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.nn.Parameter):
-            found[value.data] = ShardedParameter(value.data, tuple(value.data.shape), tuple(_slices(value)))
-    return list(found.values())
+            parameters[value.data] = ShardedParameter(value.data, tuple(value.data.shape), tuple(_slices(value)))
+    return list(parameters.values())
 
 
 def other_state(state: dict[str, Any]) -> list[ShardedTensor | ShardedObject]:

@@ -29,7 +29,7 @@ from llmrecipes.engine.core.model.init import unfused
 from llmrecipes.errors import UserError
 
 _OTHERS = ("optimizer.", "random.")
-"""Starts of the names of what is no weight."""
+"""Prefixes of the names of what is not a weight."""
 
 
 class StoredWeights:
@@ -63,20 +63,16 @@ class StoredWeights:
         }
 
     def names(self) -> Sequence[str]:
-        """See `TensorSource`."""
         return list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `TensorSource`."""
         place = self._places[name]
         return place.stored.shape[len(place.before) :]
 
     def dtype(self, name: str) -> torch.dtype:
-        """See `TensorSource`."""
         return self._places[name].stored.dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """See `TensorSource`."""
         stored, before = self._places[name]
         depth = len(before)
         shape = (*(1 for _ in before), *stored.shape[depth:])
@@ -176,11 +172,11 @@ class StoredWeight(NamedTuple):
 
 def weights_of(key: str, stored: StoredTensor) -> Iterator[tuple[str, StoredWeight]]:
     """The weights that a stored tensor consists of, by their names in one process."""
-    found = _LAYERS.fullmatch(key)
-    if found is None:
+    match = _LAYERS.fullmatch(key)
+    if match is None:
         yield key, StoredWeight(stored, ())
         return
-    number, rest = found.groups()
+    number, rest = match.groups()
     stacked = number is None
     for layer in range(*stored.shape[:1]) if stacked else (int(number),):
         front, before = f"decoder.layers.{layer}.", (layer,) if stacked else ()
@@ -190,11 +186,11 @@ def weights_of(key: str, stored: StoredTensor) -> Iterator[tuple[str, StoredWeig
 def _of_layer(
     front: str, rest: str, stored: StoredTensor, before: tuple[int, ...]
 ) -> Iterator[tuple[str, StoredWeight]]:
-    found = _EXPERTS.fullmatch(rest)
-    if found is None:
+    match = _EXPERTS.fullmatch(rest)
+    if match is None:
         yield front + unfused(rest), StoredWeight(stored, before)
         return
-    number, rest = found.groups()
+    number, rest = match.groups()
     depth = len(before)
     for expert in range(*stored.shape[depth : depth + 1]) if number is None else (int(number),):
         place = StoredWeight(stored, (*before, expert) if number is None else before)

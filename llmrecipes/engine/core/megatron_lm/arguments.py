@@ -49,13 +49,13 @@ def read(stream: IO[bytes], start: int, length: int) -> tuple[Mapping[str, Any],
             raise pickle.UnpicklingError("its pickle is compressed, which torch.save does not do")
         content = archive.read(member)
     require_bounded(content)
-    found = _Reader(io.BytesIO(content)).load()
-    if isinstance(found, list) and len(found) == 1:
-        (found,) = found  # as an object of megatron-core 0.19
-    if not isinstance(found, dict):
-        raise pickle.UnpicklingError(f"what is not sharded is a {type(found).__name__}, not a dict")
-    iteration = found.get("iteration")
-    return _arguments(found.get("args")), iteration if type(iteration) is int else None
+    common = _Reader(io.BytesIO(content)).load()
+    if isinstance(common, list) and len(common) == 1:
+        (common,) = common  # as an object of megatron-core 0.19
+    if not isinstance(common, dict):
+        raise pickle.UnpicklingError(f"the common (unsharded) state is a {type(common).__name__}, expected a dict")
+    iteration = common.get("iteration")
+    return _arguments(common.get("args")), iteration if type(iteration) is int else None
 
 
 def _arguments(value: object) -> dict[str, Any]:

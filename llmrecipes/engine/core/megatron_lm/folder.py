@@ -47,7 +47,7 @@ class Saved:
         path: its folder.
         index: its tensors and objects.
         iteration: as its arguments or its name have it; None: neither has.
-        arguments: of the training, plain values alone; empty: it has none.
+        arguments: of the training, only plain values; empty if it has none.
     """
 
     path: Path
@@ -68,11 +68,11 @@ def open_saved(path: Path) -> Saved:
     folder = _chosen(path)
     _require_format(folder)
     index = _index(folder)
-    found, iteration = _common(folder, index)
+    arguments, iteration = _common(folder, index)
     name = folder.name.removeprefix("iter_")
     if iteration is None and name.isdecimal():
         iteration = int(name)
-    return Saved(folder, index, iteration, found)
+    return Saved(folder, index, iteration, arguments)
 
 
 def damaged(path: Path, why: str) -> UserError:
@@ -98,12 +98,12 @@ def _chosen(path: Path) -> Path:
             name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else ""
             if not name:
                 raise damaged(tracker, f"{text!r} is not an iteration number")
-            found = path / name
-            if not found.is_dir():
-                raise damaged(found, f"{TRACKER} names it, and it is not there")
-            if not (found / INDEX).is_file():
-                raise _no_index(found)
-            return found
+            folder = path / name
+            if not folder.is_dir():
+                raise damaged(folder, f"{TRACKER} names it, but it does not exist")
+            if not (folder / INDEX).is_file():
+                raise _no_index(folder)
+            return folder
         raise _no_index(path)
     except OSError as error:
         raise damaged(path, error.strerror or str(error)) from error
@@ -127,7 +127,7 @@ def _no_index(folder: Path) -> UserError:
         "no checkpoint of Megatron-LM in this folder",
         where=str(folder),
         rule=f"it has {INDEX} with .distcp files, or {TRACKER}",
-        fix=str(folder / inside) if inside else "the folder that Megatron-LM was given by --save",
+        fix=str(folder / inside) if inside else "the folder of Megatron-LM's --save",
     )
 
 

@@ -36,7 +36,7 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class SavedWeights:
-    """See `engine.base.WeightSource`.
+    """Implements `engine.base.WeightSource`.
 
     Only the stored slices of one weight at a time are in memory; each is read once if weights are read one by one.
 
@@ -56,7 +56,6 @@ class SavedWeights:
         self._holding = ""
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """See `WeightSource`."""
         place = self._places.get(name)
         if place is None:
             raise UserError(f"{name} is not in the checkpoint", where=str(self._saved.path))
@@ -70,12 +69,12 @@ class SavedWeights:
         except ValueError as problem:
             raise damaged(self._saved.path, str(problem)) from problem
         # Rows that pad the vocabulary are not in the checkpoint, or are others.
-        found = torch.zeros(box, dtype=stored.dtype)
+        values = torch.zeros(box, dtype=stored.dtype)
         for start, size, where in zip(parts.offsets, parts.sizes, parts.places.tolist(), strict=True):
             first, last = np.maximum(start, low), np.minimum(start + size, low + np.asarray(box))
             part = self._part(stored, tuple(where), tuple(size.tolist()))
-            found[as_index(first - low, last - low)] = part[as_index(first - start, last - start)]
-        return found.view(shape)
+            values[as_index(first - low, last - low)] = part[as_index(first - start, last - start)]
+        return values.view(shape)
 
     def require_fit(self, plan: Plan) -> None:
         """Check that the checkpoint has the weights of a model, in its shapes, and no others.
@@ -122,32 +121,32 @@ def _load(folder: Path, path: Path, start: int, length: int) -> torch.Tensor:
     except (UserError, OSError) as problem:
         raise damaged(path, problem.what if isinstance(problem, UserError) else str(problem)) from problem
     if not isinstance(value, torch.Tensor):
-        raise damaged(path, f"there is a {type(value).__name__} at byte {start}, not a tensor")
+        raise damaged(path, f"byte {start} begins a {type(value).__name__}, expected a tensor")
     return value
 
 
 def _wanted(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Shapes of the model's weights, by name."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for value in nested_values(construct_without_memory(plan).sharded_state()):
         shards = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
         for shard in shards:
             if isinstance(shard, ShardedTensor) and shard.data.is_floating_point():
-                found[whole_name(global_name(shard))] = tuple(shard.global_shape[shard.prepend_axis_num :])
-    return found
+                shapes[whole_name(global_name(shard))] = tuple(shard.global_shape[shard.prepend_axis_num :])
+    return shapes
 
 
 def _differences(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], tokens: int
+    wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], tokens: int
 ) -> Iterator[str]:
     """Weights that differ, a line each; `tokens` is how many rows of the vocabulary the model needs."""
-    for name in sorted(wanted.keys() | found.keys()):
-        if name not in found:
+    for name in sorted(wanted.keys() | stored.keys()):
+        if name not in stored:
             yield f"{name}: not in the checkpoint"
         elif name not in wanted:
-            yield f"{name}: {list(found[name])} in the checkpoint, none in the recipe's model"
-        elif name in _VOCABULARY and found[name][1:] == wanted[name][1:]:
-            if found[name][0] < tokens:
-                yield f"{name}: {found[name][0]} rows in the checkpoint, fewer than model.vocab_size {tokens}"
-        elif found[name] != wanted[name]:
-            yield f"{name}: {list(found[name])} in the checkpoint, {list(wanted[name])} in the recipe's model"
+            yield f"{name}: {list(stored[name])} in the checkpoint, none in the recipe's model"
+        elif name in _VOCABULARY and stored[name][1:] == wanted[name][1:]:
+            if stored[name][0] < tokens:
+                yield f"{name}: {stored[name][0]} rows in the checkpoint, fewer than model.vocab_size {tokens}"
+        elif stored[name] != wanted[name]:
+            yield f"{name}: {list(stored[name])} in the checkpoint, {list(wanted[name])} in the recipe's model"

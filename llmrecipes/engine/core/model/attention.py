@@ -241,8 +241,8 @@ def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) ->
     for depth in range(1, depths + 1):
         further, labels = (F.pad(each[:, depth:], (0, depth)) for each in (mask, torch.ones_like(mask)))
         own = own_chunks({"mask": further, "labels": labels}, size, rank)
-        theirs = own["labels"].numel() / own["labels"].sum()
-        weights.append(own["mask"] * (mask.sum() / further.sum().clamp(min=1.0) / theirs))
+        ratio = own["labels"].numel() / own["labels"].sum()
+        weights.append(own["mask"] * (mask.sum() / further.sum().clamp(min=1.0) / ratio))
     return weights
 
 

@@ -136,13 +136,13 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
 
 def _same_name(recipe: Recipe, kind: type[TransformerConfig]) -> dict[str, Any]:
     """Values of the keys with the same name in both; those of experts only for MoE models."""
-    theirs = {field.name for field in fields(kind)} - TRANSLATED - NOT_PASSED
+    accepted = {field.name for field in fields(kind)} - TRANSLATED - NOT_PASSED
     sections = (recipe.model, recipe.parallelism, recipe.train)
     return {
         name: value
         for section in sections
         for name, value in section
-        if name in theirs and (recipe.model.num_moe_experts or not name.startswith("moe_"))
+        if name in accepted and (recipe.model.num_moe_experts or not name.startswith("moe_"))
     }
 
 

@@ -45,8 +45,8 @@ class RecipeGPTModel(GPTModel):
     def forward(self, *args: Any, prediction_weights: Sequence[torch.Tensor] = (), **kwargs: Any) -> torch.Tensor:
         """megatron-core's, with a weight for each loss of multi-token prediction."""
         self._weights = iter(prediction_weights)
-        found: torch.Tensor = super().forward(*args, **kwargs)
-        return found
+        result: torch.Tensor = super().forward(*args, **kwargs)
+        return result
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Loss of each token; megatron-core first requests those of multi-token prediction, which have weights.
@@ -90,7 +90,7 @@ class RecipeGPTModel(GPTModel):
         return any(not parameter.requires_grad for parameter in self.parameters())
 
     def saved_state(self) -> dict[str, Any]:
-        """`sharded_state` of what checkpoints have: all weights, or the adapters alone."""
+        """`sharded_state` of what checkpoints have: all weights, or only the adapters."""
         if not self.has_adapters:
             return self.sharded_state()
         return {

@@ -2,7 +2,7 @@
 
 megatron-core draws weights from random states that differ by rank and construction order, so a different layout starts
 from a different model. Here every element of a global tensor is a function of the seed, the tensor's name and the
-element's place in it, so a rank draws its part alone: any layout, device or precision starts from the same numbers.
+element's place in it, so a rank draws only its part: any layout, device or precision starts from the same numbers.
 They are drawn on the CPU in fp32. megatron-core's sharded state dict, which is also used to reshard checkpoints, tells
 which part a rank holds.
 
@@ -133,9 +133,9 @@ def values(
     factors = mup(model)
     if factors and not key.endswith((*EMBEDDINGS, OUTPUT_LAYER)):
         scale /= math.sqrt(factors.width_mult)
-    found = distribution(_key(seed, name), shape, offset, size)
-    found *= scale
-    return torch.from_numpy(found).view(*size)
+    drawn = distribution(_key(seed, name), shape, offset, size)
+    drawn *= scale
+    return torch.from_numpy(drawn).view(*size)
 
 
 def _key(seed: int, name: str) -> int:
@@ -174,12 +174,12 @@ def whole_name(name: str) -> str:
     Args:
         name: as `init.global_name`, where layers and experts may be stacked under one key.
     """
-    found = _LAYER.fullmatch(name)
-    if found is None:
+    match = _LAYER.fullmatch(name)
+    if match is None:
         return name.partition("[")[0]
-    place = [each for each in found[3].split(",") if each]
-    layer = place.pop(0) if found[1] is None else found[1]
-    rest = found[2]
+    place = [each for each in match[3].split(",") if each]
+    layer = place.pop(0) if match[1] is None else match[1]
+    rest = match[2]
     if rest.startswith(_EXPERTS):
         rest = f"mlp.experts.local_experts.{place.pop(0)}.{rest.removeprefix(_EXPERTS)}"
     return f"decoder.layers.{layer}.{unfused(rest)}"

@@ -73,8 +73,8 @@ class Adapter(torch.nn.Module):
         """
         inner, _ = self.a(self._dropped(inputs))
         outputs, _ = self.b(inner * self._scale)
-        found: torch.Tensor = outputs
-        return found
+        result: torch.Tensor = outputs
+        return result
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
@@ -133,7 +133,7 @@ class Whole(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """See megatron-core's `MegatronModule`."""
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        result: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
             {},
@@ -141,7 +141,7 @@ class Whole(torch.nn.Module):
             tp_group=self._group,
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
-        return found
+        return result
 
 
 def insert(module: GPTModel, lora: Lora) -> None:
@@ -167,7 +167,7 @@ def _layers(module: GPTModel, lora: Lora) -> Iterator[tuple[Any, str, Any]]:
     """Layers that get adapters: the module that has each, its name there, and itself."""
     decoder = module.decoder
     experts = {
-        id(each) for found in decoder.modules() if isinstance(found, SequentialMLP) for each in found.local_experts
+        id(expert) for mlp in decoder.modules() if isinstance(mlp, SequentialMLP) for expert in mlp.local_experts
     }
     for parent in list(decoder.modules()):
         for name, child in parent.named_children():

@@ -49,7 +49,7 @@ def uniform(key: int, shape: Sequence[int], offset: Sequence[int], size: Sequenc
 
 def bits(key: int, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> npt.NDArray[np.uint32]:
     """Random words of 32 bits of a slice, flattened; arguments as `normal`."""
-    found = np.empty(prod(size), np.uint32)
+    result = np.empty(prod(size), np.uint32)
     filled = 0
     # numpy increments the counter before each block.
     generator, at = np.random.Philox(counter=(1 << 256) - 1, key=key), 0
@@ -60,38 +60,38 @@ def bits(key: int, shape: Sequence[int], offset: Sequence[int], size: Sequence[i
             blocks = -(-(skipped + taken) // BLOCK)
             generator.advance(block - at)
             words = generator.random_raw(blocks * 4).view(np.uint32)
-            found[filled : filled + taken] = words[skipped : skipped + taken]
+            result[filled : filled + taken] = words[skipped : skipped + taken]
             filled, at = filled + taken, block + blocks
-    return found
+    return result
 
 
 def _transformed(words: npt.NDArray[np.uint32], transform: Callable[[npt.NDArray[np.int32]], Floats]) -> Floats:
     """A function of each word, in the words' memory."""
-    numbers, found = words.view(np.int32), words.view(np.float32)
+    numbers, floats = words.view(np.int32), words.view(np.float32)
     for first in range(0, words.size, CHUNK):
         piece = slice(first, first + CHUNK)
-        found[piece] = transform(numbers[piece])
-    return found
+        floats[piece] = transform(numbers[piece])
+    return floats
 
 
 def _uniform(words: npt.NDArray[np.int32]) -> Floats:
-    found = words.astype(np.float32)
-    found += 0.5
-    found *= 2.0**-31
-    return found
+    values = words.astype(np.float32)
+    values += 0.5
+    values *= 2.0**-31
+    return values
 
 
 def _normal(words: npt.NDArray[np.int32]) -> Floats:
-    found = words.astype(np.float32)
-    found += 0.5
-    found *= 2.0**-32  # the probability minus a half
-    tail = np.flatnonzero(np.abs(found) > 0.425)
-    square = found * found
+    values = words.astype(np.float32)
+    values += 0.5
+    values *= 2.0**-32  # the probability minus a half
+    tail = np.flatnonzero(np.abs(values) > 0.425)
+    square = values * values
     np.subtract(0.180625, square, out=square)
-    found *= _polynomial(square, _CENTRE[0])
-    found /= _polynomial(square, _CENTRE[1])
-    found[tail] = _normal_tail(words[tail])
-    return found
+    values *= _polynomial(square, _CENTRE[0])
+    values /= _polynomial(square, _CENTRE[1])
+    values[tail] = _normal_tail(words[tail])
+    return values
 
 
 def _normal_tail(words: npt.NDArray[np.int32]) -> Floats:
@@ -107,19 +107,19 @@ def _normal_tail(words: npt.NDArray[np.int32]) -> Floats:
     logarithm += exponent.astype(np.float32) * log(2)
     root = np.sqrt(-logarithm)
     root -= 1.6
-    found = _polynomial(root, _TAIL[0])
-    found /= _polynomial(root, _TAIL[1])
-    return np.copysign(found, words, out=found)
+    value = _polynomial(root, _TAIL[0])
+    value /= _polynomial(root, _TAIL[1])
+    return np.copysign(value, words, out=value)
 
 
 def _polynomial(x: Floats, coefficients: Sequence[float]) -> Floats:
     """By Horner's rule, of the coefficient of the highest power first."""
-    found = x * coefficients[0]
+    value = x * coefficients[0]
     for coefficient in coefficients[1:-1]:
-        found += coefficient
-        found *= x
-    found += coefficients[-1]
-    return found
+        value += coefficient
+        value *= x
+    value += coefficients[-1]
+    return value
 
 
 def runs(shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -149,11 +149,11 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs."""
-        found = _FlashAttention.backward(ctx, *gradients)
+        result = _FlashAttention.backward(ctx, *gradients)
         _, key, value, *_ = ctx.saved_tensors
         _rotate([key, value], ctx.group)
         _rotate([key, value], ctx.group)  # gradients, of the same size
-        return found
+        return result
 
 
 def _rotate(tensors: Sequence[torch.Tensor], group: Any) -> None:
@@ -253,10 +253,10 @@ def counts(assignments: int, experts: int, hot: int, skew: float) -> list[int]:
     """
     most = min(assignments, round(skew * assignments / experts))
     rest, others = assignments - most, experts - 1
-    found = [most] * experts
+    counts = [most] * experts
     for number, expert in enumerate(expert for expert in range(experts) if expert != hot):
-        found[expert] = rest // others + (number < rest % others)
-    return found
+        counts[expert] = rest // others + (number < rest % others)
+    return counts
 
 
 def _fill(dispatcher: Any, skew: float) -> torch.Tensor:

@@ -52,8 +52,8 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
         rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         if rank == 0 and os.environ["MASTER_ADDR"] == LOOPBACK:
             return _loopback_store(port, size, timeout), rank, size
-        found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timeout))
-        return found
+        result: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timeout))
+        return result
     return dist.HashStore(), 0, 1  # one process needs no port
 
 

@@ -30,7 +30,7 @@ def select(local_rank: int = 0) -> Platform:
             raise UserError(
                 f"{torch.cuda.device_count()} GPUs for rank {local_rank} of {socket.gethostname()}, counted from 0",
                 where="torch.cuda",
-                rule="each rank has a GPU of its own, and sees all GPUs of its node",
+                rule="each rank uses one GPU, and sees all GPUs of its node",
                 fix="llmrecipes doctor where a GPU is missing; fewer ranks a node; no --gpus-per-task in Slurm",
             )
         from llmrecipes.engine.core.platform.cuda import CudaPlatform

@@ -74,7 +74,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         if not adam_w_mode or capturable:
-            raise ValueError("GroupStepAdamW decays weights decoupled only and cannot be captured in a CUDA graph")
+            raise ValueError("GroupStepAdamW supports only decoupled weight decay, and no capture in a CUDA graph")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
