@@ -293,7 +293,7 @@ class Backend(Protocol):
         """
 
     def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
-        """Given weights, for a `Scorer` on the ranks of any layout; each reads its part."""
+        """A model with the weights of a source, for a `Scorer` on the ranks of any layout; each rank reads its part."""
 
     def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
         """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.

@@ -24,7 +24,7 @@ from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.engine.core.checkpoint import loader
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.checkpoint.index import INDEX_NAME, decode
-from llmrecipes.engine.megatron import optimizer_state
+from llmrecipes.engine.megatron import state
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
 from tests.dist.table import Row
@@ -110,7 +110,7 @@ def test_a_large_tensor_that_all_ranks_have_is_cut_among_them(worlds: dict[int, 
 
 def _held_with_small_pieces(recipe: Recipe, folder: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_state, "LEAST_PIECE", 1000)
+        patch.setattr(state, "LEAST_PIECE", 1000)
         return held_and_sent(recipe, folder)
 
 

@@ -22,9 +22,9 @@ from llmrecipes.engine.core.model.gpt import build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.weights import load_model, model_state
 from llmrecipes.engine.core.world import join
-from llmrecipes.engine.megatron import optimizer_state
+from llmrecipes.engine.megatron import state
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.optimizer_state import needed_state, saved_state
+from llmrecipes.engine.megatron.state import needed_state, saved_state
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
@@ -127,11 +127,11 @@ def test_the_shares_of_replicas_are_the_whole(engine: MegatronEngine, monkeypatc
     """Every element of weights and moments, once and in its place, whichever rank writes it."""
     parameters = sharded_parameters(engine.modules[0].saved_state())
     (whole,) = needed_state(engine.optimizer, parameters).values()
-    monkeypatch.setattr(optimizer_state, "LEAST_PIECE", 64)
+    monkeypatch.setattr(state, "LEAST_PIECE", 64)
     ranks = 3
     shares = []
     for rank in range(ranks):
-        monkeypatch.setattr(optimizer_state, "_replicas", lambda _, rank=rank: (rank, ranks))
+        monkeypatch.setattr(state, "_replicas", lambda _, rank=rank: (rank, ranks))
         (share,) = saved_state(engine.optimizer, parameters).values()
         shares.append(share)
     assert max(each.start for share in shares for each in share) > 0, "something is cut"

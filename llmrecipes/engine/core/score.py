@@ -81,7 +81,7 @@ class GPTScorer:
         ended: Callable[[list[int]], bool],
     ) -> list[list[int]]:
         texts = [
-            _Text(list(prompt), min(len(prompt) + limit, self.positions), torch.Generator().manual_seed(seed))
+            _Continuation(list(prompt), min(len(prompt) + limit, self.positions), torch.Generator().manual_seed(seed))
             for prompt, limit, seed in zip(prompts, limits, seeds, strict=True)
         ]
         for text in texts:
@@ -122,7 +122,7 @@ class GPTScorer:
             or (self._recipe.zero is not None and self._recipe.zero.stage == 3)
         )
 
-    def _by_scores(self, texts: list[_Text], ended: Callable[[list[int]], bool]) -> None:
+    def _by_scores(self, texts: list[_Continuation], ended: Callable[[list[int]], bool]) -> None:
         """Greedy continuations that recompute the text for each token: right in every layout, and slow."""
         while any(not text.done for text in texts):
             rows = torch.zeros(len(texts), 1 + max(len(text.all) for text in texts), dtype=torch.long)
@@ -133,7 +133,7 @@ class GPTScorer:
                 if not text.done:
                     text.add(int(greedy[number, len(text.all) - 1]), ended)
 
-    def _by_cache(self, texts: list[_Text], sampling: Sampling, ended: Callable[[list[int]], bool]) -> None:
+    def _by_cache(self, texts: list[_Continuation], sampling: Sampling, ended: Callable[[list[int]], bool]) -> None:
         """Continuations with a cache: up to the shortest prompt at once, then a token at a time for all texts.
 
         A longer prompt gives its own next tokens meanwhile, so that all texts have the same positions.
@@ -216,7 +216,7 @@ class GPTScorer:
         return logits
 
 
-class _Text:
+class _Continuation:
     """A text while it is continued, to `end` tokens at most."""
 
     def __init__(self, prompt: list[int], end: int, random: torch.Generator) -> None:

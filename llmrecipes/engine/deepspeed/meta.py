@@ -89,7 +89,7 @@ def _gathered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _second_copies(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """hpZ's, of the weights of a module."""
+    """hpZ's secondary partitions of the weights of a module."""
     for parameter in module.parameters(recurse=False):
         if (copy := getattr(parameter, "ds_secondary_tensor", None)) is not None:
             yield copy

@@ -64,7 +64,7 @@ BACKEND = "torch_dist"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class RankFiles:
     """What a rank writes."""
 
     tensors: list[ShardedTensor]
@@ -101,7 +101,7 @@ class ShardedFormat:
             self._checked = True
         return taken
 
-    def prepare(self, taken: StateDict, directory: Path, rank: int) -> Prepared:
+    def prepare(self, taken: StateDict, directory: Path, rank: int) -> RankFiles:
         if rank == 0:
             directory.mkdir(parents=True)
         strategy = _Translation()
@@ -119,12 +119,12 @@ class ShardedFormat:
                 tensors.append(shard)
             else:
                 objects.setdefault(shard.unique_key, []).append(shard.data)
-        return Prepared(tensors, objects)
+        return RankFiles(tensors, objects)
 
-    def planned_bytes(self, prepared: Prepared) -> int:
+    def planned_bytes(self, prepared: RankFiles) -> int:
         return sum(shard.data.nbytes for shard in prepared.tensors if shard.data is not None)
 
-    def write(self, prepared: Prepared, directory: Path, rank: int) -> Written:
+    def write(self, prepared: RankFiles, directory: Path, rank: int) -> Written:
         if not prepared.tensors and not prepared.objects:
             return Written({}, b"")
         name = f"__{rank}_0.distcp"

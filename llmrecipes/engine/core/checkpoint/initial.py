@@ -45,7 +45,7 @@ def write(plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, 
     kept = ShardedFormat({"device": "cpu", "layers": "local"})
     prepared = kept.prepare(_common(plan.recipe), directory, 0)
     dtype = DTYPES[plan.recipe.train.precision]
-    table = _Table()
+    table = _IndexRows()
     with (directory / FILE).open("wb") as file:
         stream = HashedFile(file)
         zeros: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -98,7 +98,7 @@ def _stacked_slices(shards: Iterable[ShardedTensor]) -> Iterator[_StackedSlice]:
             yield _StackedSlice(shard.key, tuple(shard.global_shape), offset, size, depth, whole_name(name))
 
 
-class _Table:
+class _IndexRows:
     """Rows of the index, by tensor."""
 
     def __init__(self) -> None:

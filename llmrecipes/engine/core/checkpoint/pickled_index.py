@@ -51,14 +51,14 @@ class _Sealed(type):
         raise pickle.UnpicklingError(f"it alters the class {cls.__name__}")
 
 
-class Record(metaclass=_Sealed):
+class InertRecord(metaclass=_Sealed):
     """Replaces every object: holds its arguments and its state, without behaviour."""
 
     __slots__ = ("arguments", "state")
     arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *arguments: Any) -> Record:
+    def __new__(cls, *arguments: Any) -> InertRecord:
         made = super().__new__(cls)
         made.arguments, made.state = arguments, None
         return made
@@ -67,7 +67,7 @@ class Record(metaclass=_Sealed):
         self.state = state
 
 
-def record_kind(name: str, base: type[Record] = Record) -> _Sealed:
+def record_kind(name: str, base: type[InertRecord] = InertRecord) -> _Sealed:
     """A class of records, in place of one that a pickle names."""
     return _Sealed(name, (base,), {"__slots__": ()})
 
@@ -102,7 +102,7 @@ Find = Callable[[str, str], Any]
 """What stands for a class, by module and name."""
 
 
-class _Reader(pickle.Unpickler):
+class _IndexUnpickler(pickle.Unpickler):
     def __init__(self, stream: IO[bytes], find_other: Find | None) -> None:
         super().__init__(stream)
         self._find_other = find_other
@@ -169,7 +169,7 @@ def read(stream: IO[bytes], find_other: Find | None = None) -> Table:
     if len(content) > MOST_BYTES:
         raise pickle.UnpicklingError(f"it has more than {MOST_BYTES:,} bytes")
     require_bounded(content)
-    fields = _fields(_Reader(io.BytesIO(content), find_other).load(), "Metadata")
+    fields = _fields(_IndexUnpickler(io.BytesIO(content), find_other).load(), "Metadata")
     numbers: dict[str, int] = {}
     places: dict[tuple[str, tuple[int, ...] | None], list[int]] = {}
     for key, info in fields["storage_data"].items():
@@ -208,7 +208,7 @@ def _place(key: object, info: object) -> tuple[tuple[str, tuple[int, ...] | None
 
 
 def _size(value: object) -> tuple[int, ...]:
-    if not (isinstance(value, Record) and _is(value, "Size") and len(value.arguments) == 1):
+    if not (isinstance(value, InertRecord) and _is(value, "Size") and len(value.arguments) == 1):
         raise pickle.UnpicklingError(f"it has a {type(value).__name__} in place of a Size")
     return tuple(value.arguments[0])
 
@@ -219,7 +219,7 @@ def _fields(value: object, kind: str) -> dict[str, Any]:
 
 
 def _state(value: object, kind: str, form: type) -> Any:
-    if not (isinstance(value, Record) and _is(value, kind) and isinstance(value.state, form)):
+    if not (isinstance(value, InertRecord) and _is(value, kind) and isinstance(value.state, form)):
         raise pickle.UnpicklingError(f"it has a {type(value).__name__} in place of a {kind}")
     return value.state
 

@@ -89,7 +89,7 @@ class CpuTorch(ModuleType):
         return getattr(self._real, name)
 
 
-class _Stream:
+class _CpuStream:
     """CUDA streams and events on a device where every call is synchronous."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
@@ -98,7 +98,7 @@ class _Stream:
 
     wait_stream = wait_event = record = synchronize = wait = _done
 
-    def record_event(self, *_args: Any) -> _Stream:
+    def record_event(self, *_args: Any) -> _CpuStream:
         return self
 
     def query(self) -> bool:
@@ -161,10 +161,10 @@ def _patch_torch_cuda(device: torch.device) -> None:
         "set_rng_state": lambda state, *_a, **_k: torch.set_rng_state(state),
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
         "_lazy_call": lambda call, **_k: call(),
-        "Stream": _Stream,
-        "Event": _Stream,
+        "Stream": _CpuStream,
+        "Event": _CpuStream,
         "stream": lambda *_a, **_k: contextlib.nullcontext(),
-        "current_stream": lambda *_a, **_k: _Stream(),
+        "current_stream": lambda *_a, **_k: _CpuStream(),
     }
     for name, value in stand_ins.items():
         replace("torch.cuda", name, value)

@@ -100,7 +100,7 @@ class _Event:
         torch.empty((), device=META).item()
 
 
-class _Stream:
+class _MetaStream:
     """A queue of the device."""
 
     def __init__(self, *_args: Any, **_options: Any) -> None: ...
@@ -168,8 +168,8 @@ def _answer_locally() -> None:
             gathered[:] = [item] * len(gathered)
 
     replace("torch.cuda", "Event", _Event)
-    replace("torch.cuda", "Stream", _Stream)
-    replace("torch.cuda", "current_stream", lambda *_args, **_options: _Stream())
+    replace("torch.cuda", "Stream", _MetaStream)
+    replace("torch.cuda", "current_stream", lambda *_args, **_options: _MetaStream())
     replace("torch.cuda", "synchronize", lambda *_args, **_options: _Event().synchronize())
     # Other ranks' parts, which it would compare, are not there.
     replace("megatron.core.dist_checkpointing.state_dict_utils", "validate_sharding_integrity", lambda *_a, **_o: None)
